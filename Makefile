@@ -1,0 +1,33 @@
+# Two commands for everybody: `make study` runs the whole loop on the embedded corpus, `make test` checks everything.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: study test check ci-system clean
+
+study: $(INSTALLED)
+	$(BIN)/muscale init runs/quickstart --keep
+	$(BIN)/muscale run runs/quickstart/study.toml
+
+test: check
+
+check: $(INSTALLED)
+	sh tests/guard_platform.sh
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest
+
+$(INSTALLED): pyproject.toml requirements.lock
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
+	touch $@
+
+# Debian packages of the tests; needs root.
+ci-system:
+	apt-get update -qq
+	apt-get install -y -qq --no-install-recommends g++ make python3-venv
+
+clean:
+	rm -rf .venv runs dist .mypy_cache .ruff_cache .pytest_cache
