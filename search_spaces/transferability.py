@@ -1,0 +1,168 @@
+"""What becomes of a tuned hyperparameter when the model or the run gets larger.
+
+The classes follow the project's rule table: values given at the base shape are carried across width and depth by the
+parametrization; the training horizon, the batch and regularization are not its subject.
+
+Sources, by arXiv id: 2203.03466 Tensor Programs V; 2505.01618 CompleteP; 2512.22382 Complete(d)P; 2407.05872 Everett et
+al.; 2409.19913 rates across horizons; 2405.13698 AdamW's timescale; 2505.13738 Power Lines; 2510.15262 decay under muP.
+"assumed" marks a convention of this project that no paper or measurement here backs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+from search_spaces.errors import SpaceError, unknown
+
+Axis: TypeAlias = Literal["horizon", "batch", "tokens_per_param"]
+"""What a law runs over: tokens of the run, tokens of one optimizer step, tokens of the run per parameter."""
+
+
+class Transfer(StrEnum):
+    """How a tuned value gets from the proxy to the target."""
+
+    UNDER_MUP = "under_mup"
+    """Unchanged, as a value at the base shape: the parametrization does the scaling."""
+    BY_LAW = "by_law"
+    """By a fitted law along the axes named with it; unchanged, as under muP, where proxy and target agree on them."""
+    MUST_MATCH = "must_match"
+    """Part of what is trained: proxy and target have the same, or nothing else transfers either."""
+    NEVER = "never"
+    """Not at all: the target takes an explicit value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transferability:
+    """The class of one hyperparameter.
+
+    Attributes:
+        name: The hyperparameter.
+        transfer: Its class.
+        axes: What the law runs over; empty unless the class is `BY_LAW`.
+        reason: Why, in a sentence or two.
+        source: arXiv ids separated by commas, "assumed", or "measured here" with what was measured.
+    """
+
+    name: str
+    transfer: Transfer
+    axes: tuple[Axis, ...] = ()
+    reason: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if (self.transfer is Transfer.BY_LAW) != bool(self.axes):
+            raise SpaceError(
+                f"{self.name}: by_law needs axes and no other class takes any, got {self.transfer}, {self.axes}"
+            )
+
+    def __str__(self) -> str:
+        over = f" over {', '.join(self.axes)}" if self.axes else ""
+        return f"{self.name}: {self.transfer}{over}. {self.reason} [{self.source}]"
+
+
+_MULTIPLIER = "A multiplier of the forward pass; what depends on width or depth is in the rule table."
+_SHAPE = "A fraction of the run, so that the schedule keeps its shape at every horizon."
+_LENGTH = "An absolute length is another fraction of a longer run."
+_BETA = "Kept across width; it averages over 1 / (1 - beta) steps, which are more tokens with a larger batch."
+_REGULARIZER = "How much regularization is best depends on the size of the model and on how often it sees its data."
+
+# Name, class, axes, reason, source.
+_ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
+    (
+        "learning_rate",
+        Transfer.BY_LAW,
+        ("horizon", "batch"),
+        "Under muP the optimum stays across width and depth; it falls with the horizon and moves with the batch.",
+        "2203.03466, 2505.01618, 2409.19913, 2512.22382",
+    ),
+    ("init_scale", Transfer.UNDER_MUP, (), "A factor on the rule table's initial standard deviations.", "2203.03466"),
+    ("embedding_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    ("output_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    ("attention_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    (
+        "weight_decay_tau",
+        Transfer.BY_LAW,
+        ("tokens_per_param",),
+        "The best timescale B / (eta·lambda·D), a fraction of the run, was first found constant (2405.13698), then to"
+        " follow a power law in tokens per parameter (2505.13738).",
+        "2405.13698, 2505.13738",
+    ),
+    (
+        "weight_decay",
+        Transfer.BY_LAW,
+        ("horizon", "batch", "tokens_per_param"),
+        "It acts through the timescale B / (eta·lambda·D), so its best value moves with all of these: search"
+        " weight_decay_tau. Across width rate·decay is held constant.",
+        "2405.13698, 2505.13738, 2510.15262",
+    ),
+    ("beta1", Transfer.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
+    ("beta2", Transfer.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
+    ("eps", Transfer.UNDER_MUP, (), "Scaled by the rule table as the gradients are.", "2505.01618, 2407.05872"),
+    ("warmup_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
+    ("warmup_tokens", Transfer.BY_LAW, ("horizon",), _LENGTH, "assumed"),
+    ("warmup_floor_tokens", Transfer.BY_LAW, ("horizon",), _LENGTH, "assumed"),
+    (
+        "warmup_steps",
+        Transfer.BY_LAW,
+        ("horizon", "batch"),
+        "Steps are another length in tokens at another batch, and another fraction of a longer run.",
+        "assumed",
+    ),
+    ("cooldown_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
+    (
+        "batch_tokens",
+        Transfer.BY_LAW,
+        ("horizon",),
+        "The optimal and the critical batch follow the tokens of the run, not the size of the model.",
+        "2505.13738",
+    ),
+    (
+        "batch_tokens_per_gpu",
+        Transfer.NEVER,
+        (),
+        "Training sees only the batch over all GPUs, and the target has another number of them: search batch_tokens.",
+        "assumed",
+    ),
+    (
+        "clip_norm",
+        Transfer.UNDER_MUP,
+        (),
+        "Kept constant by convention; the rule table has nothing on the norm of the whole gradient, so compare how many"
+        " steps are clipped.",
+        "assumed",
+    ),
+    ("dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("label_smoothing", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("stochastic_depth", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("z_loss", Transfer.NEVER, (), "Taken for a regularizer: there is no rule for its weight in the loss.", "assumed"),
+    ("optimizer", Transfer.MUST_MATCH, (), "Each has a rule set of its own; AdamW's is not reused.", "assumed"),
+    (
+        "schedule",
+        Transfer.MUST_MATCH,
+        (),
+        "Rankings under one schedule do not carry over to another.",
+        "measured here: Spearman .70 between final losses under WSD and under linear decay",
+    ),
+    ("activation", Transfer.MUST_MATCH, (), "Part of the family that proxy and target belong to.", "assumed"),
+    ("context_length", Transfer.MUST_MATCH, (), "Another context is another task with another loss.", "assumed"),
+    ("tokenizer", Transfer.MUST_MATCH, (), "The loss is counted in its tokens.", "assumed"),
+    ("data_mixture", Transfer.MUST_MATCH, (), "The optimum and the law belong to one mixture.", "assumed"),
+)
+
+TRANSFERABILITY: dict[str, Transferability] = {
+    name: Transferability(name=name, transfer=transfer, axes=axes, reason=reason, source=source)
+    for name, transfer, axes, reason, source in _ROWS
+}
+
+
+def transferability(name: str) -> Transferability:
+    """The class of the hyperparameter `name`.
+
+    Raises:
+        SpaceError: If the table has no such name: an unknown hyperparameter is never assumed to transfer.
+    """
+    if name not in TRANSFERABILITY:
+        raise SpaceError(unknown("hyperparameter", name, TRANSFERABILITY))
+    return TRANSFERABILITY[name]

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+import pickle
+import tomllib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces import CATALOGUE, Choice, Fixed, Integer, LogUniform, Space, SpaceError, Uniform, classic
+
+STUDY = """
+[sweep.space]
+learning_rate = { distribution = "log_uniform", low = 1e-3, high = 0.1 }
+dropout       = { distribution = "uniform", low = 0, high = 0.3 }
+batch_tokens  = { distribution = "integer", low = 512, high = 16_384, log = true }
+optimizer     = { distribution = "choice", values = ["adamw", "lion"] }
+qk_norm       = { distribution = "choice", values = [false, true] }
+
+[sweep.space.schedule]
+distribution = "fixed"
+value = "wsd"
+"""
+
+
+@pytest.fixture
+def space() -> Space:
+    return Space(
+        {
+            "learning_rate": LogUniform(low=1e-3, high=0.1),
+            "dropout": Uniform(low=0, high=0.3),
+            "batch_tokens": Integer(low=512, high=16_384, log=True),
+            "optimizer": Choice(values=("adamw", "lion")),
+            "qk_norm": Choice(values=(False, True)),
+            "schedule": Fixed(value="wsd"),
+        }
+    )
+
+
+def test_toml_describes_a_space(space: Space) -> None:
+    assert Space.from_dict(tomllib.loads(STUDY)["sweep"]["space"]) == space
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_json_and_pickle_give_an_equal_space_in_the_same_order(name: str) -> None:
+    space = CATALOGUE[name]()
+    table = space.to_dict()
+    assert json.loads(json.dumps(table)) == table
+    for copy in (Space.from_dict(json.loads(json.dumps(table))), pickle.loads(pickle.dumps(space))):
+        assert copy == space
+        assert copy.names == space.names
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"learning_rate": {"distribution": "log_uniform", "low": 0, "high": 1}},
+            r"^study.toml: sweep.space.learning_rate: log_uniform needs low > 0, got low = 0.0$",
+        ),
+        (
+            {"dropout": {"distribution": "uniform", "low": 0, "hgih": 1}},
+            r"^study.toml: sweep.space.dropout: unknown key of uniform 'hgih' \(did you mean 'high'\?\)",
+        ),
+        ({"dropout": 0.1}, r"^study.toml: sweep.space.dropout: needs a table"),
+        ({}, r"^study.toml: sweep.space: a space needs at least one hyperparameter$"),
+        (
+            {"": {"distribution": "fixed", "value": 1}},
+            r"^study.toml: sweep.space: a hyperparameter needs a name, got ''$",
+        ),
+        ([], r"^study.toml: sweep.space: needs a table of hyperparameters, got \[\]$"),
+    ],
+)
+def test_an_error_says_where_it_is(table: Any, message: str) -> None:
+    with pytest.raises(SpaceError, match=message):
+        Space.from_dict(table, where="study.toml: sweep.space")
+
+
+def test_only_distributions_make_a_space() -> None:
+    with pytest.raises(SpaceError, match=r"dropout needs a distribution, got 0\.1"):
+        Space({"dropout": 0.1})  # type: ignore[dict-item]
+
+
+def test_a_space_is_a_mapping_that_nothing_changes(space: Space) -> None:
+    distributions = dict(space)
+    copy = Space(distributions)
+    distributions["dropout"] = Fixed(value=0)
+    assert copy == space
+    assert len(space) == 6
+    assert space.names == tuple(space) == tuple(distributions)
+    assert space.searched == ("learning_rate", "dropout", "batch_tokens", "optimizer", "qk_norm")
+    with pytest.raises(AttributeError):
+        space.distributions = {}  # type: ignore[misc]
+
+
+def test_samples_are_in_the_space_and_differ(space: Space) -> None:
+    configs = space.sample(100, seed=0)
+    assert all(map(space.contains, configs))
+    assert len({config["learning_rate"] for config in configs}) == 100
+
+
+def test_sampling_more_keeps_the_earlier_samples(space: Space) -> None:
+    assert space.sample(20, seed=3)[:5] == space.sample(5, seed=3)
+
+
+def test_samples_do_not_depend_on_the_other_hyperparameters(space: Space) -> None:
+    smaller = Space({"optimizer": space["optimizer"], "learning_rate": space["learning_rate"]})
+    for config, of_smaller in zip(space.sample(20, seed=3), smaller.sample(20, seed=3), strict=True):
+        assert of_smaller == {name: config[name] for name in smaller}
+
+
+def test_seeds_and_names_have_streams_of_their_own() -> None:
+    unit = Uniform(low=0, high=1)
+    space = Space({"a": unit, "b": unit})
+    values = [config[name] for seed in range(10) for config in space.sample(200, seed) for name in space]
+    assert len(set(values)) == 4_000
+    a, b = (np.array([config[name] for config in space.sample(2_000, seed=0)]) for name in space)
+    # The standard error of a correlation of 2,000 independent pairs is 0.022.
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.1
+    assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.1
+
+
+def test_samples_stay_the_same_between_versions() -> None:
+    """A recorded sweep is replayed by its seed: a change of these values breaks every ledger."""
+    space = Space({"learning_rate": LogUniform(low=1e-5, high=1e-3), "optimizer": Choice(values=("adamw", "lion"))})
+    assert space.sample(4, seed=0) == [
+        {"learning_rate": pytest.approx(0.00047052741606451893, rel=1e-12), "optimizer": "lion"},
+        {"learning_rate": pytest.approx(0.000234681019350426, rel=1e-12), "optimizer": "lion"},
+        {"learning_rate": pytest.approx(1.946171793710687e-05, rel=1e-12), "optimizer": "adamw"},
+        {"learning_rate": pytest.approx(1.4623714877814331e-05, rel=1e-12), "optimizer": "adamw"},
+    ]
+
+
+def test_sampling_refuses_a_negative_number_and_a_seed_that_is_not_whole(space: Space) -> None:
+    with pytest.raises(SpaceError, match="must not be negative, got -1"):
+        space.sample(-1, seed=0)
+    with pytest.raises(TypeError):
+        space.sample(1, seed=0.5)  # type: ignore[arg-type]
+
+
+def test_a_grid_is_the_product_of_its_columns(space: Space) -> None:
+    configs = space.grid(3)
+    assert len(configs) == 3**3 * 2 * 2
+    assert len({tuple(config.values()) for config in configs}) == len(configs)
+    assert all(map(space.contains, configs))
+
+
+def test_a_grid_takes_points_by_name_and_varies_the_last_name_fastest() -> None:
+    space = Space({"x": Integer(low=0, high=9), "kind": Choice(values=("a", "b")), "y": Integer(low=0, high=8)})
+    assert [tuple(config.values()) for config in space.grid({"y": 3, "x": 2})] == [
+        (x, kind, y) for x in (0, 9) for kind in ("a", "b") for y in (0, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (0, "at least 1, got 0"),
+        ({"learning_rate": 3, "batch_tokens": 3}, "a grid needs a number of points for dropout$"),
+        ({"learning_rate": 3, "dropout": 3, "batch_tokens": 3, "dropuot": 3}, "did you mean 'dropout'"),
+        ({"learning_rate": 3, "dropout": 3, "batch_tokens": 3, "optimizer": 2}, "unknown name .*'optimizer'"),
+    ],
+)
+def test_a_grid_refuses_other_points(space: Space, points: Any, message: str) -> None:
+    with pytest.raises(SpaceError, match=message):
+        space.grid(points)
+
+
+@given(point=st.lists(st.floats(0, 1), min_size=7, max_size=7))
+def test_a_point_decodes_into_the_space_and_back(point: list[float]) -> None:
+    space = classic()
+    config = space.decode(point)
+    assert space.contains(config)
+    back = space.encode(config)
+    assert back.shape == (7,)
+    assert back.dtype == np.float64
+    continuous = [space.names.index(name) for name in ("learning_rate", "dropout", "weight_decay")]
+    assert back[continuous] == pytest.approx(np.array(point)[continuous], abs=1e-9)
+    assert space.encode(space.decode(back)) == pytest.approx(back, abs=1e-9)
+
+
+def test_the_unit_cube_has_only_the_searched_axes(space: Space) -> None:
+    config = space.decode(np.zeros(5))
+    assert config == {
+        "learning_rate": 1e-3,
+        "dropout": 0.0,
+        "batch_tokens": 512,
+        "optimizer": "adamw",
+        "qk_norm": False,
+        "schedule": "wsd",
+    }
+    assert space.encode(config)[[0, 1, 3, 4]].tolist() == [0, 0, 0.25, 0.25]
+    with pytest.raises(SpaceError, match=r"a point needs shape \(5,\) .* got \(6,\)"):
+        space.decode(np.zeros(6))
+
+
+def test_validate_names_everything_that_is_wrong(space: Space) -> None:
+    config: dict[str, object] = {**space.sample(1, seed=0)[0]}
+    space.validate(config)
+    config["dropout"] = 0.9
+    config["optimiser"] = config.pop("optimizer")
+    assert not space.contains(config)
+    for check in (space.validate, space.encode):
+        with pytest.raises(SpaceError) as caught:
+            check(config)
+        assert str(caught.value).split("; ")[:3] == [
+            "dropout = 0.9 is not in uniform 0 … 0.3",
+            "optimizer is missing",
+            "unknown hyperparameter 'optimiser' (did you mean 'optimizer'?)",
+        ]
+
+
+def test_str_is_aligned_and_html_is_escaped() -> None:
+    space = Space({"rate": LogUniform(low=1e-3, high=0.1), "<kind>": Choice(values=("<a>", "b"))})
+    assert str(space) == "rate    log_uniform  0.001 … 0.1\n<kind>  choice       <a> | b"
+    assert "<td>&lt;kind&gt;</td><td>choice</td><td>&lt;a&gt; | b</td>" in space._repr_html_()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from search_spaces import TRANSFERABILITY, Axis, SpaceError, Transfer, Transferability, transferability
+
+# The arXiv ids that the rule table of the project cites.
+SOURCES = {
+    "2203.03466",
+    "2405.13698",
+    "2407.05872",
+    "2409.19913",
+    "2505.01618",
+    "2505.13738",
+    "2510.15262",
+    "2512.22382",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "transfer", "axes"),
+    [
+        ("learning_rate", Transfer.BY_LAW, ("horizon", "batch")),
+        ("init_scale", Transfer.UNDER_MUP, ()),
+        ("embedding_multiplier", Transfer.UNDER_MUP, ()),
+        ("output_multiplier", Transfer.UNDER_MUP, ()),
+        ("attention_multiplier", Transfer.UNDER_MUP, ()),
+        ("weight_decay_tau", Transfer.BY_LAW, ("tokens_per_param",)),
+        ("weight_decay", Transfer.BY_LAW, ("horizon", "batch", "tokens_per_param")),
+        ("batch_tokens", Transfer.BY_LAW, ("horizon",)),
+        ("dropout", Transfer.NEVER, ()),
+        ("label_smoothing", Transfer.NEVER, ()),
+        ("optimizer", Transfer.MUST_MATCH, ()),
+        ("tokenizer", Transfer.MUST_MATCH, ()),
+        ("context_length", Transfer.MUST_MATCH, ()),
+        ("data_mixture", Transfer.MUST_MATCH, ()),
+    ],
+)
+def test_the_classes_follow_the_rule_table(name: str, transfer: Transfer, axes: tuple[Axis, ...]) -> None:
+    entry = transferability(name)
+    assert (entry.transfer, entry.axes) == (transfer, axes)
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2", "eps", "warmup_fraction", "warmup_tokens", "clip_norm", "z_loss"])
+def test_the_other_hyperparameters_of_training_are_known(name: str) -> None:
+    assert transferability(name).name == name
+
+
+@pytest.mark.parametrize("entry", TRANSFERABILITY.values(), ids=lambda entry: entry.name)
+def test_every_entry_has_a_reason_and_a_known_source(entry: Transferability) -> None:
+    assert entry.reason.endswith(".")
+    if entry.source != "assumed" and not entry.source.startswith("measured here: "):
+        assert set(entry.source.split(", ")) <= SOURCES
+    assert set(re.findall(r"\d{4}\.\d{5}", entry.reason)) <= SOURCES
+
+
+def test_no_name_stands_twice() -> None:
+    from search_spaces.transferability import _ROWS
+
+    assert len(TRANSFERABILITY) == len(_ROWS)
+
+
+def test_an_unknown_name_is_refused_and_never_assumed() -> None:
+    with pytest.raises(SpaceError, match=r"unknown hyperparameter 'learning_rat' \(did you mean 'learning_rate'\?\)"):
+        transferability("learning_rat")
+    with pytest.raises(SpaceError, match="unknown hyperparameter 'zzz'; known: learning_rate, "):
+        transferability("zzz")
+
+
+@pytest.mark.parametrize(("transfer", "axes"), [(Transfer.BY_LAW, ()), (Transfer.NEVER, ("horizon",))])
+def test_a_law_runs_over_axes_and_nothing_else_does(transfer: Transfer, axes: tuple[Axis, ...]) -> None:
+    with pytest.raises(SpaceError, match="x: by_law needs axes and no other class takes any"):
+        Transferability(name="x", transfer=transfer, axes=axes, reason="It is.", source="assumed")
+
+
+def test_str_says_it_in_one_line() -> None:
+    assert str(transferability("batch_tokens")) == (
+        "batch_tokens: by_law over horizon. The optimal and the critical batch follow the tokens of the run, not the"
+        " size of the model. [2505.13738]"
+    )
