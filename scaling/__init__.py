@@ -1,0 +1,34 @@
+"""Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
+
+    fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
+    fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
+    fit_transfer(rows)                       does the best rate stay put across widths?    -> Transfer
+    fit_horizon_law(rows)                    how it falls with training tokens             -> HorizonLaw
+
+Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
+"""
+
+from scaling.errors import ScalingError
+from scaling.fitting import fit
+from scaling.forecast import Forecast
+from scaling.horizon import HorizonLaw, fit_horizon_law
+from scaling.optima import Optimum, fit_optimum
+from scaling.result import ScalingFit
+from scaling.surface import Allocation, LossSurface, compute_flops
+from scaling.transfer import Transfer, fit_transfer
+
+__all__ = [
+    "Allocation",
+    "Forecast",
+    "HorizonLaw",
+    "LossSurface",
+    "Optimum",
+    "ScalingError",
+    "ScalingFit",
+    "Transfer",
+    "compute_flops",
+    "fit",
+    "fit_horizon_law",
+    "fit_optimum",
+    "fit_transfer",
+]

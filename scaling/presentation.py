@@ -1,0 +1,28 @@
+"""How results show themselves: one base class, and numbers written the same way everywhere."""
+
+import html
+import math
+from typing import Any
+
+
+class Result:
+    """Base of every result: a notebook shows its `str()`."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def span(low: float, high: float, digits: int = 3) -> str:
+    """A range, e.g. `1.2e+08 to 3.4e+09`."""
+    return f"{low:.{digits}g} to {high:.{digits}g}"
+
+
+def lines(rows: dict[str, str]) -> str:
+    """Label and text per line, the texts aligned."""
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{label:<{width}}{text}" for label, text in rows.items())
+
+
+def jsonable(data: dict[str, Any]) -> dict[str, Any]:
+    """The same dictionary with null for numbers that JSON has no word for (an unknown error is infinite here)."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}

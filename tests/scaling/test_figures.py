@@ -1,0 +1,83 @@
+"""The data of each figure says what it should, and the drawing names its axes with their units."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import ScalingFit, fit, fit_horizon_law, fit_transfer
+from scaling.figures import fit_data, frontier_data, horizon_data, transfer_data
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def result(ladder: Callable[..., pd.DataFrame]) -> ScalingFit:
+    return fit(ladder(noise=0.003), n_params_convention="total", n_bootstrap=20)
+
+
+@pytest.fixture
+def grids() -> pd.DataFrame:
+    rows = [
+        (width, n_tokens, 2.0**x, math.exp(1 - width / 1e3 + 0.02 * (x + 7) ** 2 + 0.001 * math.cos(5 * x)))
+        for width in (32, 64, 128)
+        for n_tokens in (1e9, 2e9, 4e9)
+        for x in range(-10, -3)
+    ]
+    return pd.DataFrame(rows, columns=["width", "n_tokens", "rate", "loss"])
+
+
+def axis_titles(figure: Any) -> set[str]:
+    return {figure.layout[name].title.text for name in figure.layout if name.startswith(("xaxis", "yaxis"))}
+
+
+def test_fit(result: ScalingFit) -> None:
+    data = fit_data(result)
+    np.testing.assert_allclose(data["loss"], data["predicted"] * (1 + data["residual"] / 100))
+    assert axis_titles(result.plot()) == {
+        "predicted loss (nats per token)",
+        "actual loss (nats per token)",
+        "training compute 6·N·D (FLOPs)",
+        "residual (% of the prediction)",
+    }
+
+
+def test_frontier(result: ScalingFit) -> None:
+    target = result.forecast(1e9, 2e10)
+    data = frontier_data(result, target).set_index("series")
+    frontier = data.loc["frontier"]
+    assert (frontier["low"] < frontier["loss"]).all()
+    assert frontier["loss"].is_monotonic_decreasing
+    assert frontier["compute_flops"].max() >= target.compute_flops
+    np.testing.assert_allclose(frontier["compute_flops"], 6 * frontier["n_params"] * frontier["n_tokens"])
+    assert data.loc["forecast", "high"] == target.high
+    figure = result.plot_frontier(target)
+    assert {trace.name for trace in figure.data} == {"90 % interval", "best N and D", "runs", "forecast"}
+    assert "forecast" not in {trace.name for trace in result.plot_frontier().data}
+    assert axis_titles(figure) == {"training compute 6·N·D (FLOPs)", "loss (nats per token)"}
+
+
+def test_transfer(grids: pd.DataFrame) -> None:
+    rows = grids.query("n_tokens == 1e9").reset_index(drop=True)
+    rows.loc[6, "loss"] = np.nan
+    transfer = fit_transfer(rows)
+    data = transfer_data(transfer)
+    assert data["series"].value_counts()[["run", "optimum"]].tolist() == [20, 3]
+    parabola = data.query("series == 'parabola' and width == 64")
+    assert parabola["loss"].min() == pytest.approx(transfer.optima[64].loss, rel=1e-3)
+    figure = transfer.plot()
+    assert [t.name for t in figure.data if t.name] == ["width 32", "width 64", "width 128"]
+    assert axis_titles(figure) == {"log2 of the learning rate at the base shape", "loss (nats per token)"}
+
+
+def test_horizon(grids: pd.DataFrame) -> None:
+    law = fit_horizon_law(grids)
+    data = horizon_data(law)
+    line = data[data["series"] == "law"]
+    np.testing.assert_allclose(line["rate"], law.rate(line["n_tokens"]))
+    assert ((line["low"] < line["rate"]) & (line["rate"] < line["high"])).all()
+    assert len(data) - len(line) == 9
+    assert axis_titles(law.plot()) == {"training tokens D", "best learning rate at the base shape"}

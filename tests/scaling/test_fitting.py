@@ -1,0 +1,176 @@
+"""What `fit` recovers, refuses, leaves out and doubts."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import LossSurface, ScalingFit, fit
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+Ladder = Callable[..., pd.DataFrame]
+
+
+def fitted(runs: pd.DataFrame, n_bootstrap: int = 100, **options: float) -> ScalingFit:
+    return fit(runs, n_params_convention="total", n_bootstrap=n_bootstrap, **options)  # type: ignore[arg-type]
+
+
+def values(fit: ScalingFit) -> list[float]:
+    return list(fit.surface.to_dict().values())
+
+
+@pytest.mark.parametrize(
+    "surface",
+    [
+        LossSurface(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37),
+        LossSurface(E=0.5, A=30.0, B=90000.0, alpha=0.2, beta=0.6),
+        LossSurface(E=2.6, A=3e5, B=4000.0, alpha=0.69, beta=0.4),
+    ],
+)
+def test_planted_parameters_are_recovered_without_noise(ladder: Ladder, surface: LossSurface) -> None:
+    runs = ladder()
+    runs["loss"] = surface.loss(runs["n_params"], runs["n_tokens"])
+    result = fitted(runs)
+    np.testing.assert_allclose(values(result), list(surface.to_dict().values()), rtol=1e-6)
+    assert result.objective < 1e-20
+    assert result.status == "ok"
+
+
+def test_planted_parameters_lie_within_their_intervals(ladder: Ladder, planted: LossSurface) -> None:
+    """Over 40 noisy ladders the bootstrap's 90 % covers the truth about as often as a 20-run bootstrap can."""
+    covered = []
+    for seed in range(40):
+        table = fitted(ladder(noise=0.003, seed=seed)).intervals(0.9).loc[["E", "alpha", "beta"]]
+        truth = np.array([planted.E, planted.alpha, planted.beta])
+        covered.append((table["low"] <= truth) & (truth <= table["high"]))
+    assert 0.7 <= np.mean(covered) <= 0.98
+
+
+def test_outliers_hardly_move_the_fit(ladder: Ladder, planted: LossSurface) -> None:
+    runs = ladder(noise=0.001)
+    runs.loc[[3, 11], "loss"] *= 1.3
+    result = fitted(runs)
+    target = 1e10, 2e11
+    assert float(result.predict(*target)) == pytest.approx(float(planted.loss(*target)), rel=0.01)
+
+
+def test_order_of_rows_does_not_matter(ladder: Ladder) -> None:
+    runs = ladder(noise=0.005).assign(stem=[f"run {i // 2}" for i in range(20)])
+    first, second = fitted(runs), fitted(runs.sample(frac=1, random_state=1))
+    assert values(first) == values(second)
+    np.testing.assert_array_equal(first.draws, second.draws)
+
+
+def test_same_seed_same_draws(ladder: Ladder) -> None:
+    runs = ladder(noise=0.005)
+    np.testing.assert_array_equal(fitted(runs, seed=3).draws, fitted(runs, seed=3).draws)
+    assert (fitted(runs, seed=3).draws != fitted(runs, seed=4).draws).any()
+
+
+def test_rows_of_one_stem_are_resampled_together(ladder: Ladder) -> None:
+    """Runs repeated four times under one stem tell no more than once; taken for independent they seem to."""
+    runs = ladder(noise=0.005)
+    repeated = pd.concat([runs.assign(stem=np.arange(20))] * 4, ignore_index=True)
+    once = fitted(runs, 400)
+    clustered = fitted(repeated, 400)
+    naive = fitted(repeated.drop(columns="stem"), 400)
+    assert (clustered.n_rows, clustered.n_stems, naive.n_stems) == (80, 20, 80)
+    spread = [result.draws[:, 3].std() for result in (once, clustered, naive)]
+    assert spread[1] == pytest.approx(spread[0], rel=0.2)
+    assert spread[2] < 0.65 * spread[1]
+
+
+def test_untuned_and_unannealed_rows_are_left_out_with_the_reason(ladder: Ladder, planted: LossSurface) -> None:
+    runs = ladder().assign(regret=0.0, annealed=True)
+    runs.loc[2, ["loss", "regret"]] = [9.0, 0.02]
+    runs.loc[5, "loss"] = 9.5
+    runs.loc[5, "annealed"] = False
+    result = fitted(runs)
+    np.testing.assert_allclose(values(result), list(planted.to_dict().values()), rtol=1e-6)
+    assert list(result.left_out.index) == [2, 5]
+    assert result.left_out.loc[2, "reason"] == "predicted regret 2.000% is above 0.250%"
+    assert "not annealed" in result.left_out.loc[5, "reason"]
+    assert fitted(runs, max_regret=0.05).left_out.index.tolist() == [5]
+
+
+def test_a_table_of_unannealed_rows_is_refused(ladder: Ladder) -> None:
+    with pytest.raises(ValueError, match="20 rows were left out, the first because: not annealed"):
+        fitted(ladder().assign(annealed=False))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("loss", float("nan"), r"loss must be finite and above 0, got nan in row 4 \(1 of 20 rows"),
+        ("n_params", 0.0, r"n_params must be finite and above 0, got 0 in row 4"),
+        ("n_tokens", float("inf"), r"n_tokens must be finite and above 0, got inf in row 4"),
+        ("regret", -0.1, r"regret must be finite and at least 0, got -0.1 in row 4"),
+        ("annealed", "yes", r"annealed must be True or False in every row"),
+        ("stem", None, r"stem must name a training run in every row, got 1 empty"),
+        ("loss", "high", r"loss must hold numbers"),
+    ],
+)
+def test_bad_values_are_named(ladder: Ladder, column: str, value: object, message: str) -> None:
+    runs = ladder().assign(regret=0.0, annealed=True, stem="a").astype(object)
+    runs.loc[4, column] = value
+    with pytest.raises(ValueError, match=message):
+        fitted(runs)
+
+
+def test_missing_column(ladder: Ladder) -> None:
+    with pytest.raises(ValueError, match="missing column n_tokens: need n_params, n_tokens, loss, got n_params, loss"):
+        fitted(ladder().drop(columns="n_tokens"))
+
+
+def test_too_few_points(ladder: Ladder) -> None:
+    five = ladder().iloc[[0, 1, 7, 13, 19]]
+    with pytest.raises(ValueError, match=r"need at least 6 distinct \(n_params, n_tokens\) .* got 5"):
+        fitted(pd.concat([five, five]))
+    with pytest.raises(ValueError, match=r"need at least 3 distinct values of n_params .* got 2"):
+        fitted(ladder().query("n_params < 3e7"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delta": 0.0}, "delta must be finite and above 0, got 0.0"),
+        ({"max_regret": -1.0}, "max_regret must be finite and above 0, got -1.0"),
+        ({"n_bootstrap": 1}, "n_bootstrap must be at least 2, got 1"),
+        ({"n_params_convention": " "}, "n_params_convention must say what n_params counts"),
+    ],
+)
+def test_bad_options(ladder: Ladder, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(ladder(), **({"n_params_convention": "total"} | options))  # type: ignore[arg-type]
+
+
+def doubts(runs: pd.DataFrame) -> str:
+    result = fitted(runs)
+    assert result.status == "doubtful"
+    return "; ".join(result.warnings)
+
+
+def test_few_runs_are_doubtful(ladder: Ladder) -> None:
+    assert "14 independent runs" in doubts(ladder(noise=0.002).iloc[:14])
+    assert "4 independent runs" in doubts(ladder(noise=0.002).assign(stem=lambda t: t.index % 4))
+
+
+def test_a_narrow_span_is_doubtful(ladder: Ladder) -> None:
+    runs = ladder(noise=0.002).query("2e16 < n_params * n_tokens < 1.9e17")
+    assert "decades of compute" in doubts(runs)
+
+
+def test_n_and_d_in_proportion_are_doubtful(planted: LossSurface) -> None:
+    n_params = np.geomspace(1e7, 1e9, 16)
+    runs = pd.DataFrame(
+        {"n_params": n_params, "n_tokens": 20 * n_params, "loss": planted.loss(n_params, 20 * n_params)}
+    )
+    assert "ill-conditioned" in doubts(runs)
+
+
+def test_a_parameter_on_its_bound_is_doubtful(ladder: Ladder) -> None:
+    runs = ladder()
+    runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
+    assert "E lies on its bound" in doubts(runs)

@@ -1,0 +1,106 @@
+"""Forecast intervals: the measured formula, its coverage where the form is true, and its declared support."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+
+from scaling import Forecast, LossSurface, ScalingFit, fit
+from scaling.forecast import interval_factor
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+Ladder = Callable[..., pd.DataFrame]
+
+
+@pytest.fixture
+def result(ladder: Ladder) -> ScalingFit:
+    return fit(ladder(noise=0.003), n_params_convention="total", n_bootstrap=100)
+
+
+def test_factor_goes_through_the_measured_values() -> None:
+    assert interval_factor(0.90) == pytest.approx(1.93, abs=1e-12)
+    assert interval_factor(0.95) == pytest.approx(2.39, abs=0.005)
+    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 1"):
+        interval_factor(1)
+
+
+def test_scale_of_a_noise_free_fit_is_its_floor_and_the_extrapolation(ladder: Ladder) -> None:
+    """Without noise r = p = 0, so s² = .0053² + (.0089·h/W)²."""
+    exact = fit(ladder(), n_params_convention="total", n_bootstrap=20)
+    low, high = exact.compute_range
+    inside = exact.forecast(1e8, 2e9)
+    beyond = exact.forecast(1e9, 2e10)
+    assert inside.log_scale == pytest.approx(0.0053, rel=1e-4)
+    steps = math.log10(beyond.compute_flops / high) / math.log10(high / low)
+    assert beyond.log_scale == pytest.approx(math.hypot(0.0053, 0.0089 * steps), rel=1e-4)
+    assert beyond.high / beyond.loss == pytest.approx(math.exp(1.93 * beyond.log_scale))
+    assert beyond.loss / beyond.low == pytest.approx(math.exp(1.93 * beyond.log_scale))
+
+
+def test_intervals_grow_with_level_and_distance(result: ScalingFit) -> None:
+    near, far = result.forecast(3e8, 6e9), result.forecast(2e9, 4e10)
+    assert far.log_scale > near.log_scale
+    assert result.forecast(3e8, 6e9, level=0.95).high > near.high
+    assert far.extrapolation == pytest.approx(far.compute_flops / result.compute_range[1])
+
+
+def test_coverage_where_the_form_is_true(ladder: Ladder, planted: LossSurface) -> None:
+    """The measured scale allows for misfit, so it must cover a true surface more often than its nominal 90 %."""
+    target = 1e9, 2e10
+    hits = 0
+    for seed in range(30):
+        forecast = fit(ladder(0.003, seed), n_params_convention="total", n_bootstrap=50).forecast(*target)
+        hits += forecast.low <= float(planted.loss(*target)) <= forecast.high
+    assert hits >= 27
+
+
+def test_held_out_decade_of_the_reference_problem(reference: pd.DataFrame) -> None:
+    """Fitted to C < Cmax/10, the 90 % interval holds most of the losses above, and the mean error is about 1 %."""
+    compute = reference["n_params"] * reference["n_tokens"]
+    held_out = reference[compute > compute.max() / 10]
+    result = fit(reference.drop(held_out.index), n_params_convention="total")
+    forecasts = [result.forecast(row.n_params, row.n_tokens) for row in held_out.itertuples()]
+    error = [abs(f.loss / loss - 1) for f, loss in zip(forecasts, held_out["loss"], strict=True)]
+    covered = [f.low <= loss <= f.high for f, loss in zip(forecasts, held_out["loss"], strict=True)]
+    assert sum(error) / len(error) < 0.0125
+    assert sum(covered) / len(covered) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("n_params", "n_tokens", "reason"),
+    [
+        (1e10, 2e11, "decades of compute above the largest run: tested to 1.75"),
+        (5e8, 2.5e9 - 1, "tokens per parameter: tested within 2× of the runs' 10 to 80"),
+        (1e8, 1.7e10, "tokens per parameter"),
+        (1e6, 2e7, "below the smallest run's"),
+    ],
+)
+def test_unsupported_targets_say_why(result: ScalingFit, n_params: float, n_tokens: float, reason: str) -> None:
+    forecast = result.forecast(n_params, n_tokens)
+    assert not forecast.supported
+    assert reason in "; ".join(forecast.reasons)
+    assert "unsupported" in str(forecast)
+
+
+def test_supported_inside(result: ScalingFit) -> None:
+    forecast = result.forecast(1e9, 2e10)
+    assert forecast.supported
+    assert "90% within" in str(forecast)
+
+
+def test_a_doubtful_fit_supports_nothing(ladder: Ladder) -> None:
+    small = fit(ladder(noise=0.003).iloc[:14], n_params_convention="total", n_bootstrap=20)
+    assert not small.forecast(1e8, 2e9).supported
+
+
+def test_bad_target(result: ScalingFit) -> None:
+    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got 0"):
+        result.forecast(1e9, 0)
+
+
+def test_round_trip(result: ScalingFit) -> None:
+    forecast = result.forecast(1e10, 2e12)
+    assert Forecast.from_dict(json.loads(json.dumps(forecast.to_dict(), allow_nan=False))) == forecast

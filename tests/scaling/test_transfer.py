@@ -1,0 +1,126 @@
+"""The verdict on transfer: planted drifts, and each way to lack evidence."""
+
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import ScalingError, Transfer, fit_transfer
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+WIDTHS = (32, 64, 128, 256)
+
+
+def sweep(
+    optima: Sequence[float],
+    noise: float = 0.003,
+    widths: Sequence[int] = WIDTHS,
+    gain: float = 0.05,
+    seeds: int = 3,
+    octaves: Sequence[float] = tuple(np.arange(-10.0, -3.5, 0.75)),
+    rng: int = 0,
+) -> pd.DataFrame:
+    """Log loss 1 − gain·(doublings of width) + .02·octaves², with noise."""
+    noises = np.random.default_rng(rng)
+    rows = [
+        (width, 2**x, math.exp(1 - gain * i + 0.02 * (x - at) ** 2 + noise * noises.standard_normal()), seed)
+        for i, (width, at) in enumerate(zip(widths, optima, strict=True))
+        for x in octaves
+        for seed in range(seeds)
+    ]
+    return pd.DataFrame(rows, columns=["width", "rate", "loss", "seed"])
+
+
+def test_stable_optima_pass() -> None:
+    transfer = fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75]))
+    assert transfer.passed
+    assert transfer.reasons == ()
+    assert transfer.wider_is_better
+    assert transfer.drift_octaves == pytest.approx(-0.15, abs=0.15)
+    assert transfer.interval[1] - transfer.interval[0] < 0.4
+    assert transfer.regret_carried < 0.005
+
+
+def test_interval_covers_the_planted_drift_as_often_as_it_says() -> None:
+    drifts = [fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75], noise=0.006, rng=rng)) for rng in range(60)]
+    covered = [t.interval[0] <= -0.15 <= t.interval[1] for t in drifts]
+    assert 0.8 <= np.mean(covered) <= 0.98
+
+
+def test_planted_drift_is_recovered_and_priced() -> None:
+    """The figures of standard parametrization as measured: −2.67 octaves."""
+    transfer = fit_transfer(sweep([-6.10, -6.83, -7.84, -8.77], noise=0))
+    assert transfer.drift_octaves == pytest.approx(-2.67, abs=1e-6)
+    assert transfer.regret_carried == pytest.approx(math.expm1(0.02 * 2.67**2), rel=1e-6)
+    assert transfer.verdict == "fail"
+    assert "the whole interval of the drift lies outside ±0.5 octaves" in transfer.reasons
+
+
+def test_wider_but_worse_fails() -> None:
+    transfer = fit_transfer(sweep([-6.7] * 4, gain=-0.03))
+    assert (transfer.verdict, transfer.wider_is_better) == ("fail", False)
+    assert "wider is not better: width 64 ends at" in transfer.reasons[0]
+
+
+def test_divergence_of_the_wider_model_near_the_optimum_fails() -> None:
+    rows = sweep([-6.7] * 4)
+    rows.loc[(rows["width"] == 256) & np.isclose(np.log2(rows["rate"]), -6.25), "loss"] = np.nan
+    transfer = fit_transfer(rows)
+    assert (transfer.verdict, transfer.wider_is_better) == ("fail", False)
+
+
+def test_a_tie_within_the_noise_is_not_worse() -> None:
+    assert fit_transfer(sweep([-6.7] * 4, noise=0.005, gain=0.0)).wider_is_better
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (sweep([-6.7] * 2, widths=(32, 256)), "2 widths: need 3"),
+        (sweep([-6.7] * 3, widths=(64, 80, 96)), "widths span 1.5×: need 4×"),
+        (
+            sweep([-6.7, -6.7, -6.7, -4.0], gain=0.5, octaves=(-9, -8, -7, -6, -5)),
+            r"width 256: no optimum inside the tested rates \(edge\)",
+        ),
+        (sweep([-6.3, -6.5, -6.7, -6.85], noise=0.008, seeds=1), r"the drift is -0\..* but its interval reaches"),
+        (sweep([-6.7] * 4, noise=0.012, gain=0.2, seeds=1, octaves=(-8, -7, -6, -5)), "the drift is known to"),
+    ],
+)
+def test_too_little_evidence_says_what_is_missing(rows: pd.DataFrame, reason: str) -> None:
+    transfer = fit_transfer(rows)
+    assert transfer.verdict == "not enough evidence"
+    assert any(pd.Series(transfer.reasons).str.contains(reason))
+    assert not transfer.passed
+
+
+def test_seed_column_is_optional_and_order_does_not_matter() -> None:
+    rows = sweep([-6.7] * 4, seeds=1)
+    shuffled = rows.drop(columns="seed").sample(frac=1, random_state=0)
+    assert fit_transfer(shuffled).drift_octaves == pytest.approx(fit_transfer(rows).drift_octaves, abs=1e-9)
+
+
+def test_result_speaks() -> None:
+    transfer: Transfer = fit_transfer(sweep([-6.7] * 3, widths=(32, 64, 128)))
+    assert "verdict  pass" in str(transfer)
+    assert list(transfer.table().index) == [32, 64, 128]
+    data = json.loads(json.dumps(transfer.to_dict(), allow_nan=False))
+    assert data["verdict"] == "pass"
+    assert [row["width"] for row in data["optima"]] == [32, 64, 128]
+    unknown = fit_transfer(sweep([-6.7, -6.7, -3.0], widths=(32, 64, 128)))
+    assert json.loads(json.dumps(unknown.to_dict(), allow_nan=False))["interval"] == [None, None]
+
+
+def test_bad_tables() -> None:
+    rows = sweep([-6.7] * 4)
+    with pytest.raises(ValueError, match="missing column rate: need width, rate, loss"):
+        fit_transfer(rows.drop(columns="rate"))
+    with pytest.raises(ValueError, match=r"width must take at least 2 values, got \[32"):
+        fit_transfer(rows[rows["width"] == 32])
+    with pytest.raises(ValueError, match="loss must be above 0"):
+        fit_transfer(rows.assign(loss=-1.0))
+    with pytest.raises(ScalingError, match="width 64: need at least 3 distinct rates with a finite loss, got 0 of 9"):
+        fit_transfer(rows.assign(loss=rows["loss"].where(rows["width"] != 64)))
