@@ -1,0 +1,123 @@
+"""What a step sees is a function of (corpus, seed, tokens seen so far) and of nothing else.
+
+The training tokens are cut into sequences, and an epoch visits each once in an order that is computed, not stored: a
+keyed permutation of the sequence numbers. So any step's batch, or any rank's share of it, is found directly, at any
+position of any length of corpus, and a resumed, resharded or replayed run sees the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ROUNDS = 4  # of the Feistel network; four make a strong permutation (Luby and Rackoff, SIAM J. Comput. 17, 1988)
+
+
+def permute(numbers: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
+    """Map each of `numbers` (all below `size`) through a permutation of range(size) that `key` chooses.
+
+    A Feistel network over the next even number of bits; a value that falls outside walks on until it is inside
+    (Black and Rogaway, CT-RSA 2002).
+    """
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    values = numbers.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> half_bits, values[outside] & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right, key, turn) & mask)
+        values[outside] = (left << half_bits) | right
+        outside = values >= np.uint64(size)
+    return values
+
+
+def _mix(values: NDArray[np.uint64], key: int, turn: int) -> NDArray[np.uint64]:
+    """A well-mixed 64-bit value of (values, key, turn): the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = values + np.uint64((key + (turn + 1) * 0x9E3779B97F4A7C15) % 2**64)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))
+
+
+def _key(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStream:
+    """Training batches by position.
+
+    Attributes:
+        tokens: The training split, one dimension, possibly memory-mapped.
+        context_length: Tokens that a sequence predicts; a sequence holds one more.
+        seed: Chooses the order.
+    """
+
+    tokens: NDArray[np.uint8]
+    context_length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.sequences_per_epoch < 1:
+            raise ValueError(
+                f"the corpus has {len(self.tokens)} training tokens, less than one sequence of "
+                f"context_length + 1 = {self.context_length + 1}"
+            )
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences in one pass; one is kept back, so that each epoch can cut the corpus at another offset."""
+        whole = (len(self.tokens) - 1) // self.context_length
+        return whole - 1 if whole > 1 else whole
+
+    def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
+        """The sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
+
+        Args:
+            tokens_seen: Position in the run, a multiple of the context length.
+            batch_tokens: Tokens of the whole step; a multiple of context_length · world_size.
+            rank: Which of `world_size` equal, consecutive shares to return.
+            world_size: Number of shares.
+        """
+        share = batch_tokens // self.context_length // world_size
+        first = tokens_seen // self.context_length + rank * share
+        return torch.from_numpy(self._sequences(np.arange(first, first + share, dtype=np.uint64)))
+
+    def _sequences(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
+        size = self.sequences_per_epoch
+        epochs, within = numbers // np.uint64(size), numbers % np.uint64(size)
+        starts = np.empty(len(numbers), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            key = _key("epoch", self.seed, int(epoch))
+            slack = len(self.tokens) - 1 - size * self.context_length
+            offset = key % (min(slack, self.context_length - 1) + 1)
+            starts[chosen] = permute(within[chosen], size, key).astype(np.int64) * self.context_length + offset
+        sequences: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(self.context_length + 1)].astype(
+            np.int64
+        )
+        return sequences
+
+
+def evaluation_sequences(tokens: NDArray[np.uint8], context_length: int, n_tokens: int) -> Tensor:
+    """Fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
+
+    Raises:
+        ValueError: If the split is shorter than asked for.
+    """
+    count = max(1, n_tokens // context_length)
+    available = (len(tokens) - 1) // context_length
+    if count > available:
+        raise ValueError(
+            f"an evaluation of {n_tokens} tokens needs {count} sequences of {context_length}, "
+            f"the validation split of {len(tokens)} tokens has {available}"
+        )
+    starts = (np.arange(count, dtype=np.int64) * available // count) * context_length
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(context_length + 1)].astype(np.int64))

@@ -1,0 +1,27 @@
+"""torch.compile where there is a compiler, eager where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def missing_compiler() -> str | None:
+    """Why torch.compile can't work on this machine's CPU, or None: it needs a C++ compiler and Python's headers."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return "no C++ compiler (g++ or clang++) was found"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python's header files (Python.h) were not found"
+    return None
+
+
+def configure() -> None:
+    """Let one process compile many shapes, and make a recompilation beyond that an error instead of a silent eager."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -1,0 +1,377 @@
+"""The coordinate check: does a few steps of training move every activation by the same amount at every width?
+
+One fixed batch is trained on for a few steps at several widths. The size of each module's output and of its change
+since initialisation are fitted as powers of the width, rms ∝ width^slope. Under muP hidden slopes are zero, so a rate
+tuned at one width is right at all (Yang et al., arXiv 2203.03466, appendix D.1). Plain size alone is a weak test, at a
+small rate standard parametrization nearly passes it; the change after one step is the decisive one.
+
+| criterion         | quantity                                     | slope           | a failure means       |
+| ----------------- | -------------------------------------------- | --------------- | --------------------- |
+| (a) initial size  | hidden size at t = 0                         | within ±0.15    | init                  |
+| (b) first change  | hidden change at the first step that has one | within ±0.20    | learning-rate scaling |
+| (c) trained size  | hidden size at t ≥ 1                         | within ±0.25    | learning-rate scaling |
+| (d) readout size  | readout size at every t                      | in [-0.6, 0.15] | readout multiplier    |
+
+Hidden is every module but the readout. Outputs of norms are left out of (a) and (c): a norm holds its own size.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pandas as pd
+from torch import Tensor, nn
+
+from proxy_models.batches import TokenStream
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.corpus import Corpus
+from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.parametrization import Parametrization, Scheme, TensorClass, parametrize
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+MIN_WIDTHS = 4
+MIN_SPAN = 8.0  # widest over narrowest
+MIN_SEEDS = 2
+_SHOWN = 3  # findings in the printed result
+_SLOPE_COLUMNS = ["depth", "module", "kind", "quantity", "step", "slope", "criterion", "low", "high", "fault"]
+
+Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
+Key = tuple[str, str, str, int]  # module, kind, quantity, step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """One line of the table above: the interval a slope must lie in."""
+
+    name: str
+    low: float
+    high: float
+    fault: str
+
+
+INITIAL_SIZE = Criterion(name="(a) initial size", low=-0.15, high=0.15, fault="init")
+FIRST_CHANGE = Criterion(name="(b) first change", low=-0.20, high=0.20, fault="learning-rate scaling")
+TRAINED_SIZE = Criterion(name="(c) trained size", low=-0.25, high=0.25, fault="learning-rate scaling")
+READOUT_SIZE = Criterion(name="(d) readout size", low=-0.60, high=0.15, fault="readout multiplier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One module that breaks a bound: the fault it points to, and its worst slope."""
+
+    fault: str
+    depth: int
+    module: str
+    quantity: str
+    step: int
+    slope: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """One line."""
+        found = (
+            f"slope {self.slope:+.2f}, bound [{self.low:+.2f}, {self.high:+.2f}]"
+            if math.isfinite(self.slope)
+            else "no finite slope, the activations are zero, infinite or not a number"
+        )
+        return f"{self.fault}: {self.quantity} of {self.module} (depth {self.depth}) at step {self.step}: {found}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CoordinateCheck:
+    """What was measured, and what follows from it.
+
+    Attributes:
+        measurements: One row for each depth, width, module, quantity ("size" or "change" since step 0) and step: its
+            root mean square over the batch, geometric mean over the seeds, and the module's kind ("hidden", "norm" or
+            "readout").
+        seeds: The seeds averaged over.
+    """
+
+    measurements: pd.DataFrame
+    seeds: tuple[int, ...]
+
+    @cached_property
+    def slopes(self) -> pd.DataFrame:
+        """Exponent of width for each depth, module, quantity and step, with the criterion and bound it is held to.
+
+        Columns: depth, module, kind, quantity, step, slope, criterion, low, high, fault; the last four are empty for a
+        slope that no criterion looks at. A slope is NaN where a size is zero or not finite.
+        """
+        rows: list[dict[str, Any]] = []
+        for (depth, module, kind), group in self.measurements.groupby(["depth", "module", "kind"], sort=False):
+            fits = {key: _slope(points) for key, points in group.groupby(["quantity", "step"])}
+            for (quantity, step), criterion in _criteria(str(kind), group).items():
+                row = {"depth": depth, "module": module, "kind": kind, "quantity": quantity, "step": step}
+                bound = {"criterion": criterion.name, "low": criterion.low, "high": criterion.high} if criterion else {}
+                rows.append({**row, "slope": fits[quantity, step], **bound, "fault": criterion and criterion.fault})
+        return pd.DataFrame(rows, columns=_SLOPE_COLUMNS)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """One for each module that breaks a bound at the first step at which any does, worst first.
+
+        Later steps are left out: what breaks there may be a consequence. So a wrong init, or a readout that is wrong
+        from the start, is told by its own name although it disturbs training too.
+        """
+        held = self.slopes.dropna(subset="fault")
+        excess = np.maximum(held["slope"] - held["high"], held["low"] - held["slope"]).fillna(math.inf)
+        broken = held.assign(excess=excess)[excess > 0]
+        first = broken[broken["step"] == broken["step"].min()].sort_values("excess", ascending=False, kind="stable")
+        worst = first.drop_duplicates(["depth", "module"])
+        return tuple(Finding(**row) for row in worst[list(Finding.__annotations__)].to_dict("records"))
+
+    @property
+    def passed(self) -> bool:
+        """Whether every slope keeps its bound."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        """The verdict, the range of slopes under each criterion, and the worst findings."""
+        widths = ", ".join(map(str, sorted(self.measurements["width"].unique())))
+        n_steps = self.measurements["step"].max()
+        verdict = "passed" if self.passed else "FAILED"
+        lines = [f"coordinate check {verdict}: widths {widths}; {len(self.seeds)} seeds; {n_steps} steps"]
+        for name, group in self.slopes.dropna(subset="fault").groupby("criterion"):
+            lines.append(
+                f"  {name:<18}slopes {group['slope'].min():+.2f} to {group['slope'].max():+.2f}"
+                f"   bound {group['low'].iloc[0]:+.2f} to {group['high'].iloc[0]:+.2f}"
+            )
+        lines += [f"  {finding}" for finding in self.findings[:_SHOWN]]
+        if len(self.findings) > _SHOWN:
+            lines.append(f"  and {len(self.findings) - _SHOWN} more modules")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, sizes that are not finite as null; the verdict is derived again on reading."""
+        measurements = self.measurements.to_dict("list")
+        measurements["rms"] = [rms if math.isfinite(rms) else None for rms in measurements["rms"]]
+        return {
+            "passed": self.passed,
+            "findings": [str(finding) for finding in self.findings],
+            "seeds": list(self.seeds),
+            "measurements": measurements,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(
+            measurements=pd.DataFrame(values["measurements"]).astype({"rms": float}), seeds=tuple(values["seeds"])
+        )
+
+    def plot(self) -> go.Figure:
+        """Size and change of every module against width, one colour for each step; the readout is dashed."""
+        return draw_coordinates(coordinate_lines(self))
+
+
+def coordinate_check(
+    family: ModelFamily,
+    hyperparameters: Hyperparameters,
+    corpus: Corpus,
+    *,
+    widths: Sequence[int],
+    depths: Sequence[int] | None = None,
+    seeds: Sequence[int] = (0, 1),
+    n_steps: int = 5,
+    n_sequences: int = 4,
+    scheme: Scheme = "mup",
+    parametrization: Rule | None = None,
+) -> CoordinateCheck:
+    """Train on one fixed batch at every width for a few steps, and fit activations against width.
+
+    The rate is the peak rate from the first step on, without warmup and without weight decay; it should not lie above
+    the tuned optimum.
+
+    Args:
+        family: Its base is where the hyperparameters are tuned.
+        hyperparameters: Their rate, scales, betas and clipping are used.
+        corpus: Where the batch comes from.
+        widths: At least 4, spanning at least a factor of 8.
+        depths: The check in width is made at each of these; default the base's depth.
+        seeds: At least 2 seeds of the initial values.
+        n_steps: Optimizer steps.
+        n_sequences: Sequences in the batch.
+        scheme: "mup", or "standard" to see it fail.
+        parametrization: Makes the table of (config, base) instead of `parametrize` under `scheme`.
+
+    Raises:
+        ValueError: If there are too few widths or seeds, the widths span too little, or there is no step.
+    """
+    _validate(widths, seeds, n_steps)
+    table = parametrization or (lambda config, base: parametrize(config, base, scheme=scheme))
+    # Any long horizon: warmup and decay, all that depends on it, are switched off.
+    recipe = replace(hyperparameters.resolve(10_000 * hyperparameters.batch_tokens), warmup_tokens=0, weight_decay=0.0)
+    stream = TokenStream(tokens=corpus.train, context_length=family.base.context_length, seed=0)
+    sequences = stream.batch(0, n_sequences * family.base.context_length)
+    rows: list[dict[str, Any]] = []
+    for depth in depths or (family.base.n_layers,):
+        for width in sorted(widths):
+            config = family.at(width=width, depth=depth)
+            made = table(config, family.base)
+            runs = [measure(config, made, recipe, sequences, seed=seed, n_steps=n_steps) for seed in seeds]
+            for key in runs[0]:
+                place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
+                rms = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
+                rows.append({"depth": depth, "width": width, **place, "rms": rms})
+    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=tuple(seeds))
+
+
+def measure(
+    config: ModelConfig, parametrization: Parametrization, recipe: Recipe, sequences: Tensor, *, seed: int, n_steps: int
+) -> dict[Key, float]:
+    """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps."""
+    model = Decoder(config)
+    initialize(model, parametrization, recipe, seed=seed)
+    optimizer = adamw(model, parametrization, recipe)
+    set_rates(optimizer, 1.0)
+    kinds = {name: _kind(name, module, parametrization) for name, module in model.named_modules()}
+    measured: dict[Key, float] = {}
+    first: dict[str, Tensor] = {}
+    for step in range(n_steps + 1):
+        with recorded_outputs(model) as outputs:
+            loss = next_token_loss(model, sequences)
+        first = first or outputs
+        for name, output in outputs.items():
+            measured[name, kinds[name], "size", step] = _rms(output)
+            if step:
+                measured[name, kinds[name], "change", step] = _rms(output - first[name])
+        if step < n_steps:
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip(model.parameters(), recipe.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return measured
+
+
+@contextmanager
+def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Detached output of each module in the forward passes inside, by name.
+
+    A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
+    a second time.
+    """
+    outputs: dict[str, Tensor] = {}
+    seen: list[Tensor] = []
+
+    def recorder(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if not any(output is other for other in seen):
+                seen.append(output)
+                outputs[name] = output.detach()
+
+        return record
+
+    handles = [module.register_forward_hook(recorder(name)) for name, module in model.named_modules()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def coordinate_lines(check: CoordinateCheck) -> pd.DataFrame:
+    """What the figure shows: `measurements`, ordered so that each (step, depth, module) is a run of rows by width."""
+    return check.measurements.sort_values(["quantity", "step", "depth", "module", "width"], ignore_index=True)
+
+
+def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
+    """Figure of `coordinate_lines`: rms against width, both logarithmic, size left and change right."""
+    import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
+    from plotly.subplots import make_subplots
+
+    titles = {"size": "size of the output", "change": "change since step 0"}
+    figure = make_subplots(cols=len(titles), subplot_titles=list(titles.values()))
+    steps = sorted(lines["step"].unique())
+    colors = dict(zip(steps, sample_colorscale("Viridis", np.linspace(0, 1, len(steps)).tolist()), strict=True))
+    named: set[int] = set()
+    for (quantity, step, depth, module), line in lines.groupby(["quantity", "step", "depth", "module"]):
+        figure.add_trace(
+            go.Scatter(
+                x=line["width"],
+                y=line["rms"],
+                mode="lines+markers",
+                line={"color": colors[step], "dash": "dash" if line["kind"].iloc[0] == "readout" else "solid"},
+                name=f"step {step}",
+                legendgroup=f"step {step}",
+                showlegend=step not in named,
+                hovertemplate=f"{module}, depth {depth}, step {step}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
+            ),
+            row=1,
+            col=list(titles).index(quantity) + 1,
+        )
+        named.add(step)
+    figure.update_xaxes(type="log", title="width (d_model)", tickvals=sorted(lines["width"].unique()))
+    figure.update_yaxes(type="log", title="root mean square over batch and coordinates")
+    return figure
+
+
+def _criteria(kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion | None]:
+    """The criterion of each (quantity, step) of one module, by its kind.
+
+    A module that starts at zero (a zero-initialised tensor) is judged from the first step at which it has a size, or
+    has changed.
+    """
+    zero = group.groupby(["quantity", "step"])["rms"].max() == 0
+    first_change = next((step for (quantity, step), still in zero.items() if quantity == "change" and not still), 1)
+    criteria: dict[tuple[str, int], Criterion | None] = {}
+    for quantity, step in zero.index:
+        if quantity == "change":
+            held = kind != "readout" and step == first_change
+            criteria[quantity, step] = FIRST_CHANGE if held else None
+        elif kind == "norm" or (step == 0 and zero[quantity, step]):
+            criteria[quantity, step] = None
+        elif kind == "readout":
+            criteria[quantity, step] = READOUT_SIZE
+        else:
+            criteria[quantity, step] = TRAINED_SIZE if step else INITIAL_SIZE
+    return criteria
+
+
+def _slope(points: pd.DataFrame) -> float:
+    """Least-squares exponent of width; NaN where a size has no logarithm."""
+    rms = points["rms"].to_numpy(dtype=float)
+    if not (np.isfinite(rms) & (rms > 0)).all():
+        return math.nan
+    return float(np.polyfit(np.log2(points["width"].to_numpy(dtype=float)), np.log2(rms), 1)[0])
+
+
+def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str:
+    rule = parametrization.rules.get(f"{name}.weight")
+    if rule and rule.tensor_class is TensorClass.READOUT:
+        return "readout"
+    return "norm" if isinstance(module, nn.RMSNorm) else "hidden"
+
+
+def _rms(output: Tensor) -> float:
+    return float(output.double().square().mean().sqrt())
+
+
+def _validate(widths: Sequence[int], seeds: Sequence[int], n_steps: int) -> None:
+    if len(set(widths)) < MIN_WIDTHS:
+        raise ValueError(f"the coordinate check needs at least {MIN_WIDTHS} widths, got {sorted(set(widths))}")
+    if max(widths) < MIN_SPAN * min(widths):
+        raise ValueError(
+            f"widths must span at least a factor of {MIN_SPAN:g}, got {min(widths)} to {max(widths)}, "
+            f"a factor of {max(widths) / min(widths):.3g}"
+        )
+    if len(set(seeds)) < MIN_SEEDS:
+        raise ValueError(f"the coordinate check averages over at least {MIN_SEEDS} seeds, got {list(seeds)}")
+    if n_steps < 1:
+        raise ValueError(f"n_steps must be at least 1, got {n_steps}")

@@ -1,0 +1,53 @@
+"""What determines the numbers of a training besides its hyperparameters, and the hash of plain values that names it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from proxy_models.config import ModelConfig
+from proxy_models.parametrization import Parametrization, Scheme, parametrize
+
+SEMANTICS = 1  # raise it when the same segment would train to another loss: older results are then not reused
+
+
+def content_key(values: Any) -> str:
+    """Hash of plain values by their canonical JSON, 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """All that determines the numbers of a training, except its segments."""
+
+    model: ModelConfig
+    base: ModelConfig
+    corpus_key: str
+    seed: int
+    evaluation_tokens: int
+    scheme: Scheme = "mup"
+    depth_exponent: float = 1.0
+    precision: str = "fp32"
+    semantics: int = SEMANTICS
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The table of this shape against its base."""
+        return parametrize(self.model, self.base, scheme=self.scheme, depth_exponent=self.depth_exponent)
+
+    @property
+    def key(self) -> str:
+        """Hash of every field."""
+        return content_key(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        shapes = {name: ModelConfig(**values[name]) for name in ("model", "base")}
+        return cls(**{**values, **shapes})

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.corpus import Corpus, write_corpus
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def write_text_files(folder: Path, *, n_files: int = 24, n_words: int = 500) -> None:
+    """Files of words that follow each other by a rule, so that there is something to learn."""
+    generator = np.random.default_rng(0)
+    words = ["loss", "width", "depth", "token", "batch", "rate", "scale", "step", "norm", "head"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(n_files):
+        jumps = generator.integers(1, 3, size=n_words).cumsum()
+        text = " ".join(words[jump % len(words)] for jump in jumps)
+        (folder / f"{number:02}.txt").write_text(text + "\n")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    root = tmp_path_factory.mktemp("corpus")
+    write_text_files(root / "text")
+    return write_corpus(root / "tokens", str(root / "text"), validation_fraction=0.25)
+
+
+@pytest.fixture(scope="session")
+def family() -> ModelFamily:
+    return ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=32))

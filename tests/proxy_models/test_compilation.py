@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo.utils
+
+from proxy_models import compilation
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.corpus import Corpus
+from proxy_models.hyperparameters import Hyperparameters, stem
+from proxy_models.numerics import Numerics
+from proxy_models.training import Trainer
+
+BATCH = 2 * 32
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    kept = {name: getattr(torch._dynamo.config, name) for name in names}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    for name, value in kept.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+@pytest.mark.skipif(compilation.missing_compiler() is not None, reason=str(compilation.missing_compiler()))
+@pytest.mark.filterwarnings("default")  # dynamo and inductor warn about torch's own code
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each_shape(corpus: Corpus) -> None:
+    family = ModelFamily(base=ModelConfig(d_model=16, n_layers=1, context_length=32))
+    numerics = Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=256)
+    values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
+    segment = stem(values.resolve(100 * BATCH), 8 * BATCH)
+    compiled, eager = Trainer(corpus), Trainer(corpus, compiled=False)
+    assert compiled.compiled
+
+    def graphs() -> int:
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    result = compiled.train(numerics, segment, averaged=True)
+    assert graphs() == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    expected = eager.train(numerics, segment, averaged=True)
+    assert result.loss == pytest.approx(expected.loss, abs=1e-4)
+    assert result.averaged_loss == pytest.approx(expected.averaged_loss, abs=1e-4)
+    assert result.train_losses == pytest.approx(expected.train_losses, abs=1e-4)
+
+    # All that a search varies at one shape: rates, decay, eps, betas, clipping, scales, multipliers, seed, base width.
+    other = replace(
+        values,
+        learning_rate=0.02,
+        weight_decay_tau=0.1,
+        eps=1e-8,
+        beta1=0.8,
+        beta2=0.99,
+        clip_norm=0.3,
+        init_scale=0.7,
+        embedding_multiplier=2.0,
+        output_multiplier=0.5,
+        attention_multiplier=1.5,
+    )
+    other_segment = stem(other.resolve(50 * BATCH), 4 * BATCH)
+    elsewhere = replace(numerics, seed=7, base=family.at(width=32))
+    changed = compiled.train(elsewhere, other_segment)
+    assert graphs() == 1
+    assert changed.loss == pytest.approx(eager.train(elsewhere, other_segment).loss, abs=1e-4)
+
+    # And back again: the compiled model keeps nothing of the other trial.
+    again = compiled.train(numerics, segment, averaged=True)
+    assert graphs() == 1
+    assert (again.loss, again.averaged_loss) == (result.loss, result.averaged_loss)
+
+
+def test_without_a_compiler_the_reason_is_told_and_training_is_eager(
+    monkeypatch: pytest.MonkeyPatch, corpus: Corpus
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    compilation.missing_compiler.cache_clear()
+    try:
+        assert compilation.missing_compiler() == "no C++ compiler (g++ or clang++) was found"
+        assert not Trainer(corpus).compiled
+    finally:
+        compilation.missing_compiler.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_recompilation_beyond_the_limit_is_an_error_and_not_a_silent_eager() -> None:
+    compilation.configure()
+    torch._dynamo.config.recompile_limit = 2
+
+    def shape_of(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(shape_of, backend="eager", dynamic=False)
+    for size in (2, 3):
+        compiled(torch.zeros(size))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        compiled(torch.zeros(4))

@@ -1,0 +1,261 @@
+"""The check passes for muP and finds each planted fault, each by its own name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.coordinate_check import CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
+from proxy_models.corpus import Corpus
+from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.optimizer import adamw, clip, initialize
+from proxy_models.parametrization import Parametrization, Scheme, TensorRule, parametrize
+
+FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2))
+WIDTHS = (32, 64, 128, 256)
+VALUES = Hyperparameters(learning_rate=2**-8, batch_tokens=512)
+
+
+def with_rules(table: Parametrization, change: Callable[[str, TensorRule], TensorRule]) -> Parametrization:
+    return replace(table, rules={name: change(name, rule) for name, rule in table.rules.items()})
+
+
+def unscaled_rates(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    return with_rules(parametrize(config, base), lambda _, rule: replace(rule, lr_factor=1.0))
+
+
+def unscaled_init(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    at_base = parametrize(base, base).rules
+    return with_rules(parametrize(config, base), lambda name, rule: replace(rule, init_std=at_base[name].init_std))
+
+
+def no_readout_multiplier(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    table = parametrize(config, base)
+    return replace(table, multipliers=replace(table.multipliers, readout=1.0))
+
+
+@pytest.fixture(scope="module")
+def check(corpus: Corpus) -> Callable[..., CoordinateCheck]:
+    @cache
+    def run(rule: Rule | None, scheme: Scheme) -> CoordinateCheck:
+        return coordinate_check(FAMILY, VALUES, corpus, widths=WIDTHS, scheme=scheme, parametrization=rule)
+
+    return lambda rule=None, scheme="mup": run(rule, scheme)
+
+
+def steepest(result: CoordinateCheck, criterion: str) -> float:
+    slopes = result.slopes[result.slopes["criterion"].fillna("").str.startswith(criterion)]["slope"]
+    return float(slopes.loc[slopes.abs().idxmax()])
+
+
+def test_mup_passes(check: Callable[..., CoordinateCheck]) -> None:
+    result = check()
+    assert result.passed, str(result)
+    assert result.findings == ()
+    assert str(result).startswith("coordinate check passed: widths 32, 64, 128, 256; 2 seeds; 5 steps")
+
+
+def test_it_looks_at_every_module_of_the_model(check: Callable[..., CoordinateCheck]) -> None:
+    slopes = check().slopes
+    kinds = slopes.drop_duplicates("module").set_index("module")["kind"].to_dict()
+    projections = [f"attention.{name}" for name in ("query", "key", "value", "output")]
+    projections += [f"mlp.{name}" for name in ("gate", "up", "down")]
+    blocks = ["blocks.0", "blocks.1"]
+    hidden = {"embedding", *blocks, *(f"{block}.{name}" for block in blocks for name in projections)}
+    norms = {"final_norm", *(f"{block}.{name}" for block in blocks for name in ("attention_norm", "mlp_norm"))}
+    assert kinds == {**dict.fromkeys(hidden, "hidden"), **dict.fromkeys(norms, "norm"), "readout": "readout"}
+    counts = slopes.groupby("criterion").size().to_dict()
+    assert counts == {
+        "(a) initial size": len(hidden),
+        "(b) first change": len(hidden) + len(norms),
+        "(c) trained size": 5 * len(hidden),
+        "(d) readout size": 6,
+    }
+    assert set(slopes[slopes["criterion"] == "(b) first change"]["step"]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "scheme", "fault", "criterion", "slope"),
+    [
+        (None, "standard", "learning-rate scaling", "(b)", 0.85),
+        (unscaled_rates, "mup", "learning-rate scaling", "(b)", 0.89),
+        (unscaled_init, "mup", "init", "(a)", 1.61),
+        (no_readout_multiplier, "mup", "readout multiplier", "(d)", 0.50),
+    ],
+)
+def test_each_planted_fault_fails_by_its_own_name(
+    check: Callable[..., CoordinateCheck], rule: Rule | None, scheme: str, fault: str, criterion: str, slope: float
+) -> None:
+    result = check(rule, scheme)
+    assert not result.passed
+    assert {finding.fault for finding in result.findings} == {fault}
+    assert f"  {fault}: " in str(result)
+    # The slopes are those measured before (mup-rules.md), on another corpus and batch.
+    assert steepest(result, criterion) == pytest.approx(slope, abs=0.12)
+    first = result.findings[0]
+    assert not first.low <= first.slope <= first.high
+    assert first.step == (1 if fault == "learning-rate scaling" else 0)
+
+
+def test_only_the_readout_is_blamed_for_a_missing_readout_multiplier(check: Callable[..., CoordinateCheck]) -> None:
+    (finding,) = check(no_readout_multiplier).findings
+    assert finding.module == "readout"
+
+
+def test_its_steps_are_those_of_training(corpus: Corpus) -> None:
+    config, recipe = FAMILY.at(width=32), replace(VALUES, clip_norm=0.1).resolve(512 * 100)
+    table, sequences = parametrize(config, FAMILY.base), torch.arange(99).reshape(3, 33)
+    measured = measure(config, table, recipe, sequences, seed=4, n_steps=3)
+    model = Decoder(config)
+    initialize(model, table, recipe, seed=4)
+    optimizer = adamw(model, table, recipe)
+    for step in range(4):
+        logits = model(sequences[:, :-1]).detach()
+        assert measured["readout", "readout", "size", step] == pytest.approx(
+            logits.square().mean().sqrt().item(), rel=1e-4
+        )
+        next_token_loss(model, sequences).backward()  # type: ignore[no-untyped-call]
+        clip(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_fault_in_one_tensor_names_that_module(corpus: Corpus) -> None:
+    def one_wrong(config: ModelConfig, base: ModelConfig) -> Parametrization:
+        wrong = "blocks.0.attention.query.weight"
+        table = parametrize(config, base)
+        return with_rules(table, lambda name, rule: replace(rule, lr_factor=1.0) if name == wrong else rule)
+
+    result = coordinate_check(FAMILY, VALUES, corpus, widths=WIDTHS, n_steps=1, parametrization=one_wrong)
+    (finding,) = result.findings
+    assert (finding.fault, finding.module) == ("learning-rate scaling", "blocks.0.attention.query")
+
+
+def synthetic(kind: str, sizes: dict[tuple[str, int], float | None]) -> CoordinateCheck:
+    """A check of one module whose rms is width^exponent; None is zero at every width."""
+    rows = [
+        {"depth": 2, "width": width, "module": "probe", "kind": kind, "quantity": quantity, "step": step}
+        | {"rms": 0.0 if exponent is None else float(width) ** exponent}
+        for (quantity, step), exponent in sizes.items()
+        for width in WIDTHS
+    ]
+    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantity", "step", "low", "high", "fault"),
+    [
+        ("hidden", "size", 0, -0.15, 0.15, "init"),
+        ("hidden", "change", 1, -0.20, 0.20, "learning-rate scaling"),
+        ("norm", "change", 1, -0.20, 0.20, "learning-rate scaling"),
+        ("hidden", "size", 3, -0.25, 0.25, "learning-rate scaling"),
+        ("readout", "size", 0, -0.60, 0.15, "readout multiplier"),
+        ("readout", "size", 5, -0.60, 0.15, "readout multiplier"),
+    ],
+)
+def test_bounds_are_those_of_the_criterion(
+    kind: str, quantity: str, step: int, low: float, high: float, fault: str
+) -> None:
+    for slope in (low + 0.01, high - 0.01):
+        assert synthetic(kind, {(quantity, step): slope}).passed
+    for slope in (low - 0.01, high + 0.01):
+        (finding,) = synthetic(kind, {(quantity, step): slope}).findings
+        assert (finding.fault, finding.step, finding.low, finding.high) == (fault, step, low, high)
+        assert finding.slope == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantity", "step"), [("norm", "size", 0), ("norm", "size", 4), ("readout", "change", 1)]
+)
+def test_sizes_of_norms_and_changes_of_the_readout_are_left_out(kind: str, quantity: str, step: int) -> None:
+    assert synthetic(kind, {(quantity, step): 3.0}).passed
+
+
+def test_a_module_that_starts_at_zero_is_judged_from_its_first_size_and_first_change() -> None:
+    still = {("size", 0): None, ("size", 1): None, ("change", 1): None}
+    assert synthetic("hidden", {**still, ("size", 1): 0.0, ("change", 2): 0.1, ("change", 3): 3.0}).passed
+    (finding,) = synthetic("hidden", {("size", 0): 0.0, ("change", 1): None, ("change", 2): 0.5}).findings
+    assert (finding.fault, finding.step) == ("learning-rate scaling", 2)
+    assert synthetic("readout", {("size", 0): None, ("size", 1): -0.1}).passed
+    assert not synthetic("readout", {("size", 0): None, ("size", 1): 1.0}).passed
+
+
+def test_a_module_that_never_moves_or_is_not_finite_fails() -> None:
+    frozen = synthetic("hidden", {("size", 0): 0.0, ("change", 1): None, ("change", 2): None})
+    assert "no finite slope" in str(frozen.findings[0])
+    nan = synthetic("hidden", {("size", 0): 0.0, ("size", 1): float("nan"), ("change", 1): float("nan")})
+    assert not nan.passed
+    assert not CoordinateCheck.from_dict(json.loads(json.dumps(nan.to_dict(), allow_nan=False))).passed
+
+
+def test_consequences_of_an_earlier_fault_are_not_told() -> None:
+    result = synthetic("hidden", {("size", 0): 0.5, ("change", 1): 0.9, ("size", 1): 0.8})
+    assert [finding.fault for finding in result.findings] == ["init"]
+
+
+def test_it_checks_width_at_each_depth(corpus: Corpus) -> None:
+    result = coordinate_check(FAMILY, VALUES, corpus, widths=WIDTHS, depths=(1, 4), n_steps=1, n_sequences=2)
+    assert result.passed, str(result)
+    modules = result.slopes.groupby("depth")["module"].unique()
+    assert "blocks.3" in modules[4]
+    assert "blocks.1" not in modules[1]
+
+
+def test_the_same_call_measures_the_same(corpus: Corpus) -> None:
+    first, second = (
+        coordinate_check(FAMILY, VALUES, corpus, widths=(16, 32, 64, 128), n_steps=1, n_sequences=1).measurements
+        for _ in range(2)
+    )
+    pd.testing.assert_frame_equal(first, second, check_exact=True)
+
+
+def test_the_check_survives_json(check: Callable[..., CoordinateCheck]) -> None:
+    for result in (check(), check(unscaled_init)):
+        values = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        again = CoordinateCheck.from_dict(values)
+        pd.testing.assert_frame_equal(again.measurements, result.measurements)
+        assert (again.findings, again.seeds, str(again)) == (result.findings, result.seeds, str(result))
+        assert values["passed"] is result.passed
+
+
+def test_the_figure_shows_every_line_on_logarithmic_axes(check: Callable[..., CoordinateCheck]) -> None:
+    result = check()
+    figure, lines = result.plot(), coordinate_lines(result)
+    assert len(figure.data) == len(result.slopes)
+    assert sum(len(trace.x) for trace in figure.data) == len(lines)
+    assert {axis.type for axis in (*figure.select_xaxes(), *figure.select_yaxes())} == {"log"}
+    assert all(axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes()))
+    in_legend = [trace.name for trace in figure.data if trace.showlegend]
+    assert sorted(in_legend) == [f"step {step}" for step in range(6)]
+
+
+def test_plotly_is_imported_by_the_figure_only() -> None:
+    program = "import sys, proxy_models.coordinate_check; sys.exit('plotly' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"widths": (32, 64, 256)}, r"at least 4 widths, got \[32, 64, 256\]"),
+        ({"widths": (32, 64, 64, 256)}, r"at least 4 widths, got \[32, 64, 256\]"),
+        ({"widths": (32, 64, 96, 128)}, "factor of 8, got 32 to 128, a factor of 4"),
+        ({"seeds": (1,)}, r"at least 2 seeds, got \[1\]"),
+        ({"seeds": (1, 1)}, r"at least 2 seeds, got \[1, 1\]"),
+        ({"n_steps": 0}, "n_steps must be at least 1, got 0"),
+    ],
+)
+def test_too_little_evidence_is_refused(corpus: Corpus, change: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        coordinate_check(FAMILY, VALUES, corpus, **{"widths": WIDTHS, **change})

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxy_models.config import ModelConfig
+from proxy_models.numerics import Numerics
+from proxy_models.parametrization import parametrize
+
+BASE = ModelConfig(d_model=32, n_layers=1)
+NUMERICS = Numerics(model=replace(BASE, d_model=64), base=BASE, corpus_key="abc", seed=0, evaluation_tokens=1024)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": replace(BASE, d_model=128)},
+        {"base": replace(BASE, d_model=16)},
+        {"corpus_key": "abd"},
+        {"seed": 1},
+        {"evaluation_tokens": 2048},
+        {"scheme": "standard"},
+        {"depth_exponent": 0.5},
+        {"precision": "bf16"},
+        {"semantics": 0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
+    assert replace(NUMERICS, **change).key != NUMERICS.key
+
+
+def test_numerics_and_their_key_survive_json() -> None:
+    again = Numerics.from_dict(json.loads(json.dumps(NUMERICS.to_dict())))
+    assert again == NUMERICS
+    assert again.key == NUMERICS.key
+
+
+def test_the_table_is_of_this_shape_and_scheme() -> None:
+    standard = replace(NUMERICS, scheme="standard", depth_exponent=0.5)
+    assert standard.parametrization == parametrize(standard.model, BASE, scheme="standard", depth_exponent=0.5)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.parametrization import Parametrization, parametrize
+
+FAMILY = ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=16))
+WIDE = FAMILY.at(width=64)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return Hyperparameters(
+        learning_rate=0.01, batch_tokens=64, init_scale=0.5, embedding_multiplier=3.0, eps=1e-9
+    ).resolve(6400)
+
+
+@pytest.fixture
+def table() -> Parametrization:
+    return parametrize(WIDE, FAMILY.base)
+
+
+class Backwards(nn.Module):
+    """The decoder's parameters, registered in the opposite order."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        for name, child in reversed(list(model.named_children())):
+            self.add_module(name, child)
+        block = model.blocks[0]
+        block._modules = dict(reversed(block._modules.items()))
+
+
+def test_initial_values_do_not_depend_on_the_order_of_parameters(recipe: Recipe, table: Parametrization) -> None:
+    model, backwards = Decoder(WIDE), Backwards(Decoder(WIDE))
+    assert list(dict(backwards.named_parameters())) != list(dict(model.named_parameters()))
+    torch.manual_seed(1)
+    initialize(model, table, recipe, seed=5)
+    torch.manual_seed(2)
+    initialize(backwards, table, recipe, seed=5)
+    other = dict(backwards.named_parameters())
+    assert all(torch.equal(parameter, other[name]) for name, parameter in model.named_parameters())
+
+
+def test_initial_values_have_the_table_s_deviation_times_the_tuned_scale(
+    recipe: Recipe, table: Parametrization
+) -> None:
+    model = Decoder(WIDE)
+    initialize(model, table, recipe, seed=0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            error = 4 / math.sqrt(2 * parameter.numel())
+            assert parameter.std().item() == pytest.approx(0.5 * table.rules[name].init_std, rel=error), name
+    assert model.embedding_multiplier == 3
+    assert model.readout_multiplier == 0.5
+
+
+def test_no_two_tensors_and_no_two_seeds_start_alike(recipe: Recipe, table: Parametrization) -> None:
+    draws = []
+    for seed in (0, 1):
+        model = Decoder(WIDE)
+        initialize(model, table, recipe, seed=seed)
+        draws += [model.get_parameter(f"blocks.0.attention.{name}.weight") for name in ("query", "key")]
+    correlations = torch.corrcoef(torch.stack([draw.detach().flatten() for draw in draws]))
+    assert (correlations - torch.eye(4)).abs().max() < 5 / math.sqrt(draws[0].numel())
+
+
+def test_a_table_of_another_model_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(ValueError, match=r"of another model: blocks.1.attention.key.weight, .* only one of the two"):
+        initialize(Decoder(FAMILY.at(depth=1)), parametrize(FAMILY.base, FAMILY.base), recipe, seed=0)
+
+
+def test_each_parameter_is_in_one_group_with_its_own_rate_decay_and_eps(recipe: Recipe, table: Parametrization) -> None:
+    model = Decoder(WIDE)
+    optimizer = adamw(model, table, recipe)
+    found = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(found)
+    for name, parameter in model.named_parameters():
+        group, rule = found[parameter], table.rules[name]
+        assert group["lr"] == group["peak_lr"] == pytest.approx(0.01 * rule.lr_factor)
+        assert group["weight_decay"] == pytest.approx(recipe.weight_decay * rule.weight_decay_factor)
+        assert group["eps"] == pytest.approx(1e-9 * rule.eps_factor)
+        assert group["betas"] == (recipe.beta1, recipe.beta2)
+
+
+def test_rates_multiply_the_peak_and_do_not_compound(recipe: Recipe, table: Parametrization) -> None:
+    optimizer = adamw(Decoder(WIDE), table, recipe)
+    for factor in (0.5, 0.5, 0.25):
+        set_rates(optimizer, factor)
+        assert {group["lr"] / group["peak_lr"] for group in optimizer.param_groups} == {factor}
+    assert len({group["lr"] for group in optimizer.param_groups}) == 2
+
+
+def test_one_step_is_adamw_s_own(recipe: Recipe) -> None:
+    # First step of AdamW: p ← p·(1 - lr·wd) - lr·g / (|g| + eps), written out with each parameter's own values.
+    recipe = replace(recipe, weight_decay=2.0)
+    table = parametrize(WIDE, FAMILY.base)
+    model = Decoder(WIDE)
+    initialize(model, table, recipe, seed=0)
+    optimizer = adamw(model, table, recipe)
+    set_rates(optimizer, 0.5)
+    next_token_loss(model, torch.arange(17).unsqueeze(0)).backward()  # type: ignore[no-untyped-call]
+    expected = {}
+    for name, p in model.named_parameters():
+        rule = table.rules[name]
+        assert p.grad is not None
+        lr, decay = 0.005 * rule.lr_factor, 2.0 * rule.weight_decay_factor
+        expected[name] = (p * (1 - lr * decay) - lr * p.grad / (p.grad.abs() + 1e-9 * rule.eps_factor)).detach()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("max_norm", "left"), [(2.5, 2.5), (50.0, 5.0)])
+def test_clipping_returns_the_norm_before_and_leaves_at_most_the_bound(max_norm: float, left: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert float(clip(parameters, max_norm)) == 5
+    after = math.hypot(*(float(value) for p in parameters if p.grad is not None for value in p.grad))
+    assert after == pytest.approx(left, rel=1e-5)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.optimizer import adamw, clip, initialize
+from proxy_models.parametrization import (
+    Parametrization,
+    Scheme,
+    TensorClass,
+    TensorRule,
+    decoder_shapes,
+    parametrization_of,
+    parametrize,
+)
+
+BASE = ModelConfig(d_model=32, n_layers=2, context_length=16)
+FAMILY = ModelFamily(base=BASE)
+MATRIX, BLOCK_GAIN = "blocks.1.mlp.down.weight", "blocks.0.attention_norm.weight"
+
+
+def losses(config: ModelConfig, scheme: Scheme, n_steps: int = 5) -> list[float]:
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=64).resolve(64 * 100)
+    parametrization = parametrize(config, BASE, scheme=scheme)
+    model = Decoder(config)
+    initialize(model, parametrization, recipe, seed=0)
+    optimizer = adamw(model, parametrization, recipe)
+    sequences = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
+    values = []
+    for _ in range(n_steps):
+        loss = next_token_loss(model, sequences)
+        values.append(loss.item())
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+def test_at_the_base_shape_mup_is_standard_parametrization_bit_for_bit() -> None:
+    assert losses(BASE, "mup") == losses(BASE, "standard")
+    wider = FAMILY.at(width=64)
+    assert losses(wider, "mup") != losses(wider, "standard")
+
+
+def test_the_table_at_four_times_the_width() -> None:
+    # Literal values: d_model 128, d_ff 352, base 32.
+    rules = parametrize(FAMILY.at(width=128), BASE).rules
+    at = {"width_mult": 4.0, "eps_factor": 0.25}
+    expected = {
+        "embedding.weight": TensorRule(
+            tensor_class=TensorClass.EMBEDDING, init_std=1.0, lr_factor=1.0, weight_decay_factor=1.0, **at
+        ),
+        "blocks.0.attention.query.weight": TensorRule(
+            tensor_class=TensorClass.HIDDEN, init_std=128**-0.5, lr_factor=0.25, weight_decay_factor=4.0, **at
+        ),
+        MATRIX: TensorRule(
+            tensor_class=TensorClass.HIDDEN, init_std=352**-0.5, lr_factor=0.25, weight_decay_factor=4.0, **at
+        ),
+        BLOCK_GAIN: TensorRule(
+            tensor_class=TensorClass.BLOCK_NORM, init_std=0.0, lr_factor=1.0, weight_decay_factor=0.0, **at
+        ),
+        "final_norm.weight": TensorRule(
+            tensor_class=TensorClass.FINAL_NORM, init_std=0.0, lr_factor=1.0, weight_decay_factor=0.0, **at
+        ),
+        "readout.weight": TensorRule(
+            tensor_class=TensorClass.READOUT, init_std=32**-0.5, lr_factor=1.0, weight_decay_factor=1.0, **at
+        ),
+    }
+    for name, rule in expected.items():
+        assert vars(rules[name]) == pytest.approx(vars(rule)), name
+
+
+def test_the_readout_is_divided_by_the_width_multiplier_and_attention_logits_are_not() -> None:
+    wide, base = parametrize(FAMILY.at(width=128), BASE).multipliers, parametrize(BASE, BASE).multipliers
+    assert wide.readout == base.readout / 4
+    assert replace(wide, readout=base.readout) == base
+
+
+def test_a_matrix_shrinks_at_the_same_speed_at_every_width() -> None:
+    for width in (16, 32, 64, 256):
+        rule = parametrize(FAMILY.at(width=width), BASE).rules[MATRIX]
+        assert rule.lr_factor * rule.weight_decay_factor == 1
+
+
+@pytest.mark.parametrize(("exponent", "rate", "branch"), [(1.0, 1.0, 1 / 4), (0.5, 1 / 2, 1 / 2)])
+def test_depth_scales_branches_rates_and_eps_inside_the_blocks_only(
+    exponent: float, rate: float, branch: float
+) -> None:
+    deep = parametrize(FAMILY.at(depth=8), BASE, depth_exponent=exponent)
+    shallow = parametrize(BASE, BASE)
+    assert deep.multipliers == replace(shallow.multipliers, branch=branch)
+    for name in (MATRIX, BLOCK_GAIN):
+        assert deep.rules[name] == replace(shallow.rules[name], lr_factor=rate, eps_factor=branch), name
+    for name in ("embedding.weight", "final_norm.weight", "readout.weight"):
+        assert deep.rules[name] == shallow.rules[name], name
+
+
+def test_width_and_depth_multiply() -> None:
+    rule = parametrize(FAMILY.at(width=64, depth=8), BASE, depth_exponent=0.5).rules[MATRIX]
+    assert (rule.lr_factor, rule.eps_factor) == (1 / 4, 1 / 4)
+
+
+def test_the_standard_table_has_one_rate_and_fan_in_initialisation() -> None:
+    table = parametrize(FAMILY.at(width=128, depth=8), BASE, scheme="standard")
+    assert {(rule.lr_factor, rule.eps_factor) for rule in table.rules.values()} == {(1.0, 1.0)}
+    assert {rule.weight_decay_factor for name, rule in table.rules.items() if "norm" not in name} == {1.0}
+    assert table.rules["readout.weight"].init_std == pytest.approx(128**-0.5)
+    assert (table.multipliers.branch, table.multipliers.readout) == (1.0, 1.0)
+
+
+def test_names_and_order_are_the_decoder_s() -> None:
+    config = FAMILY.at(depth=3)
+    assert list(parametrize(config, BASE).rules) == [name for name, _ in Decoder(config).named_parameters()]
+
+
+def test_tuned_multipliers_multiply() -> None:
+    tuned = parametrize(FAMILY.at(width=128), BASE).multipliers.tuned(embedding=2, readout=3, attention=5)
+    assert (tuned.embedding, tuned.readout, tuned.attention, tuned.branch) == (2, 0.75, 1.25, 1)
+
+
+def test_the_table_survives_json_and_prints_a_line_for_each_tensor() -> None:
+    table = parametrize(FAMILY.at(width=64, depth=3), BASE)
+    assert Parametrization.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+    lines = str(table).splitlines()
+    assert len(lines) == len(table.rules) + 2
+    assert len({len(line) for line in lines[:-1]}) == 1
+
+
+@pytest.mark.parametrize("change", [{"context_length": 32}, {"head_dim": 8}, {"mlp_ratio": 3.0}, {"vocab_size": 128}])
+def test_mup_carries_across_width_and_depth_only(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is {next(iter(change.values()))} but"):
+        parametrize(replace(BASE, **change), BASE)
+
+
+@pytest.mark.parametrize("exponent", [0.4, 1.1])
+def test_a_depth_exponent_outside_completep_s_range_is_refused(exponent: float) -> None:
+    with pytest.raises(ValueError, match=rf"depth_exponent must lie in \[0.5, 1\].*got {exponent}"):
+        parametrize(BASE, BASE, depth_exponent=exponent)
+
+
+def test_readouts_have_one_width() -> None:
+    shapes = dict(decoder_shapes(FAMILY.at(width=64), BASE))
+    second = replace(shapes["readout.weight"], width_mult=3.0)
+    with pytest.raises(ValueError, match=r"one width of readouts, got \[2.0, 3.0\]"):
+        parametrization_of({**shapes, "other.weight": second}, depth_mult=1, attention=0.25)
+    del shapes["readout.weight"]
+    with pytest.raises(ValueError, match="got no readout"):
+        parametrization_of(shapes, depth_mult=1, attention=0.25)

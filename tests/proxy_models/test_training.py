@@ -1,0 +1,265 @@
+"""Everything here is compared bit for bit: a result is known by what determines it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from proxy_models.batches import TokenStream, evaluation_sequences
+from proxy_models.config import ModelFamily
+from proxy_models.corpus import Corpus
+from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
+from proxy_models.numerics import Numerics
+from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.training import Divergence, SegmentResult, Trainer, TrainState
+
+BATCH = 4 * 32
+N_TOKENS = 40 * BATCH
+
+
+@pytest.fixture
+def trainer(corpus: Corpus) -> Trainer:
+    return Trainer(corpus, compiled=False)
+
+
+@pytest.fixture
+def numerics(family: ModelFamily, corpus: Corpus) -> Numerics:
+    return Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=16 * 32)
+
+
+@pytest.fixture
+def hyperparameters() -> Hyperparameters:
+    return Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
+
+
+def train_chain(trainer: Trainer, numerics: Numerics, segments: tuple[Segment, ...]) -> list[SegmentResult]:
+    results: list[SegmentResult] = []
+    for segment in segments:
+        results.append(trainer.train(numerics, segment, results[-1].state if results else None))
+    return results
+
+
+def assert_same(one: SegmentResult, other: SegmentResult) -> None:
+    assert one.state is not None
+    assert other.state is not None
+    assert one.state.tokens == other.state.tokens
+    assert one.state.tensors.keys() == other.state.tensors.keys()
+    for name, tensor in one.state.tensors.items():
+        assert torch.equal(tensor, other.state.tensors[name]), name
+    assert (one.loss, one.averaged_loss) == (other.loss, other.averaged_loss)
+
+
+def test_training_is_the_loop_written_out(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 10 * BATCH)
+    result = trainer.train(replace(numerics, seed=3), segment)
+    model, recipe = Decoder(numerics.model), segment.recipe
+    initialize(model, numerics.parametrization, recipe, seed=3)
+    optimizer = adamw(model, numerics.parametrization, recipe)
+    stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=3)
+    losses = []
+    for step in range(10):
+        loss = next_token_loss(model, stream.batch(step * BATCH, BATCH))
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip(model.parameters(), recipe.clip_norm)
+        set_rates(optimizer, segment.phase.factor(step * BATCH, BATCH))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert result.train_losses.tolist() == losses
+    assert result.state is not None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(result.state.tensors[f"weight/{name}"], parameter.detach()), name
+    with torch.no_grad():
+        evaluated = next_token_loss(model, evaluation_sequences(trainer.corpus.validation, 32, 16 * 32))
+    assert result.loss == pytest.approx(evaluated.item(), rel=1e-6)
+
+
+def test_it_learns(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
+    stable, annealed = train_chain(trainer, numerics, chain(hyperparameters, N_TOKENS))
+    assert stable.train_losses[0] > 5
+    assert stable.loss is not None
+    assert annealed.loss is not None
+    assert annealed.loss < stable.loss < 3.5
+
+
+def test_a_branch_from_a_rung_is_the_run_planned_for_that_length(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    rung = 17 * BATCH
+    n_tokens = hyperparameters.annealed_tokens(rung)
+    planned = train_chain(trainer, numerics, branch(recipe, rung, n_tokens))[-1]
+    # The stem in pieces, on past the rung, and the branch from the state that was kept there.
+    first = trainer.train(numerics, stem(recipe, 5 * BATCH))
+    piece = replace(stem(recipe, rung), start=5 * BATCH)
+    at_rung = trainer.train(numerics, piece, first.state, averaged=True)
+    trainer.train(numerics, replace(stem(recipe, 25 * BATCH), start=rung), at_rung.state)
+    assert_same(trainer.train(numerics, branch(recipe, rung, n_tokens)[1], at_rung.state), planned)
+
+
+def test_resuming_from_disk_is_the_uninterrupted_run(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus, tmp_path: Path
+) -> None:
+    (whole,) = chain(replace(hyperparameters, schedule="cosine"), 20 * BATCH)
+    uninterrupted = trainer.train(numerics, whole)
+    half = trainer.train(numerics, replace(whole, end=7 * BATCH))
+    assert half.state is not None
+    half.state.save(tmp_path / "states" / "half.pt")
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["half.pt"]
+    state = TrainState.load(tmp_path / "states" / "half.pt")
+    resumed = Trainer(corpus, compiled=False).train(numerics, replace(whole, start=7 * BATCH), state)
+    assert_same(resumed, uninterrupted)
+    assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
+
+
+def test_a_state_is_not_changed_by_going_on_from_it(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    first, second = chain(hyperparameters, 20 * BATCH)
+    state = trainer.train(numerics, first, averaged=True).state
+    assert state is not None
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    trainer.train(numerics, second, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
+
+
+def test_a_reused_trainer_is_a_fresh_one(
+    family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
+    fresh = Trainer(corpus, compiled=False).train(numerics, segment, averaged=True)
+    used = Trainer(corpus, compiled=False)
+    other = replace(
+        hyperparameters, learning_rate=0.1, init_scale=2.0, embedding_multiplier=3.0, output_multiplier=0.1, beta2=0.5
+    )
+    loud = stem(other.resolve(N_TOKENS), 5 * BATCH)
+    used.train(numerics, loud)
+    used.train(replace(numerics, model=family.at(width=64, depth=1), seed=3), loud)
+    used.train(numerics, stem(replace(other, learning_rate=1e30).resolve(N_TOKENS), 3 * BATCH))
+    for number in range(5):  # more shapes than stay warm
+        used.train(replace(numerics, model=family.at(width=16, depth=number + 1)), stem(loud.recipe, BATCH))
+        assert_same(used.train(numerics, segment, averaged=True), fresh)
+
+
+def test_seed_and_base_change_the_run(
+    trainer: Trainer, family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 3 * BATCH)
+    others = [numerics, replace(numerics, seed=1), replace(numerics, base=family.at(width=16))]
+    assert len({trainer.train(other, segment).loss for other in others}) == 3
+
+
+def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    # 15 % of 20 steps: the weights after steps 18, 19 and 20.
+    recipe = hyperparameters.resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
+    model = Decoder(numerics.model)
+    initialize(model, numerics.parametrization, recipe, seed=0)
+    ends = [trainer.train(numerics, stem(recipe, n * BATCH)).state for n in (18, 19, 20)]
+    weights = [{n: t for n, t in state.tensors.items() if n.startswith("weight/")} for state in ends if state]
+    model.load_state_dict({n.removeprefix("weight/"): sum(w[n] for w in weights) / 3 for n in weights[0]})
+    with torch.no_grad():
+        expected = next_token_loss(model, evaluation_sequences(trainer.corpus.validation, 32, 16 * 32)).item()
+    assert result.averaged_loss == pytest.approx(expected, rel=1e-6)
+    assert result.averaged_loss != pytest.approx(result.loss, rel=1e-4)
+    # Asking for the average leaves the run as it is.
+    plain = trainer.train(numerics, stem(recipe, 20 * BATCH))
+    assert_same(replace(result, averaged_loss=None), plain)
+
+
+def test_on_step_hears_of_progress(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
+    heard: list[tuple[int, float]] = []
+    result = trainer.train(
+        numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *told: heard.append(told)
+    )
+    assert [tokens for tokens, _ in heard] == [32 * BATCH, 40 * BATCH]
+    assert [loss for _, loss in heard] == result.train_losses[[31, 39]].tolist()
+
+
+def test_a_rate_out_of_all_measure_is_a_divergence_and_no_loss(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
+    assert (result.state, result.loss, result.averaged_loss) == (None, None, None)
+    finite = np.isfinite(result.train_losses)
+    assert isinstance(result.divergence, Divergence)
+    assert result.divergence.step == finite.argmin() > 0
+    assert result.divergence.reason == f"the training loss is nan at step {result.divergence.step}"
+
+
+def test_a_divergence_names_its_step_in_the_run_and_ends_the_training(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(200 * BATCH)
+    state = trainer.train(numerics, stem(recipe, 3 * BATCH)).state
+    assert state is not None
+    state.tensors["weight/readout.weight"][0, 0] = float("nan")
+    segment = replace(stem(recipe, 150 * BATCH), start=3 * BATCH)
+    result = trainer.train(numerics, segment, state)
+    assert result.divergence == Divergence(step=3, reason="the training loss is nan at step 3")
+    assert len(result.train_losses) == 32  # and not 147
+
+
+def test_a_last_step_that_breaks_the_model_is_a_divergence(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, BATCH))
+    assert np.isfinite(result.train_losses).all()
+    assert result.divergence == Divergence(step=1, reason="the validation loss is not finite")
+    assert result.loss is None
+
+
+def test_a_state_of_another_position_is_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
+    late = replace(stem(recipe, 20 * BATCH), start=10 * BATCH)
+    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 640"):
+        trainer.train(numerics, late, state)
+    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 0"):
+        trainer.train(numerics, late)
+
+
+def test_rungs_too_near_to_each_other_to_average_between_are_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 18 * BATCH)).state
+    with pytest.raises(ValueError, match=r"begins at 2176 tokens, before .* 2304: rungs must lie .* factor 1.18 apart"):
+        trainer.train(numerics, replace(stem(recipe, 20 * BATCH), start=18 * BATCH), state, averaged=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"corpus_key": "other"}, "the run is of corpus other, this trainer holds"),
+        ({"precision": "bf16"}, "trains in precision fp32 only, got bf16"),
+        ({"evaluation_tokens": 10**9}, "the validation split of .* tokens has"),
+    ],
+)
+def test_numerics_that_this_trainer_can_not_serve_are_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, change: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=rule):
+        trainer.train(replace(numerics, **change), stem(hyperparameters.resolve(N_TOKENS), BATCH))
+
+
+def test_a_batch_of_parts_of_sequences_is_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = replace(hyperparameters, batch_tokens=48).resolve(480)
+    with pytest.raises(ValueError, match="batch_tokens must be a multiple of context_length=32, got 48"):
+        trainer.train(numerics, stem(recipe, 48))
