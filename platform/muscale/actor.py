@@ -1,0 +1,66 @@
+"""What runs inside Ray: a warm actor that trains chains, and the same as a Tune trainable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import tune
+
+from muscale.ledger import Outcome
+from muscale.lineage import Chain
+from muscale.trial import TrialPlan
+from muscale.worker import Worker
+
+WORST_LOSS = 1e9  # finite, as Tune's searchers and schedulers refuse NaN; the adapters replace it
+
+
+class TrainingActor:
+    """A worker in a process of its own."""
+
+    def __init__(self, directory: Path, compiled: bool, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._worker = Worker(directory, compiled=compiled)
+
+    def reach(self, chain: Chain) -> Outcome:
+        """Train the chain to its end."""
+        return self._worker.reach(chain)
+
+
+class Trial(tune.Trainable):
+    """A trial of a sweep: each step trains to the next rung and reports the averaged weights' loss there."""
+
+    def setup(  # type: ignore[override]
+        self, config: dict[str, Any], *, plan: TrialPlan, directory: Path, compiled: bool, threads: int
+    ) -> None:
+        """Start a trial in a fresh process."""
+        torch.set_num_threads(threads)
+        self._plan = plan
+        self._worker = Worker(directory, compiled=compiled)
+        self._rung = 0
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Start another trial in this process, with its models warm."""
+        self._rung = 0
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """Train to the next rung."""
+        outcome = self._worker.reach(self._plan.rung(self.config, self._rung))
+        loss = outcome.averaged_loss
+        self._rung += 1
+        return {
+            "loss": WORST_LOSS if loss is None else loss,
+            "rung": self._rung - 1,
+            "tokens": outcome.tokens,
+            "segment": outcome.key,
+            "diverged": outcome.diverged,
+            "done": outcome.diverged or self._rung == len(self._plan.rung_tokens),
+        }
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Nothing: the ledger keeps the state."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Nothing: the ledger keeps the state."""

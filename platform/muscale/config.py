@@ -1,0 +1,338 @@
+"""The study file: a tree of settings, read strictly.
+
+Every message names the file, the key, the rule and the value. Nothing is written before a file is valid as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_type_hints
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from muscale.errors import StudyFileError
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.parametrization import Scheme
+from search_spaces import Space, SpaceError, mup_adamw
+
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+
+
+class CorpusSettings(_Table):
+    """[corpus]: what is trained on, and what is held out of it."""
+
+    source: str = "python-stdlib"  # or a text file, or a folder of them, relative to the study file
+    validation_fraction: Fraction = 0.1
+    evaluation_tokens: PositiveInt = 32_768  # of the held-out split, the same for every run of the study
+
+
+class CheckSettings(_Table):
+    """[check]: the coordinate check."""
+
+    widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
+    seeds: tuple[int, ...] = (0, 1)
+
+
+class SweepSettings(_Table):
+    """[sweep]: the search at the base shape."""
+
+    trials: PositiveInt
+    n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
+    searcher: Literal["tpe", "random", "grid"] = "tpe"
+    scheduler: Literal["asha", "none"] = "asha"
+    rungs: PositiveInt = 4
+    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO)] = 2.0  # between rungs, and of the survivors
+    top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
+    seed: int = 0
+    grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
+    space: Space = Field(default_factory=mup_adamw)
+
+
+class TransferSettings(_Table):
+    """[transfer]: the learning-rate grid at several widths and horizons."""
+
+    widths: tuple[PositiveInt, ...]
+    n_tokens: PositiveInt
+    rates: Annotated[int, Field(ge=5)] = 7
+    octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
+    horizons: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.25, 0.5, 1.0)  # fractions of n_tokens
+    seeds: tuple[int, ...] = (0,)
+
+
+class Stem(_Table):
+    """One of [[ladder.stems]]: a run of `n_tokens` at a size; with branches, also annealed at n_tokens / 2, / 4, …."""
+
+    width: PositiveInt
+    n_tokens: PositiveInt
+    branches: PositiveInt = 2
+
+
+class LadderSettings(_Table):
+    """[ladder]: the runs that the law is fitted from."""
+
+    stems: tuple[Stem, ...] = Field(min_length=1)
+    seed: int = 0
+
+
+class FitSettings(_Table):
+    """[fit]: the law."""
+
+    max_regret: PositiveFloat = 0.0025  # predicted relative loss above the best rate's; rows beyond it stay out
+    n_bootstrap: PositiveInt = 1000
+    seed: int = 0
+
+
+class PlanSettings(_Table):
+    """[plan]: the full run."""
+
+    compute_flops: PositiveFloat
+    level: Fraction = 0.9  # of the forecast's interval
+
+
+class PromoteSettings(_Table):
+    """[promote]: how the full run is trained."""
+
+    workers: PositiveInt = 2
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    checkpoint_every_tokens: PositiveInt = 500_000
+    evaluate_every_tokens: PositiveInt = 200_000
+    seed: int = 0
+    max_failures: Annotated[int, Field(ge=0)] = 2
+    wandb: Literal["off", "offline", "online"] = "off"
+
+
+class ResourceSettings(_Table):
+    """[resources]: what searches may use at once."""
+
+    workers: PositiveInt = 2  # trainings at a time
+    cpus_per_worker: PositiveInt = 1
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    compile: bool = False  # torch.compile costs about 7 s a shape and worker, so it pays for long proxies only
+
+
+class StudyConfig(_Table):
+    """A whole study file."""
+
+    name: str = Field(min_length=1)
+    parametrization: Scheme = "mup"
+    corpus: CorpusSettings = CorpusSettings()
+    model: ModelConfig
+    hyperparameters: Hyperparameters
+    check: CheckSettings = CheckSettings()
+    sweep: SweepSettings
+    transfer: TransferSettings
+    ladder: LadderSettings
+    fit: FitSettings = FitSettings()
+    plan: PlanSettings
+    promote: PromoteSettings = PromoteSettings()
+    resources: ResourceSettings = ResourceSettings()
+
+    @property
+    def family(self) -> ModelFamily:
+        """The models of this study; its base is what the sweep searches."""
+        return ModelFamily(base=self.model)
+
+    def rung_tokens(self) -> tuple[int, ...]:
+        """Stable tokens of each rung, the last one the whole trial's."""
+        h, sweep = self.hyperparameters, self.sweep
+        last = h.stable_tokens(h.whole_batches(sweep.n_tokens))
+        return tuple(h.whole_batches(last / sweep.reduction_factor**k) for k in reversed(range(sweep.rungs)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain JSON values, defaults filled in."""
+        plain = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
+        plain["sweep"]["space"] = self.sweep.space.to_dict()
+        return plain
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a study file; each override is `table.key=value` with a TOML value, and replaces one key.
+
+        Raises:
+            StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
+        """
+        try:
+            values = tomllib.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise StudyFileError(f"{path}: no such file; `muscale init {path.parent}` writes one to edit") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
+        for override in overrides:
+            _override(values, override)
+        return cls.from_dict(values, where=str(path))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str) -> Self:
+        """The configuration of a table as TOML holds it.
+
+        Raises:
+            StudyFileError: Naming `where`, the key, the rule and the value, for each thing that is wrong.
+        """
+        tables = _lists_to_tuples(values)
+        problems: list[str] = []
+        for key, build in (("model", ModelConfig), ("hyperparameters", Hyperparameters)):
+            if isinstance(table := tables.get(key), dict):
+                tables[key] = _build(build, table, f"{where}: {key}", problems)
+        if isinstance(sweep := tables.get("sweep"), dict) and "space" in sweep:
+            try:
+                sweep["space"] = Space.from_dict(values["sweep"]["space"], where=f"{where}: sweep.space")
+            except SpaceError as error:
+                problems.append(str(error))
+                del sweep["space"]
+        try:
+            config = cls(**tables)
+        except pydantic.ValidationError as error:
+            problems += [_explain(dict(detail), where) for detail in error.errors() if detail["input"] is not _FAULTY]
+            raise StudyFileError("\n".join(problems)) from error
+        problems += [f"{where}: {problem}" for problem in _contradictions(config)]
+        if problems:
+            raise StudyFileError("\n".join(problems))
+        return config
+
+
+_FAULTY: Any = object()  # stands for a table whose problems were told already
+
+
+def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
+    """An instance of a library's dataclass from a table, with the same strictness as the rest of the file."""
+    hints = get_type_hints(build)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(build)
+    }
+    try:
+        pydantic.create_model(build.__name__, __base__=_Table, **fields)(**table)
+        return build(**table)
+    except pydantic.ValidationError as error:
+        problems.extend(_explain(dict(detail), where, list(fields), separator=".") for detail in error.errors())
+    except ValueError as error:
+        problems.append(f"{where}: {error}")
+    return _FAULTY
+
+
+def _explain(detail: dict[str, Any], where: str, allowed: Sequence[str] | None = None, separator: str = ": ") -> str:
+    """One line for one of pydantic's errors: file, key, rule, value."""
+    key = ".".join(str(part) for part in detail["loc"])
+    value = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        *tables, name = detail["loc"]
+        return f"{where}{separator}{key}: unknown key (value {value!r}){_did_you_mean(str(name), allowed or _keys_at(tables))}"
+    if detail["type"] == "missing":
+        return f"{where}{separator}{key}: missing, a value is required"
+    rule = detail["msg"].removeprefix("Value error, ")
+    location = f"{where}{separator}{key}" if key else where
+    return f"{location}: {rule}, got {value!r}" if not isinstance(value, dict) else f"{location}: {rule}"
+
+
+def _keys_at(tables: Sequence[str | int]) -> list[str]:
+    """The keys that are allowed in a table of the study file."""
+    model: Any = StudyConfig
+    for table in tables:
+        if isinstance(table, str):
+            model = Stem if table == "stems" else model.model_fields[table].annotation
+    return list(model.model_fields)
+
+
+def _did_you_mean(key: str, allowed: Any) -> str:
+    near = difflib.get_close_matches(key, list(allowed), n=1)
+    return f"; did you mean {near[0]}?" if near else f"; allowed are {', '.join(allowed)}"
+
+
+def _contradictions(config: StudyConfig) -> list[str]:
+    """What no single key can tell: one line each."""
+    problems: list[str] = []
+    h, model = config.hyperparameters, config.model
+    if h.batch_tokens % model.context_length:
+        problems.append(
+            f"hyperparameters.batch_tokens: must be a multiple of model.context_length = {model.context_length}, "
+            f"got {h.batch_tokens}"
+        )
+    elif h.batch_tokens // model.context_length % config.promote.workers:
+        problems.append(
+            f"promote.workers: must divide the {h.batch_tokens // model.context_length} sequences of a batch, "
+            f"got {config.promote.workers}"
+        )
+    widths = [("check.widths", w) for w in config.check.widths] + [
+        ("transfer.widths", w) for w in config.transfer.widths
+    ]
+    for key, width in widths + [("ladder.stems.width", stem.width) for stem in config.ladder.stems]:
+        try:
+            config.family.at(width=width)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    horizons = [config.transfer.n_tokens * fraction for fraction in config.transfer.horizons]
+    lengths = [("transfer.n_tokens", n) for n in horizons]
+    lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** (s.branches - 1)) for s in config.ladder.stems]
+    smallest_rung = config.rung_tokens()[0]
+    for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
+        try:
+            h.resolve(h.whole_batches(n_tokens))
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    for name in config.sweep.space:
+        if name not in {field.name for field in dataclasses.fields(Hyperparameters)}:
+            problems.append(f"sweep.space.{name}: not a hyperparameter of the training")
+        elif name in ("batch_tokens", "schedule", "cooldown_fraction"):
+            problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
+    if config.hyperparameters.schedule != "wsd":
+        problems.append(
+            f'hyperparameters.schedule: rungs, branches and ladders need "wsd", got {config.hyperparameters.schedule!r}'
+        )
+    if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
+        problems.append(
+            f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "
+            f"the warmup; got {config.sweep.n_tokens}"
+        )
+    largest = (
+        max(6.0 * config.family.at(width=s.width).n_params * s.n_tokens for s in config.ladder.stems)
+        if not problems
+        else 0
+    )
+    if config.plan.compute_flops <= largest:
+        problems.append(
+            f"plan.compute_flops: must exceed the largest ladder run's {largest:.3g} FLOPs, got {config.plan.compute_flops:.3g}"
+        )
+    return problems
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise StudyFileError(f"--set {override}: write table.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string, so that --set sweep.searcher=random needs no quotes
+    *tables, name = key.strip().split(".")
+    table = values
+    for part in tables:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise StudyFileError(f"--set {override}: {part} is a value, not a table")
+    table[name] = value
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    """A deep copy of TOML's values with tuples for its lists, as the settings are immutable."""
+    if isinstance(value, Mapping):
+        return {key: _lists_to_tuples(entry) for key, entry in value.items()}
+    return tuple(_lists_to_tuples(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, ModelConfig | Hyperparameters):
+        return value.to_dict()
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value

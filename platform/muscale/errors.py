@@ -1,0 +1,19 @@
+"""The exceptions a user of muscale may meet; all others are faults of ours."""
+
+from __future__ import annotations
+
+
+class MuscaleError(Exception):
+    """Root of muscale's own exceptions; the command line prints its message without a stack trace and exits with 2."""
+
+
+class StudyFileError(MuscaleError):
+    """A study file that can't be used: the message names the file, the key, the rule and the value."""
+
+
+class StudyDirectoryError(MuscaleError):
+    """A directory that can't hold this study: it belongs to another one, or lies on storage that SQLite can't use."""
+
+
+class StageError(MuscaleError):
+    """A stage that can't give its result: an input is missing, or what it found can't be used."""

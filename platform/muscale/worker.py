@@ -1,0 +1,137 @@
+"""A worker reaches the end of a chain: it asks the ledger, goes on from the nearest state that is kept, and records."""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from muscale import lease as leases
+from muscale.layout import CORPUS, CURVES, LEDGER, STATES
+from muscale.ledger import Ledger, Outcome, insert_once
+from muscale.lineage import Chain, segment_to_dict
+from muscale.tables import segments
+from proxy_models.corpus import Corpus
+from proxy_models.training import SegmentResult, Trainer, TrainState
+
+OnStep = Callable[[int, float], None]
+_RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
+
+
+class Worker:
+    """Trains chains of one study in this process; keeps its models warm from one to the next."""
+
+    def __init__(self, directory: Path, *, compiled: bool) -> None:
+        self.directory = directory
+        self.ledger = Ledger(directory / LEDGER)
+        self.trainer = Trainer(Corpus.open(directory / CORPUS), compiled=compiled)
+
+    def reach(self, chain: Chain, on_step: OnStep | None = None) -> Outcome:
+        """The outcome at the end of the chain, trained only as far as the ledger does not know it."""
+        if known := self.ledger.outcome(chain):
+            return known
+        if chain.parent and (before := self.reach(chain.parent, on_step)).diverged:
+            return before
+        with leases.lease(self.ledger, chain.line) as token:
+            if not self.ledger.outcome(chain):
+                self._record(chain, token, *self._advance(chain, on_step))
+        return self.reach(chain)
+
+    def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
+        """Train the last segment from the nearest state that is kept; returns where that was, and the result."""
+        state = self._nearest_state(chain)
+        if state is None and chain.parent:
+            state = self._state(chain.parent)
+        start = state.tokens if state else 0
+        remainder = replace(chain.last, start=start)
+        return start, self.trainer.train(chain.numerics, remainder, state, averaged=not chain.anneals, on_step=on_step)
+
+    def _nearest_state(self, chain: Chain) -> TrainState | None:
+        """The latest kept state on the chain's own line, before its end."""
+        for row in self.ledger.line(chain.line):
+            if row["tokens"] < chain.last.end and (state := self._load(row)):
+                return state
+        return None
+
+    def _state(self, chain: Chain) -> TrainState:
+        """The state at the end of a chain that was reached; one that was pruned is trained again.
+
+        Raises:
+            RuntimeError: If it does not come out with the recorded loss.
+        """
+        row = self.ledger.segment(chain.key) or {}
+        if state := self._load(row):
+            return state
+        _, result = self._advance(chain, None)
+        if (
+            result.state is None
+            or result.loss is None
+            or not math.isclose(result.loss, row["loss"], rel_tol=_RETRAINED_TOLERANCE)
+        ):
+            raise RuntimeError(
+                f"segment {chain.key} came out at a loss of {result.loss} when it was trained again from a pruned state, "
+                f"but {row['loss']} is recorded"
+            )
+        return result.state
+
+    def _load(self, row: dict[str, Any]) -> TrainState | None:
+        path = self.directory / row["state"] if row.get("state") else None
+        return TrainState.load(path) if path and path.exists() else None
+
+    def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult) -> None:
+        state = None
+        if result.state and not chain.anneals:
+            state = f"{STATES}/{chain.key}.pt"
+            result.state.save(self.directory / state)
+        self._write_curve(chain, trained_from, result)
+        divergence = result.divergence
+        row = {
+            "key": chain.key,
+            "line": chain.line,
+            "parent": chain.parent.key if chain.parent else None,
+            "numerics": chain.numerics.to_dict(),
+            "segment": segment_to_dict(chain.last),
+            "trained_from": trained_from,
+            "tokens": chain.last.end,
+            "loss": result.loss,
+            "averaged_loss": result.averaged_loss,
+            "diverged_at_step": divergence.step if divergence else None,
+            "diverged_because": divergence.reason if divergence else None,
+            "seconds": result.seconds,
+            "state": state,
+            "environment": {**environment(), "compiled": self.trainer.compiled},
+        }
+        with self.ledger.write() as connection:
+            leases.check_token(connection, chain.line, token)
+            connection.execute(insert_once(segments, row))
+
+    def _write_curve(self, chain: Chain, trained_from: int, result: SegmentResult) -> None:
+        batch_tokens = chain.last.recipe.batch_tokens
+        curve = pd.DataFrame({"train_loss": result.train_losses})
+        curve.insert(0, "tokens", trained_from + batch_tokens * (curve.index + 1))
+        path = self.directory / CURVES / f"{chain.key}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        curve.to_parquet(unfinished, index=False)
+        unfinished.replace(path)
+
+
+def environment() -> dict[str, Any]:
+    """What a training ran on; recorded beside its result, no part of its key."""
+    return {
+        "host": platform.node(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "muscale": metadata.version("muscale"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world_size": 1,
+    }

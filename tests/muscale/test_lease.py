@@ -1,0 +1,83 @@
+"""One owner at a time; a dead owner's lease is taken over at once, a silent one's after its time."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from muscale import lease as leases
+from muscale.ledger import Ledger
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.sqlite")
+
+
+def test_a_second_owner_waits_for_the_first_and_has_a_larger_token(ledger: Ledger) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with leases.lease(ledger, "line") as token:
+            order.append(f"second with {token}")
+
+    with leases.lease(ledger, "line") as token:
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        time.sleep(0.5)
+        order.append(f"first with {token}")
+    waiting.join(10)
+    assert order == ["first with 1", "second with 2"]
+
+
+def test_the_lease_of_a_killed_process_is_taken_over_at_once(ledger: Ledger) -> None:
+    code = (
+        "import sys, time, pathlib; from muscale.ledger import Ledger; from muscale.lease import lease\n"
+        "with lease(Ledger(pathlib.Path(sys.argv[1])), 'line'): print('held', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, str(ledger.path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "held\n"
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    with leases.lease(ledger, "line") as token:
+        assert token == 2
+
+
+def test_a_silent_owner_elsewhere_expires_and_its_token_is_refused(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.5)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 60.0)
+    monkeypatch.setattr(leases, "_me", lambda: "another-machine/1/0.00")
+    with leases.lease(ledger, "line") as old, leases.lease(ledger, "line") as new:
+        with ledger.write() as connection:
+            leases.check_token(connection, "line", new)
+        with (
+            pytest.raises(leases.LeaseLostError, match="held with token 1, but the current one is 2"),
+            ledger.write() as connection,
+        ):
+            leases.check_token(connection, "line", old)
+
+
+def test_an_owner_that_beats_is_not_expired(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "_is_dead", lambda owner: False)
+    got: list[int] = []
+
+    def second() -> None:
+        with leases.lease(ledger, "line") as token:
+            got.append(token)
+
+    with leases.lease(ledger, "line"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        time.sleep(1.5)
+        assert got == []
+    waiting.join(10)
+    assert got == [2]

@@ -1,0 +1,66 @@
+"""The ledger keeps facts: inserted once, never changed, and a forecast not even by hand."""
+
+import multiprocessing
+import sqlite3
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from muscale import StudyDirectoryError
+from muscale.ledger import Ledger
+from muscale.tables import forecasts, trials
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.sqlite")
+
+
+def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
+    ledger.claim({"model.d_model": 64, "tokenizer": "bytes"}, {"sweep": 1})
+    ledger.claim({"model.d_model": 64, "tokenizer": "bytes"}, {"sweep": 2})
+    with pytest.raises(StudyDirectoryError, match="model.d_model is 32 here but 64 there"):
+        ledger.claim({"model.d_model": 32, "tokenizer": "bytes"}, {"sweep": 1})
+
+
+def test_a_result_is_kept_as_it_was_first_recorded(ledger: Ledger) -> None:
+    assert ledger.result("check", "k") is None
+    ledger.record_result("check", "k", {"passed": True})
+    ledger.record_result("check", "k", {"passed": False})
+    assert ledger.result("check", "k") == {"passed": True}
+
+
+def test_a_registered_forecast_can_not_be_changed_or_deleted(ledger: Ledger) -> None:
+    values = {"loss": 2.0, "low": 1.9, "high": 2.1, "level": 0.9, "payload": {}}
+    ledger.insert(forecasts, plan="p", **values)
+    ledger.insert(forecasts, plan="p", **{**values, "loss": 1.0})
+    forecast = ledger.forecast("p")
+    assert forecast is not None
+    assert forecast["loss"] == 2.0
+    for statement in ("UPDATE forecasts SET loss = 1", "DELETE FROM forecasts"):
+        with pytest.raises(sqlite3.IntegrityError, match="final"), sqlite3.connect(ledger.path) as connection:
+            connection.execute(statement)
+
+
+def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
+    with pytest.raises(RuntimeError, match="midway"), ledger.write() as connection:
+        connection.execute(sa.insert(trials).values(sweep="s", number=0, config={}, status="running", created_at=""))
+        raise RuntimeError("midway")
+    assert ledger.trials("s") == []
+
+
+def _add_rungs(path: Path, trial: int) -> None:
+    ledger = Ledger(path)
+    for rung in range(20):
+        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, decision="continue")
+
+
+def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger: Ledger) -> None:
+    ledger.rungs("s")
+    writers = [multiprocessing.get_context("spawn").Process(target=_add_rungs, args=(ledger.path, n)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [row["sequence"] for row in ledger.rungs("s")] == list(range(1, 61))

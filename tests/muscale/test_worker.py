@@ -1,0 +1,97 @@
+"""A worker trains nothing that the ledger knows, goes on from the nearest state, and reports divergence as a result."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from muscale.layout import CORPUS
+from muscale.lineage import Chain
+from muscale.worker import Worker
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import write_corpus
+from proxy_models.hyperparameters import Hyperparameters, branch, stem
+from proxy_models.numerics import Numerics
+
+BATCH = 128
+
+
+@pytest.fixture
+def worker(make_study: Callable[..., Path]) -> Worker:
+    torch.set_num_threads(1)
+    directory = make_study().parent
+    write_corpus(directory / CORPUS, str(directory / "text"))
+    return Worker(directory, compiled=False)
+
+
+@pytest.fixture
+def numerics(worker: Worker) -> Numerics:
+    model = ModelConfig(d_model=16, n_layers=1, context_length=32)
+    return Numerics(model=model, base=model, corpus_key=worker.trainer.corpus.key, seed=0, evaluation_tokens=512)
+
+
+def run(numerics: Numerics, stable: int, *, learning_rate: float = 0.01) -> Chain:
+    recipe = Hyperparameters(learning_rate=learning_rate, batch_tokens=BATCH).resolve(40 * BATCH)
+    return Chain(numerics=numerics, segments=branch(recipe, stable * BATCH, (stable + 4) * BATCH))
+
+
+def test_what_is_known_is_not_trained_again(worker: Worker, numerics: Numerics) -> None:
+    first = worker.reach(run(numerics, 20))
+    rows = [worker.ledger.segment(run(numerics, 20).key)]
+    assert worker.reach(run(numerics, 20)) == first
+    assert rows == [worker.ledger.segment(run(numerics, 20).key)]
+
+
+def test_a_longer_run_goes_on_from_the_shorter_ones_stem_and_equals_an_undisturbed_one(
+    worker: Worker, numerics: Numerics, make_study: Callable[..., Path]
+) -> None:
+    worker.reach(run(numerics, 10))
+    longer = run(numerics, 20)
+    outcome = worker.reach(longer)
+    parent = longer.parent
+    assert parent is not None
+    row = worker.ledger.segment(parent.key)
+    assert row is not None
+    assert row["trained_from"] == 10 * BATCH
+    directory = make_study("undisturbed").parent
+    write_corpus(directory / CORPUS, str(directory / "text"))
+    assert Worker(directory, compiled=False).reach(longer) == outcome
+
+
+def test_a_pruned_state_is_trained_again_to_the_same_loss(worker: Worker, numerics: Numerics) -> None:
+    chain = run(numerics, 20)
+    parent = chain.parent
+    assert parent is not None
+    worker.reach(parent)
+    row = worker.ledger.segment(parent.key)
+    assert row is not None
+    (worker.directory / row["state"]).unlink()
+    worker.ledger.forget_state(parent.key)
+    assert worker.reach(chain).loss is not None
+    assert worker.ledger.segment(parent.key) == {**row, "state": None}
+
+
+def test_a_divergence_is_a_result_of_the_run_and_of_every_longer_one(worker: Worker, numerics: Numerics) -> None:
+    short = worker.reach(run(numerics, 10, learning_rate=1e30))
+    assert short.diverged
+    assert short.loss is None
+    assert "loss is" in str(short.diverged_because)
+    assert worker.reach(run(numerics, 20, learning_rate=1e30)).diverged
+
+
+def test_keys_tell_apart_what_differs_and_nothing_else(numerics: Numerics) -> None:
+    chain = run(numerics, 20)
+    assert chain.key == run(numerics, 20).key
+    assert chain.stem == run(numerics, 10).stem
+    assert chain.key != run(numerics, 10).key
+    assert chain.key != run(replace(numerics, seed=1), 20).key
+    assert chain.key != run(numerics, 20, learning_rate=0.02).key
+    recipe = chain.last.recipe
+    assert Chain(numerics=numerics, segments=(stem(recipe, 20 * BATCH),)).key == chain.parent.key  # type: ignore[union-attr]
+
+
+def test_a_chain_has_no_gaps(numerics: Numerics) -> None:
+    with pytest.raises(ValueError, match="starts at 0 and has no gaps"):
+        Chain(numerics=numerics, segments=run(numerics, 20).segments[1:])
