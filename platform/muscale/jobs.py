@@ -1,0 +1,125 @@
+"""Runs wanted by a stage, and the warm Ray actors that train those that the ledger does not know."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muscale.config import ResourceSettings
+from muscale.ledger import Ledger, Outcome
+from muscale.lineage import Chain, stems
+from muscale.tables import runs
+from proxy_models.hyperparameters import Hyperparameters
+
+_RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run to its annealed end, and why it is wanted."""
+
+    purpose: str
+    label: str
+    hyperparameters: Hyperparameters
+    chain: Chain
+
+    def row(self, outcome: Outcome) -> dict[str, Any]:
+        """The run as a row of the ledger."""
+        model = self.chain.numerics.model
+        return {
+            "purpose": self.purpose,
+            "key": outcome.key,
+            "stem": self.chain.stem,
+            "d_model": model.d_model,
+            "n_layers": model.n_layers,
+            "n_params": model.n_params,
+            "n_tokens": self.chain.last.end,
+            "seed": self.chain.numerics.seed,
+            "learning_rate": self.hyperparameters.learning_rate,
+            "hyperparameters": self.hyperparameters.to_dict(),
+            "label": self.label,
+        }
+
+
+OnTrained = Callable[[Job, Outcome], None]
+
+
+def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_trained: OnTrained) -> None:
+    """Train what the ledger does not know of these runs, the largest first, and note every one as a run.
+
+    Runs that share a stem are trained by one actor, the shortest first. Ray starts only where there is something to train.
+    """
+    wanted = {job.chain.key: job for job in jobs}
+    unknown: list[Chain] = []
+    for job in jobs:
+        if outcome := ledger.outcome(job.chain):
+            ledger.insert(runs, **job.row(outcome))
+        else:
+            unknown.append(job.chain)
+    if not unknown:
+        return
+    groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
+    with cluster(resources):
+        for chain, outcome in _train(groups, ledger.path.parent, resources):
+            ledger.insert(runs, **wanted[chain.key].row(outcome))
+            on_trained(wanted[chain.key], outcome)
+
+
+def _train(
+    groups: Sequence[Sequence[Chain]], directory: Path, resources: ResourceSettings
+) -> Iterator[tuple[Chain, Outcome]]:
+    import ray
+
+    from muscale.actor import TrainingActor
+
+    remote: Any = ray.remote(
+        num_cpus=resources.cpus_per_worker,
+        num_gpus=resources.gpus_per_worker,
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+    )(TrainingActor)
+    count = min(resources.workers, len(groups))
+    idle = [remote.remote(directory, resources.compile, resources.cpus_per_worker) for _ in range(count)]
+    actors = list(idle)
+    waiting = [list(group) for group in groups]
+    busy: dict[Any, tuple[Any, list[Chain]]] = {}
+    try:
+        while waiting or busy:
+            while waiting and idle:
+                actor, group = idle.pop(), waiting.pop(0)
+                busy[actor.reach.remote(group[0])] = (actor, group)
+            (done,), _ = ray.wait(list(busy), num_returns=1)
+            actor, group = busy.pop(done)
+            yield group[0], ray.get(done)
+            if group[1:]:
+                busy[actor.reach.remote(group[1])] = (actor, group[1:])
+            else:
+                idle.append(actor)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@contextmanager
+def cluster(resources: ResourceSettings) -> Iterator[None]:
+    """Ray: the cluster this process is connected to or that RAY_ADDRESS names, else one of our own on this machine."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    local: dict[str, Any] = {}
+    if "RAY_ADDRESS" not in os.environ:
+        n_cpus = max(resources.workers * resources.cpus_per_worker, os.cpu_count() or 1)
+        local = {"num_cpus": n_cpus, "include_dashboard": False}
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **local)
+    try:
+        yield
+    finally:
+        ray.shutdown()
