@@ -1,0 +1,142 @@
+"""The plan of the full run: size, tokens, transferred hyperparameters, and the forecast that is registered before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from muscale.config import StudyConfig
+from muscale.ladder import tuned_for
+from muscale.ledger import Ledger
+from muscale.lineage import Chain, input_key
+from muscale.tables import forecasts
+from proxy_models.config import ModelConfig
+from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.numerics import Numerics
+from scaling import Forecast, HorizonLaw, ScalingFit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What promotion takes.
+
+    Attributes:
+        key: Hash of everything the plan was made from.
+        model: The full-size shape.
+        n_tokens: Training tokens D.
+        hyperparameters: At the base shape; the parametrization carries them to `model`.
+        rules: For each tuned hyperparameter, the rule that carried it.
+        wanted_n_params: The law's compute-optimal N, of which `model` is the nearest member of the family.
+        forecast: Of the final annealed validation loss.
+        registered_at: When the forecast was written to the ledger; None before.
+    """
+
+    key: str
+    model: ModelConfig
+    n_tokens: int
+    hyperparameters: Hyperparameters
+    rules: dict[str, str]
+    wanted_n_params: float
+    forecast: Forecast
+    registered_at: str | None = None
+
+    @property
+    def n_params(self) -> int:
+        """N as the law counts it: without the embedding table."""
+        return self.model.n_params
+
+    @property
+    def compute_flops(self) -> float:
+        """6·N·D."""
+        return 6.0 * self.n_params * self.n_tokens
+
+    def chain(self, numerics: Numerics) -> Chain:
+        """The full run as a training like any other."""
+        return Chain(numerics=replace(numerics, model=self.model), segments=chain(self.hyperparameters, self.n_tokens))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **{name: getattr(self, name) for name in ("key", "n_tokens", "rules", "wanted_n_params", "registered_at")},
+            "model": self.model.to_dict(),
+            "hyperparameters": self.hyperparameters.to_dict(),
+            "forecast": self.forecast.to_dict(),
+            "n_params": self.n_params,
+            "compute_flops": self.compute_flops,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        plain = {name: values[name] for name in ("key", "n_tokens", "rules", "wanted_n_params", "registered_at")}
+        return cls(
+            **plain,
+            model=ModelConfig(**values["model"]),
+            hyperparameters=Hyperparameters(**values["hyperparameters"]),
+            forecast=Forecast.from_dict(values["forecast"]),
+        )
+
+    def __str__(self) -> str:
+        forecast, model = self.forecast, self.model
+        lines = [
+            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} (compute-optimal "
+            f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
+            f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
+            f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
+            *(f"  {name} = {getattr(self.hyperparameters, name):.4g}  ({rule})" for name, rule in self.rules.items()),
+            *(f"  outside declared support: {reason}" for reason in forecast.reasons),
+        ]
+        if self.registered_at:
+            lines.append(f"  registered {self.registered_at}")
+        return "\n".join(lines)
+
+
+def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, fit: ScalingFit) -> Plan:
+    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there."""
+    allocation = fit.surface.allocate(config.plan.compute_flops)
+    model = config.family.for_params(allocation.n_params)
+    n_tokens = best.whole_batches(config.plan.compute_flops / (6.0 * model.n_params))
+    hyperparameters = tuned_for(best, horizon, n_tokens)
+    capped = "" if horizon.supports(n_tokens) else ", beyond its supported range"
+    rules = {
+        name: "muP across width; timescale fixed across tokens"
+        if name == "weight_decay_tau"
+        else "muP across width; fixed across tokens"
+        for name in config.sweep.space
+    }
+    rules["learning_rate"] = (
+        f"muP across width; horizon law D^-{horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{capped}"
+    )
+    evidence = fit.rows.to_dict("list")
+    key = input_key(
+        asdict(config.model),
+        hyperparameters.to_dict(),
+        n_tokens,
+        config.plan.level,
+        {k: list(map(str, v)) for k, v in evidence.items()},
+    )
+    return Plan(
+        key=key,
+        model=model,
+        n_tokens=n_tokens,
+        hyperparameters=hyperparameters,
+        rules=rules,
+        wanted_n_params=allocation.n_params,
+        forecast=fit.forecast(model.n_params, n_tokens, level=config.plan.level),
+    )
+
+
+def register(plan: Plan, ledger: Ledger) -> Plan:
+    """Write the forecast into the ledger, once and for all, and return the plan as registered."""
+    forecast = plan.forecast
+    ledger.insert(
+        forecasts,
+        plan=plan.key,
+        loss=forecast.loss,
+        low=forecast.low,
+        high=forecast.high,
+        level=forecast.level,
+        payload=plan.to_dict(),
+    )
+    row = ledger.forecast(plan.key) or {}
+    return replace(Plan.from_dict(row["payload"]), registered_at=row["registered_at"])

@@ -1,0 +1,199 @@
+"""Promotion: the planned run is launched on the cluster, and held against the forecast that was registered before."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+from muscale.config import StudyConfig
+from muscale.errors import StageError
+from muscale.jobs import cluster
+from muscale.layout import CORPUS, FULL_RUNS, RESULT
+from muscale.ledger import Ledger, now
+from muscale.planning import Plan
+from proxy_models.numerics import Numerics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """A finished full run beside its forecast; losses in nats per token.
+
+    Attributes:
+        plan: Key of the plan.
+        loss: Validation loss at the end.
+        forecast, low, high, level: As registered.
+        registered_at, started_at, finished_at: UTC; the first is earlier than the second.
+        verdict: Of the transfer check at the time; promotion of anything but a pass must be forced.
+        forced: Whether it was.
+        world_size: Workers at the end.
+        seconds: Wall time of the training.
+    """
+
+    plan: str
+    loss: float
+    forecast: float
+    low: float
+    high: float
+    level: float
+    registered_at: str
+    started_at: str
+    finished_at: str
+    verdict: str
+    forced: bool
+    world_size: int
+    seconds: float
+
+    @property
+    def residual(self) -> float:
+        """Measured loss minus forecast."""
+        return self.loss - self.forecast
+
+    @property
+    def relative_error(self) -> float:
+        """Residual over the measured loss."""
+        return self.residual / self.loss
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured loss lies in the interval."""
+        return self.low <= self.loss <= self.high
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the derived ones with them."""
+        derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
+        return {**self.__dict__, **derived}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    def __str__(self) -> str:
+        place = "inside" if self.inside else "OUTSIDE"
+        lines = [
+            f"promotion: forecast {self.forecast:.4f} nats per token, {self.level:.0%} interval "
+            f"[{self.low:.4f}, {self.high:.4f}], registered {self.registered_at}",
+            f"  measured {self.loss:.4f} on {self.world_size} workers: {place} the interval, "
+            f"error {self.relative_error:+.2%}",
+        ]
+        if self.forced:
+            lines.append(f"  forced: the transfer verdict was {self.verdict!r}")
+        return "\n".join(lines)
+
+
+def gate(verdict: str, reasons: tuple[str, ...], *, force: bool) -> None:
+    """Let a plan pass whose hyperparameters were shown to transfer.
+
+    Raises:
+        StageError: If they were not, and the promotion is not forced.
+    """
+    if verdict != "pass" and not force:
+        told = "; ".join(reasons)
+        raise StageError(
+            f"promote: the transfer verdict is {verdict!r} ({told}); settle it with more transfer.seeds or transfer.rates, "
+            "or go through with --force, which the ledger keeps"
+        )
+
+
+def promote(
+    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, verdict: str, forced: bool
+) -> Promotion:
+    """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
+
+    Raises:
+        StageError: If the run ended without a loss.
+    """
+    registered = ledger.forecast(plan.key)
+    if registered is None:
+        raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
+    started = ledger.result("promotion_started", plan.key)
+    if started is None:
+        started = {"at": now(), "verdict": verdict, "forced": forced}
+        ledger.record_result("promotion_started", plan.key, started)
+    if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
+        raise StageError(
+            f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
+        )
+    directory = ledger.path.parent / FULL_RUNS / plan.key
+    directory.mkdir(parents=True, exist_ok=True)
+    outcome = _launch(plan, config, numerics, directory, ledger.path.parent / CORPUS)
+    promotion = Promotion(
+        plan=plan.key,
+        loss=float(outcome["loss"]),
+        **{name: registered[name] for name in ("low", "high", "level", "registered_at")},
+        forecast=registered["loss"],
+        started_at=started["at"],
+        finished_at=now(),
+        verdict=started["verdict"],
+        forced=started["forced"],
+        world_size=int(outcome["world_size"]),
+        seconds=float(outcome["seconds"]),
+    )
+    ledger.record_result("promotion", plan.key, promotion.to_dict())
+    return promotion
+
+
+def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
+    """Run the workers under Ray Train; each finds the last checkpoint by itself. A finished run is not launched again."""
+    result = directory / RESULT
+    if not result.exists():
+        with cluster(config.resources):
+            _fit(plan, config, numerics, directory, corpus)
+    if not result.exists():
+        raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
+    return dict(json.loads(result.read_text()))
+
+
+def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> None:
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    settings, resources = config.promote, config.resources
+    chain = plan.chain(numerics)
+    # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state.
+    trainer = TorchTrainer(
+        _train_worker,
+        train_loop_config={
+            "numerics": chain.numerics,
+            "segments": chain.segments,
+            "directory": directory,
+            "corpus": corpus,
+            "precision": settings.precision,
+            "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+            "evaluate_every_tokens": settings.evaluate_every_tokens,
+        },
+        scaling_config=ScalingConfig(
+            num_workers=settings.workers,
+            use_gpu=resources.gpus_per_worker > 0,
+            resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if resources.gpus_per_worker else {}),
+        ),
+        run_config=RunConfig(
+            name=f"{plan.key}-{now().replace(':', '')}",
+            storage_path=str(directory / "ray"),
+            failure_config=FailureConfig(max_failures=settings.max_failures),
+        ),
+    )
+    trainer.fit()
+
+
+def _train_worker(config: dict[str, Any]) -> None:
+    """One worker of the full run, inside Ray Train."""
+    from muscale.compat import import_lightning
+
+    import_lightning()
+    import ray.train
+    import torch
+    from ray.train.lightning import RayLightningEnvironment
+    from ray.train.torch import get_device
+
+    from muscale.full_run import FullRun, ShardedStrategy, train
+
+    torch.set_num_threads(1)
+    world_size = ray.train.get_context().get_world_size()
+    strategy = ShardedStrategy(world_size=world_size, root_device=get_device())
+    train(FullRun(**config), strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]

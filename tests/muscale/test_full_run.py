@@ -1,0 +1,148 @@
+"""One training semantics: the lean loop, Lightning in one process, and FSDP2 on two give the same losses, and resume exactly."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from muscale.full_run import CHECKPOINTS, Checkpoints, FullRun, train
+from muscale.layout import METRICS, RESULT
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.numerics import Numerics
+from proxy_models.training import Trainer
+
+BATCH, STEPS = 256, 16
+RANK = """
+import pickle, sys
+from muscale.full_run import ShardedStrategy, train  # makes lightning importable
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+run, world_size = pickle.loads(bytes.fromhex(sys.argv[1]))
+train(run, strategy=ShardedStrategy(world_size=world_size), plugins=[TorchElasticEnvironment()])
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    text = folder / "text"
+    text.mkdir()
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
+    for number in range(30):
+        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
+    return write_corpus(folder / "tokens", str(text))
+
+
+@pytest.fixture
+def run(corpus: Corpus, tmp_path: Path) -> FullRun:
+    model, base = (ModelConfig(d_model=width, n_layers=2, context_length=32) for width in (32, 16))
+    return FullRun(
+        numerics=Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
+        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
+        directory=tmp_path / "run",
+        corpus=corpus.folder,
+        checkpoint_every_tokens=BATCH * 6,
+        evaluate_every_tokens=BATCH * 100,
+    )
+
+
+def train_on(run: FullRun, world_size: int) -> None:
+    """Train on that many gloo processes, each started and ended by its id."""
+    import pickle
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
+    shared |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+    argument = pickle.dumps((run, world_size)).hex()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, argument],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        for process in ranks:
+            _, told = process.communicate(timeout=120)
+            assert process.returncode == 0, told
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def losses(run: FullRun) -> list[float]:
+    return [json.loads(line)["train_loss"] for line in (run.directory / METRICS).read_text().splitlines()]
+
+
+def result(run: FullRun) -> float:
+    return float(json.loads((run.directory / RESULT).read_text())["loss"])
+
+
+def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
+    trainer, state, curve, loss = Trainer(corpus, compiled=False), None, [], None
+    for segment in run.segments:
+        trained = trainer.train(run.numerics, segment, state)
+        state, loss = trained.state, trained.loss
+        curve += trained.train_losses.tolist()
+    assert loss is not None
+    return curve, loss
+
+
+def interrupt_after_first_checkpoint(run: FullRun) -> None:
+    """Leave of a finished run what a kill soon after its first checkpoint would have left."""
+    (run.directory / RESULT).unlink()
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    assert newest[0] == BATCH * STEPS
+    for file in newest[1].iterdir():
+        file.unlink()
+    newest[1].rmdir()
+
+
+def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resume_at_another_world_size(
+    run: FullRun, corpus: Corpus
+) -> None:
+    curve, loss = lean(run, corpus)
+    assert curve[-1] < curve[0]
+    train_on(run, 2)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    assert result(run) == pytest.approx(loss, rel=1e-4)
+
+    interrupt_after_first_checkpoint(run)
+    resumed = train(run)
+    assert resumed["resumed_from"] == BATCH * 12
+    assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+
+
+def test_one_process_equals_the_lean_loop_and_a_finished_run_is_not_trained_again(run: FullRun, corpus: Corpus) -> None:
+    curve, loss = lean(run, corpus)
+    first = train(run)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-6)
+    assert first["loss"] == pytest.approx(loss, rel=1e-6)
+    assert train(run) == first
+
+
+def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> None:
+    train(run)
+    interrupt_after_first_checkpoint(run)
+    checkpoints = Checkpoints(run.directory / CHECKPOINTS)
+    newest = checkpoints.latest()
+    assert newest is not None
+    shard = next(newest[1].glob("*.distcp"))
+    torn = bytearray(shard.read_bytes())
+    torn[len(torn) // 2] ^= 1
+    shard.write_bytes(torn)
+    assert checkpoints.latest() is None
+    assert train(run)["resumed_from"] == 0
