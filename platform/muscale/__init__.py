@@ -1,0 +1,52 @@
+"""muscale: find the hyperparameters, the size, the tokens and the loss of a large training run, then prove it.
+
+import muscale as ms
+
+study = ms.Study.open("study.toml")
+study.sweep(); study.transfer(); study.fit(); study.plan(); study.promote()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muscale.config import StudyConfig
+    from muscale.errors import MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.planning import Plan
+    from muscale.promotion import Promotion
+    from muscale.study import Study
+    from muscale.sweep import SweepResult
+
+__all__ = [
+    "MuscaleError",
+    "Plan",
+    "Promotion",
+    "StageError",
+    "Study",
+    "StudyConfig",
+    "StudyDirectoryError",
+    "StudyFileError",
+    "SweepResult",
+]
+
+_HOMES = {
+    "MuscaleError": "errors",
+    "Plan": "planning",
+    "Promotion": "promotion",
+    "StageError": "errors",
+    "Study": "study",
+    "StudyConfig": "config",
+    "StudyDirectoryError": "errors",
+    "StudyFileError": "errors",
+    "SweepResult": "sweep",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at first use, so that `import muscale` and `muscale --help` stay light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'muscale' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"muscale.{_HOMES[name]}"), name)

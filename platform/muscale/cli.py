@@ -1,0 +1,214 @@
+"""The command line: each command parses, calls one method of `Study`, and prints its result.
+
+Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast), 2 an error that the
+user can mend, 130 interrupted. Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from muscale.layout import STUDY_FILE
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+app = App(
+    name="muscale",
+    version=metadata.version("muscale"),
+    help="Find the hyperparameters, the size, the tokens and the loss of a large training run, then prove it.",
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of every stage.
+
+    Attributes:
+        set: Replace a setting of the study file, `table.key=value`; may be repeated.
+        json: Print the result as JSON.
+        dry_run: Print what the stage would cost at most, and train nothing.
+    """
+
+    set: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = ()
+    json: Annotated[bool, Parameter(name="--json", negative=())] = False
+    dry_run: Annotated[bool, Parameter(name="--dry-run", negative=())] = False
+
+
+@app.command
+def init(directory: Path, *, keep: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Write a copy of the quickstart's study file into a directory, to be edited.
+
+    Args:
+        directory: Created if it is not there.
+        keep: Leave a study file that is there already as it is, instead of refusing.
+    """
+    from muscale.errors import StudyDirectoryError
+
+    path = directory / STUDY_FILE
+    if path.exists():
+        if not keep:
+            raise StudyDirectoryError(f"{path}: is there already; edit it, or pass --keep to leave it as it is")
+        return 0
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text((resources.files("muscale") / "quickstart.toml").read_text())
+    print(f"wrote {path}; next: muscale run {path}")
+    return 0
+
+
+@app.command
+def run(study: Path, *, force: Annotated[bool, Parameter(negative=())] = False, options: Options = Options()) -> int:
+    """Run every stage, skipping what the ledger knows: muscale run runs/quickstart/study.toml.
+
+    Args:
+        study: The study file.
+        force: Go on past a failed coordinate check or transfer verdict; the ledger keeps that it was forced.
+    """
+
+    def every_stage(opened: Study) -> Any:
+        promoted = opened.run(force=force)
+        if not options.json:
+            print(f"report: {opened.directory / 'report.html'}")
+        return promoted
+
+    return _stage(study, options, every_stage, None, failed=lambda result: not result.inside)
+
+
+@app.command
+def check(study: Path, *, options: Options = Options()) -> int:
+    """Run the coordinate check; exit code 1 if it fails."""
+    return _stage(study, options, lambda opened: opened.check(), "check", failed=lambda result: not result.passed)
+
+
+@app.command
+def sweep(study: Path, *, options: Options = Options()) -> int:
+    """Search the space at the base shape: muscale sweep study.toml --set sweep.trials=64."""
+    return _stage(study, options, lambda opened: opened.sweep(), "sweep")
+
+
+@app.command
+def transfer(study: Path, *, options: Options = Options()) -> int:
+    """Check that the best learning rate stays put across widths; exit code 1 unless it does."""
+    return _stage(study, options, lambda opened: opened.transfer(), "transfer", failed=lambda result: not result.passed)
+
+
+@app.command
+def ladder(study: Path, *, options: Options = Options()) -> int:
+    """Train the runs that the law is fitted from."""
+    return _stage(study, options, lambda opened: opened.ladder(), "ladder")
+
+
+@app.command
+def fit(study: Path, *, options: Options = Options()) -> int:
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs."""
+    return _stage(study, options, lambda opened: opened.fit(), "fit")
+
+
+@app.command
+def plan(study: Path, *, options: Options = Options()) -> int:
+    """Decide the full run for the budget, and register its forecast."""
+    return _stage(study, options, lambda opened: opened.plan(), "promote")
+
+
+@app.command
+def promote(
+    study: Path, *, force: Annotated[bool, Parameter(negative=())] = False, options: Options = Options()
+) -> int:
+    """Train the planned run and hold it against its forecast; exit code 1 if it ends outside the interval.
+
+    Args:
+        study: The study file.
+        force: Promote without a passed transfer verdict; the ledger keeps that it was forced.
+    """
+    return _stage(
+        study, options, lambda opened: opened.promote(force=force), "promote", failed=lambda result: not result.inside
+    )
+
+
+@app.command
+def report(study: Path, *, options: Options = Options()) -> int:
+    """Write report.html from what the ledger knows; trains nothing."""
+    return _stage(study, options, lambda opened: opened.report(), "report")
+
+
+@app.command
+def runs(study: Path, *, options: Options = Options()) -> int:
+    """Print the ledger's runs as a table."""
+
+    def table(opened: Study) -> Any:
+        hidden = ["hyperparameters", "numerics", "segment", "environment", "diverged_because"]
+        return opened.runs().drop(columns=hidden)
+
+    return _stage(study, options, table, "runs")
+
+
+def _stage(
+    path: Path,
+    options: Options,
+    stage: Callable[[Study], Any],
+    name: str | None,
+    failed: Callable[[Any], bool] = lambda result: False,
+) -> int:
+    """Open the study, call one method of it, print what it returns."""
+    if options.dry_run:
+        from muscale.config import StudyConfig
+        from muscale.costs import estimate
+
+        table = estimate(StudyConfig.read(path, options.set))
+        _show(table if name is None else table[table["stage"] == name], as_json=options.json)
+        return 0
+    from muscale.study import Study
+
+    result = stage(Study.open(path, options.set, quiet=options.json))
+    _show(result, as_json=options.json)
+    return 1 if failed(result) else 0
+
+
+def _show(result: Any, *, as_json: bool) -> None:
+    import pandas as pd
+
+    if as_json:
+        plain = (
+            result.to_dict("records")
+            if isinstance(result, pd.DataFrame)
+            else getattr(result, "to_dict", lambda: str(result))()
+        )
+        print(json.dumps(_finite(plain), indent=1, default=str))
+    elif isinstance(result, pd.DataFrame):
+        print(result.to_string(index=False) if len(result) else "nothing to train")
+    else:
+        print(result)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null in its place."""
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main() -> None:
+    """Entry point of the command `muscale`."""
+    from muscale.errors import MuscaleError
+
+    try:
+        code = app(result_action="return_value")
+    except MuscaleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,72 @@
+"""Gathers what a study knows for its report, straight from the ledger: nothing is trained, and no stage is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from muscale.errors import StageError
+from muscale.layout import FULL_RUNS, METRICS
+from muscale.ledger import now
+from muscale.report import ReportContents
+from muscale.sweep import collect
+from proxy_models.coordinate_check import CoordinateCheck
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+
+def gather(study: Study) -> ReportContents:
+    """All that the report shows; what is not known yet is None."""
+    known: dict[str, Any] = {}
+    check = study.ledger.latest_result("check")
+    runs = study.runs()
+    if not runs[runs["purpose"] == "sweep"].empty:
+        known |= _search(study)
+    known |= _full_run(study)
+    return ReportContents(
+        name=study.config.name,
+        config=study.config.to_dict(),
+        created_at=now(),
+        check=CoordinateCheck.from_dict(check["payload"]) if check else None,
+        runs=runs,
+        **known,
+    )
+
+
+def _search(study: Study) -> dict[str, Any]:
+    """Sweep, transfer and law, as far as their runs are complete."""
+    known: dict[str, Any] = {}
+    try:
+        sweep = collect(study.config, study.ledger, study.numerics)
+        known.update(trials=sweep.trials, best=sweep.best.to_dict())
+        if study.is_complete("transfer"):
+            known.update(transfer=study.transfer(), horizon=study.horizon())
+        if study.is_complete("ladder"):
+            known.update(fit=study.fit())
+    except StageError:
+        return known  # the sections without data say which command gives them
+    return known
+
+
+def _full_run(study: Study) -> dict[str, Any]:
+    promotion = study.ledger.latest_result("promotion")
+    forecast = study.ledger.latest_forecast()
+    if forecast is None:
+        return {}
+    plan = forecast["payload"]
+    known: dict[str, Any] = {
+        "plan": plan,
+        "forecast": {
+            **{name: forecast[name] for name in ("loss", "low", "high", "level", "registered_at")},
+            "supported": not plan["forecast"]["reasons"],
+            "reasons": plan["forecast"]["reasons"],
+        },
+    }
+    if promotion and promotion["key"] == forecast["plan"]:
+        known["promotion"] = promotion["payload"]
+    metrics = study.directory / FULL_RUNS / forecast["plan"] / METRICS
+    if metrics.exists():
+        known["curve"] = pd.read_json(metrics, lines=True)
+    return known

@@ -1,0 +1,46 @@
+"""What each stage would cost at most, from the study file alone: the dry run before anything is spent."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from muscale import ladder
+from muscale.config import StudyConfig
+from muscale.lineage import Chain, stems
+from proxy_models.numerics import Numerics
+
+
+def estimate(config: StudyConfig) -> pd.DataFrame:
+    """A row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), shared stems counted once.
+
+    For the sweep it is the bound without early stopping and without the branches' cooldowns.
+    """
+    h, model = config.hyperparameters, config.model
+    numerics = Numerics(
+        model=model, base=model, corpus_key="", seed=0, evaluation_tokens=config.corpus.evaluation_tokens
+    )
+    sweep_tokens = config.sweep.trials * config.rung_tokens()[-1]
+    rows: list[tuple[str, int, float, float]] = [
+        ("sweep", config.sweep.trials, sweep_tokens, 6.0 * model.n_params * sweep_tokens)
+    ]
+    grid = [job.chain for job in ladder.transfer_jobs(config, numerics, h)]
+    rows.append(("transfer", len(grid), *_trained(grid)))
+    steps = []
+    for stem in config.ladder.stems:
+        member = Numerics(**{**numerics.__dict__, "model": config.family.at(width=stem.width)})
+        lengths = [stem.n_tokens / 2**k for k in range(stem.branches)]
+        steps += [job.chain for job in ladder.branches(member, h, lengths, purpose="ladder", label="")]
+    rows.append(("ladder", len(steps), *_trained(steps)))
+    rows.append(("promote", 1, float("nan"), config.plan.compute_flops))
+    return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"])
+
+
+def _trained(chains: list[Chain]) -> tuple[int, float]:
+    """Tokens and FLOPs trained, the stem that runs share counted once."""
+    tokens, flops = 0, 0.0
+    for group in stems(chains).values():
+        shared = max(chain.segments[0].end for chain in group)
+        cooldowns = sum(chain.last.end - chain.last.start for chain in group)
+        tokens += shared + cooldowns
+        flops += 6.0 * group[0].numerics.model.n_params * (shared + cooldowns)
+    return tokens, flops

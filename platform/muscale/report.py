@@ -1,0 +1,179 @@
+"""The report: one self-contained page of what a study knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from muscale import figures
+from scaling import Forecast, HorizonLaw, ScalingFit, Transfer
+
+if TYPE_CHECKING:
+    from proxy_models.coordinate_check import CoordinateCheck
+
+_LAYOUT = {
+    "template": "none",
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"color": "#808488", "family": "system-ui, sans-serif"},
+    "legend": {"orientation": "h", "y": -0.25},
+    "margin": {"l": 60, "r": 16, "t": 16, "b": 56},
+    "autosize": True,
+}
+_GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportContents:
+    """What a report shows; None where it is not known yet."""
+
+    name: str
+    config: dict[str, Any]
+    created_at: str
+    runs: pd.DataFrame
+    check: CoordinateCheck | None = None
+    trials: pd.DataFrame | None = None
+    best: dict[str, Any] | None = None
+    transfer: Transfer | None = None
+    horizon: HorizonLaw | None = None
+    fit: ScalingFit | None = None
+    plan: dict[str, Any] | None = None
+    forecast: dict[str, Any] | None = None
+    promotion: dict[str, Any] | None = None
+    curve: pd.DataFrame | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page: prose, a result as it prints itself, figures with their alternative text, a table."""
+
+    title: str
+    command: str
+    about: str
+    result: str | None = None
+    drawings: tuple[tuple[str, str], ...] = ()
+    table: str | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.result or self.drawings or self.table)
+
+
+def write_report(contents: ReportContents, path: Path) -> Path:
+    """Write the page, whole or not at all, and return its path."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string((resources.files("muscale") / "report.html.jinja").read_text())
+    page = template.render(contents=contents, sections=_sections(contents), plotly=get_plotlyjs())
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(page)
+    unfinished.replace(path)
+    return path
+
+
+def _sections(contents: ReportContents) -> list[Section]:
+    return [
+        Section(
+            title="Coordinate check",
+            command="check",
+            about="Every activation must move by the same amount at every width, or nothing tuned small holds when large.",
+            result=str(contents.check) if contents.check else None,
+            drawings=_drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
+        ),
+        Section(
+            title="What was searched",
+            command="sweep",
+            about="Trials at the base shape, compared at rungs by the loss of their averaged weights.",
+            drawings=_drawn(
+                figures.draw_rate(figures.rate_data(contents.trials)) if contents.trials is not None else None,
+                "loss against learning rate of every trial, by rung",
+            ),
+            table=_table(contents.trials),
+        ),
+        Section(
+            title="Loss against learning rate, per width",
+            command="transfer",
+            about="Under muP the best rate stays put while the model gets wider; the verdict gates promotion.",
+            result=str(contents.transfer) if contents.transfer else None,
+            drawings=_drawn(
+                contents.transfer and contents.transfer.plot(), "loss against learning rate for each width"
+            ),
+        ),
+        Section(
+            title="Best rate against training tokens",
+            command="transfer",
+            about="muP says nothing about longer training; this law carries the rate across tokens.",
+            result=str(contents.horizon) if contents.horizon else None,
+            drawings=_drawn(contents.horizon and contents.horizon.plot(), "best learning rate against training tokens"),
+        ),
+        Section(
+            title="The law and its data",
+            command="fit",
+            about="Only annealed runs near their own best rate tell the law.",
+            result=str(contents.fit) if contents.fit else None,
+            drawings=(
+                *_drawn(contents.fit and contents.fit.plot(), "predicted against measured loss, and residuals"),
+                *_drawn(_frontier(contents), "loss against compute with the frontier and the forecast"),
+            ),
+        ),
+        Section(
+            title="The full run",
+            command="promote",
+            about="The forecast was registered before the first step and can't be changed.",
+            drawings=_drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
+        ),
+        Section(
+            title="Every run",
+            command="run",
+            about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text.",
+            table=_table(
+                contents.runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
+                if len(contents.runs)
+                else None
+            ),
+        ),
+    ]
+
+
+def _frontier(contents: ReportContents) -> go.Figure | None:
+    if contents.fit is None:
+        return None
+    target = Forecast.from_dict(contents.plan["forecast"]) if contents.plan else None
+    return contents.fit.plot_frontier(target)
+
+
+def _curve(contents: ReportContents) -> go.Figure | None:
+    if contents.curve is None or contents.forecast is None or contents.curve.empty:
+        return None
+    measured = contents.promotion["loss"] if contents.promotion else None
+    return figures.draw_curve(figures.curve_data(contents.curve), contents.forecast, measured)
+
+
+def _drawn(figure: go.Figure | None, alternative: str) -> tuple[tuple[str, str], ...]:
+    """The figure as markup that needs the page's one copy of plotly.js, with its alternative text; nothing without one."""
+    if figure is None:
+        return ()
+    figure.update_layout(**_LAYOUT)
+    figure.update_xaxes(**_GRID)
+    figure.update_yaxes(**_GRID)
+    markup = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        config={"responsive": True, "displaylogo": False},
+        default_height="420px",
+    )
+    return ((markup, alternative),)
+
+
+def _table(table: pd.DataFrame | None) -> str | None:
+    """The table as markup; pandas escapes what it holds."""
+    if table is None or table.empty:
+        return None
+    return str(table.to_html(index=False, border=0, na_rep="–", float_format=lambda value: f"{value:.4g}"))

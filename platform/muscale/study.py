@@ -1,0 +1,279 @@
+"""A study: one file, one directory, and a method for each stage.
+
+Each method returns its result from the ledger where that is known, and works where it is not; the stages that it stands on
+are run first. So a study that was interrupted goes on when the same method, or command, is called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+import pandas as pd
+
+from muscale import ladder, planning, promotion
+from muscale.config import StudyConfig
+from muscale.errors import StageError
+from muscale.jobs import Job, finish
+from muscale.layout import CORPUS, FULL_RUNS, LEDGER, METRICS, REPORT
+from muscale.ledger import Ledger, Outcome
+from muscale.lineage import input_key
+from muscale.planning import Plan
+from muscale.progress import Display, following
+from muscale.promotion import Promotion
+from muscale.sweep import SweepResult, collect, run_sweep
+from proxy_models.corpus import EMBEDDED, Corpus, CorpusError, source_files, write_corpus
+from proxy_models.numerics import Numerics
+from scaling import HorizonLaw, ScalingError, ScalingFit, Transfer, fit, fit_horizon_law, fit_transfer
+
+if TYPE_CHECKING:
+    from proxy_models.coordinate_check import CoordinateCheck
+
+N_PARAMS_CONVENTION = "all parameters but the embedding table"
+
+
+class Study:
+    """An open study; make one with `Study.open`."""
+
+    def __init__(self, config: StudyConfig, directory: Path, display: Display) -> None:
+        self.config = config
+        self.directory = directory
+        self.display = display
+        self.ledger = Ledger(directory / LEDGER)
+
+    @classmethod
+    def open(cls, path: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> Self:
+        """Open the study of a file; its directory is the file's.
+
+        Args:
+            path: The study file.
+            overrides: Settings that replace the file's, each `table.key=value`.
+            quiet: Show no progress.
+
+        Raises:
+            StudyFileError: If the file can't be used; nothing is written then.
+            StudyDirectoryError: If the directory belongs to another study.
+            StageError: If the corpus can't be read.
+        """
+        path = Path(path)
+        study = cls(StudyConfig.read(path, overrides), path.resolve().parent, Display(quiet=quiet))
+        study._claim(where=path)
+        return study
+
+    def _claim(self, where: Path) -> None:
+        """Check the source and make the directory this study's, before anything else is written."""
+        try:
+            source_files(self._source)
+        except CorpusError as error:
+            raise StageError(f"{where}: corpus.source: {error}") from error
+        config = self.config.to_dict()
+        identity = {
+            **{f"corpus.{name}": config["corpus"][name] for name in ("source", "validation_fraction")},
+            "tokenizer": "bytes",
+            **{f"model.{name}": value for name, value in config["model"].items()},
+            "parametrization": config["parametrization"],
+        }
+        self.ledger.claim(identity, config)
+
+    @property
+    def _source(self) -> str:
+        source = self.config.corpus.source
+        return source if source == EMBEDDED else str(self.directory / Path(source).expanduser())
+
+    # Stages
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The token files, written at first use."""
+        try:
+            return write_corpus(
+                self.directory / CORPUS, self._source, validation_fraction=self.config.corpus.validation_fraction
+            )
+        except CorpusError as error:
+            raise StageError(f"corpus: {error}") from error
+
+    @property
+    def numerics(self) -> Numerics:
+        """What every training of the study shares, at the base shape."""
+        config, corpus = self.config, self.corpus
+        wanted = config.corpus.evaluation_tokens
+        if wanted > corpus.n_validation_tokens - config.model.context_length:
+            raise StageError(
+                f"corpus.evaluation_tokens: the held-out split has only {corpus.n_validation_tokens} tokens, got {wanted}"
+            )
+        return Numerics(
+            model=config.model,
+            base=config.model,
+            corpus_key=corpus.key,
+            seed=config.sweep.seed,
+            evaluation_tokens=wanted,
+            scheme=config.parametrization,
+        )
+
+    def check(self) -> CoordinateCheck:
+        """The coordinate check of the family."""
+        from proxy_models.coordinate_check import CoordinateCheck, coordinate_check
+
+        settings, config = self.config.check, self.config
+        key = input_key(
+            self.numerics.to_dict(), config.hyperparameters.to_dict(), list(settings.widths), list(settings.seeds)
+        )
+        if known := self.ledger.result("check", key):
+            return CoordinateCheck.from_dict(known)
+        with self.display.stage("check"):
+            result = coordinate_check(
+                config.family,
+                config.hyperparameters,
+                self.corpus,
+                widths=settings.widths,
+                seeds=settings.seeds,
+                scheme=config.parametrization,
+            )
+        self.ledger.record_result("check", key, result.to_dict())
+        return result
+
+    def sweep(self) -> SweepResult:
+        """The search at the base shape."""
+        return self._sweep
+
+    @cached_property
+    def _sweep(self) -> SweepResult:
+        trials = self.config.sweep.trials
+        best: list[float] = [row["loss"] for row in self.ledger.runs().to_dict("records") if row["purpose"] == "sweep"]
+        ended = 0
+        with self.display.stage("sweep") as update:
+
+            def on_trial(number: int, loss: float | None) -> None:
+                nonlocal ended
+                ended += 1
+                best.extend([loss] if loss is not None else [])
+                update(
+                    ended, trials, f"trial {number} ended, best {min(best):.4f}" if best else f"trial {number} ended"
+                )
+
+            return run_sweep(
+                self.config, self.ledger, self.numerics, on_trial, lambda done, total: update(done, total, "annealing")
+            )
+
+    def transfer(self) -> Transfer:
+        """The learning-rate grid at several widths, and its verdict at the longest horizon."""
+        rows = self._grid
+        longest = rows[rows["n_tokens"] == rows["n_tokens"].max()]
+        return fit_transfer(longest.drop(columns="n_tokens"))
+
+    def horizon(self) -> HorizonLaw:
+        """How the best rate falls with the training tokens, from the same grid."""
+        try:
+            return fit_horizon_law(self._grid)
+        except ScalingError as error:
+            raise StageError(
+                f"transfer: no horizon law: {error}; widen transfer.octaves or add transfer.rates"
+            ) from error
+
+    @cached_property
+    def _grid(self) -> pd.DataFrame:
+        jobs = ladder.transfer_jobs(self.config, self.numerics, self.sweep().best)
+        self._finish("transfer", jobs)
+        return ladder.grid_rows(self.ledger.runs(), jobs)
+
+    def ladder(self) -> pd.DataFrame:
+        """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does."""
+        best, horizon = self.sweep().best, self.horizon()
+        jobs = ladder.ladder_jobs(self.config, self.numerics, best, horizon)
+        self._finish("ladder", jobs)
+        grid = ladder.transfer_jobs(self.config, self.numerics, best)
+        return ladder.law_rows(self.ledger.runs(), [*jobs, *grid], horizon)
+
+    def fit(self) -> ScalingFit:
+        """The law L(N, D) of the tuned runs."""
+        return self._fit
+
+    @cached_property
+    def _fit(self) -> ScalingFit:
+        settings, rows = self.config.fit, self.ladder()
+        try:
+            return fit(
+                rows[rows["left_out"] == ""].drop(columns="left_out"),
+                n_params_convention=N_PARAMS_CONVENTION,
+                n_bootstrap=settings.n_bootstrap,
+                seed=settings.seed,
+                max_regret=settings.max_regret,
+            )
+        except (ScalingError, ValueError) as error:
+            raise StageError(f"fit: {error}") from error
+
+    def plan(self) -> Plan:
+        """The full run for the budget, its forecast registered."""
+        plan = planning.make_plan(self.config, self.sweep().best, self.horizon(), self.fit())
+        return planning.register(plan, self.ledger)
+
+    def promote(self, *, force: bool = False) -> Promotion:
+        """Train the planned run and hold it against its forecast."""
+        plan = self.plan()
+        if known := self.ledger.result("promotion", plan.key):
+            return Promotion.from_dict(known)
+        verdict = self.transfer()
+        promotion.gate(verdict.verdict, verdict.reasons, force=force)
+        metrics = self.directory / FULL_RUNS / plan.key / METRICS
+        with self.display.stage("promote") as update, following(metrics, plan.n_tokens, update):
+            return promotion.promote(
+                plan, self.config, self.ledger, self.numerics, verdict=verdict.verdict, forced=verdict.verdict != "pass"
+            )
+
+    def run(self, *, force: bool = False) -> Promotion:
+        """Every stage in turn; what is known is not done again.
+
+        Raises:
+            StageError: If a stage can't give its result, or the coordinate check fails and `force` is not set.
+        """
+        self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
+        check = self.check()
+        self.display.line(str(check))
+        if not check.passed and not force:
+            raise StageError("check: the coordinate check failed, so nothing tuned small would hold at full size")
+        self.display.line(str(self.sweep()))
+        self.display.line(str(self.transfer()))
+        self.ladder()
+        self.display.line(str(self.fit()))
+        self.display.line(str(self.plan()))
+        result = self.promote(force=force)
+        self.report()
+        return result
+
+    def is_complete(self, stage: Literal["transfer", "ladder"]) -> bool:
+        """Whether the ledger knows every run of a stage; trains nothing.
+
+        Raises:
+            StageError: If the sweep before it has no result yet.
+        """
+        best = collect(self.config, self.ledger, self.numerics).best
+        jobs = ladder.transfer_jobs(self.config, self.numerics, best)
+        if stage == "ladder" and self.is_complete("transfer"):
+            jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
+        return all(self.ledger.outcome(job.chain) for job in jobs)
+
+    def runs(self) -> pd.DataFrame:
+        """The ledger's runs, a row each."""
+        return self.ledger.runs()
+
+    def report(self) -> Path:
+        """Write the page of everything that is known so far, and return its path; it starts no training."""
+        from muscale.contents import gather
+        from muscale.report import write_report
+
+        return write_report(gather(self), self.directory / REPORT)
+
+    def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
+        total = sum(job.chain.compute_flops for job in jobs if not self.ledger.outcome(job.chain))
+        done, best = 0.0, float("inf")
+        with self.display.stage(stage) as update:
+
+            def on_trained(job: Job, outcome: Outcome) -> None:
+                nonlocal done, best
+                done += job.chain.compute_flops
+                best = min(best, outcome.loss if outcome.loss is not None else best)
+                update(round(done / total * 100), 100, f"{job.label}, best {best:.4f}")
+
+            finish(jobs, self.ledger, self.config.resources, on_trained)

@@ -1,0 +1,57 @@
+"""The report: self-contained, escaped, and telling how to get what it lacks."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from muscale.report import ReportContents, write_report
+
+COLUMNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]
+
+
+def page(tmp_path: Path, **known: object) -> str:
+    values = {"name": "s", "config": {}, "created_at": "now", "runs": pd.DataFrame(columns=COLUMNS), **known}
+    return write_report(ReportContents(**values), tmp_path / "report.html").read_text()
+
+
+def test_an_empty_report_says_which_command_fills_each_section(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    for command in ("check", "sweep", "transfer", "fit", "promote", "plan"):
+        assert f"<code>muscale {command}</code>" in text
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_holds_plotly_once(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    assert not re.findall(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)\s*=""", text)
+    assert text.count("plotly.js v") == 1
+
+
+def test_a_name_that_a_user_chose_is_escaped(tmp_path: Path) -> None:
+    runs = pd.DataFrame([["sweep", "<script>alert(2)</script>", 1, 1, 0.1, 1.0, 1.0]], columns=COLUMNS)
+    text = page(tmp_path, name="<script>alert(1)</script>", runs=runs)
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "&lt;script&gt;alert(2)" in text
+
+
+@pytest.mark.parametrize(("loss", "word"), [(1.05, "inside"), (1.3, "outside")])
+def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path, loss: float, word: str) -> None:
+    promotion = {
+        "forecast": 1.0,
+        "low": 0.9,
+        "high": 1.1,
+        "level": 0.9,
+        "loss": loss,
+        "inside": word == "inside",
+        "relative_error": 0.05,
+        "registered_at": "a",
+        "started_at": "b",
+        "finished_at": "c",
+        "world_size": 2,
+        "forced": False,
+        "verdict": "pass",
+    }
+    text = page(tmp_path, promotion=promotion)
+    assert f"forecast 1.0000, measured {loss:.4f}: {word}, error +5.00 %" in text

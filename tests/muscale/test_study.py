@@ -1,0 +1,128 @@
+"""The whole loop on a micro-study: real Ray, two real gloo workers, and a driver killed at three stages."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from muscale import Promotion, Study
+from muscale.layout import FULL_RUNS, METRICS, REPORT
+
+MakeStudy = Callable[..., Path]
+OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
+
+
+def outcomes(study: Study) -> pd.DataFrame:
+    return study.runs()[OUTCOME].sort_values(["purpose", "key"]).reset_index(drop=True)
+
+
+def segments(ledger: Path) -> dict[str, str]:
+    with sqlite3.connect(ledger) as connection:
+        return dict(connection.execute("SELECT key, created_at || loss FROM segments"))
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_study: MakeStudy) -> None:
+    path = make_study()
+    asha = ["sweep.searcher=tpe", "sweep.scheduler=asha", "sweep.trials=6"]
+    first = Study.open(path, asha, quiet=True).sweep()
+    assert len(first.trials) == 6
+    assert set(first.trials["status"]) == {"completed", "stopped"}
+    annealed = first.trials[first.trials["annealed_loss"].notna()]
+    assert first.best.learning_rate == annealed.iloc[0]["learning_rate"]
+    more = Study.open(path, [*asha, "sweep.trials=8"], quiet=True).sweep()
+    assert len(more.trials) == 8
+    kept = more.trials.set_index("trial").loc[first.trials["trial"], "learning_rate"]
+    assert list(kept) == list(first.trials["learning_rate"])
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_every_stage_runs_and_a_driver_killed_at_three_of_them_changes_nothing(
+    make_study: MakeStudy, request: pytest.FixtureRequest
+) -> None:
+    killed = make_study("killed")
+    ledger = killed.parent / "ledger.sqlite"
+    kept: dict[str, str] = {}
+    for stage in ("sweep", "ladder", "promote"):
+        kill_during(stage, killed)
+        assert kept.items() <= segments(ledger).items(), "a recorded segment was trained again or changed"
+        kept = segments(ledger)
+
+    request.getfixturevalue("ray_cluster")
+    resumed = Study.open(killed, quiet=True)
+    promotion = resumed.run(force=True)
+    assert kept.items() <= segments(ledger).items()
+    check_promotion(resumed, promotion)
+
+    undisturbed = Study.open(make_study("undisturbed"), quiet=True)
+    undisturbed.ladder()
+    pd.testing.assert_frame_equal(outcomes(resumed), outcomes(undisturbed))
+    assert undisturbed.plan().key == resumed.plan().key
+
+    trained = segments(ledger)
+    again = Study.open(killed, quiet=True)
+    assert again.run(force=True) == promotion
+    assert segments(ledger) == trained
+
+
+def check_promotion(study: Study, promotion: Promotion) -> None:
+    assert promotion.world_size == 2
+    assert datetime.fromisoformat(promotion.registered_at) < datetime.fromisoformat(promotion.started_at)
+    forecast = study.ledger.forecast(promotion.plan)
+    assert forecast is not None
+    assert promotion.residual == promotion.loss - forecast["loss"]
+    plan = study.plan()
+    metrics = pd.read_json(study.directory / FULL_RUNS / plan.key / METRICS, lines=True)
+    assert metrics["tokens"].is_monotonic_increasing, "a resumed run repeats no step in its record"
+    assert metrics["tokens"].iloc[-1] == plan.n_tokens
+    assert len(study.sweep().trials) == study.config.sweep.trials
+    page = (study.directory / REPORT).read_text()
+    assert f"{promotion.loss:.4f}" in page
+
+
+def kill_during(stage: str, study: Path) -> None:
+    """Run the study in a process of its own and SIGKILL it once the stage is under way."""
+    reached = {
+        "sweep": lambda: count(study, "SELECT count(*) FROM rungs") > 0,
+        "ladder": lambda: count(study, "SELECT count(*) FROM runs WHERE purpose = 'ladder'") > 0,
+        "promote": lambda: any(study.parent.glob(f"{FULL_RUNS}/*/checkpoints/tokens=*/manifest.json")),
+    }[stage]
+    log = (study.parent / f"{stage}.log").open("w")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "muscale", "run", str(study), "--force"], stdout=log, stderr=log, env=environment
+    )
+    deadline = time.monotonic() + 180
+    while not reached():  # type: ignore[no-untyped-call]
+        log.flush()
+        told = (study.parent / f"{stage}.log").read_text()
+        assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{told}"
+        assert time.monotonic() < deadline, f"{stage} was not reached:\n{told}"
+        time.sleep(0.02)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    log.close()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for process in alive:  # what Ray left behind, ended by id
+        process.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def count(study: Path, query: str) -> int:
+    try:
+        with sqlite3.connect(f"file:{study.parent / 'ledger.sqlite'}?mode=ro", uri=True) as connection:
+            return int(connection.execute(query).fetchone()[0])
+    except sqlite3.OperationalError:  # not there yet
+        return 0
