@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sysconfig
 from functools import cache
@@ -16,6 +17,14 @@ def missing_compiler() -> str | None:
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "Python's header files (Python.h) were not found"
     return None
+
+
+@cache
+def available() -> bool:
+    """Whether torch.compile can work here; where it can't, the reason is logged once and training goes on eagerly."""
+    if reason := missing_compiler():
+        logging.getLogger(__name__).warning("training without torch.compile: %s", reason)
+    return reason is None
 
 
 def configure() -> None:

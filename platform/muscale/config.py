@@ -109,7 +109,6 @@ class PromoteSettings(_Table):
     evaluate_every_tokens: PositiveInt = 200_000
     seed: int = 0
     max_failures: Annotated[int, Field(ge=0)] = 2
-    wandb: Literal["off", "offline", "online"] = "off"
 
 
 class ResourceSettings(_Table):

@@ -166,7 +166,7 @@ def _drawn(figure: go.Figure | None, alternative: str) -> tuple[tuple[str, str],
     markup = figure.to_html(
         full_html=False,
         include_plotlyjs=False,
-        config={"responsive": True, "displaylogo": False},
+        config={"responsive": True, "displayModeBar": False},
         default_height="420px",
     )
     return ((markup, alternative),)

@@ -228,6 +228,10 @@ class Study:
         Raises:
             StageError: If a stage can't give its result, or the coordinate check fails and `force` is not set.
         """
+        if self.config.resources.compile:
+            from proxy_models.compilation import available
+
+            available()  # workers' logs are not shown, so what is missing is said here
         self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
         check = self.check()
         self.display.line(str(check))

@@ -1,0 +1,92 @@
+"""One policy for the ladder and the full run, and a reason for each row that can't tell the law."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from muscale import StageError, StudyConfig, ladder
+from muscale.jobs import Job
+from muscale.lineage import segment_to_dict, stems
+from muscale.promotion import gate
+from proxy_models.numerics import Numerics
+from scaling import HorizonLaw, fit_horizon_law
+
+EXPONENT = 0.3
+
+
+@pytest.fixture
+def config(make_study: Callable[..., Path]) -> StudyConfig:
+    return StudyConfig.read(make_study())
+
+
+@pytest.fixture
+def numerics(config: StudyConfig) -> Numerics:
+    return Numerics(model=config.model, base=config.model, corpus_key="c", seed=0, evaluation_tokens=1)
+
+
+@pytest.fixture
+def horizon() -> HorizonLaw:
+    """A law fitted to planted optima 2^-7 · (D / 16384)^-0.3, with a little noise as the fit wants to know it."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for n_tokens in (8192, 16384, 32768):
+        for octave in np.linspace(-2, 2, 7):
+            best = -7 - EXPONENT * np.log2(n_tokens / 16384)
+            loss = 2 * np.exp(0.02 * (octave - 7 - best) ** 2 + 1e-4 * generator.standard_normal())
+            rows.append({"n_tokens": n_tokens, "rate": 2.0 ** (octave - 7), "loss": loss, "width": 32})
+    return fit_horizon_law(pd.DataFrame(rows))
+
+
+def test_runs_of_several_lengths_share_one_stem_and_its_absolute_decay(config: StudyConfig, numerics: Numerics) -> None:
+    jobs = ladder.branches(numerics, config.hyperparameters, [8192, 16384], purpose="ladder", label="w")
+    assert len(stems([job.chain for job in jobs])) == 1
+    assert [job.chain.last.end for job in jobs] == [8192, 16384]
+    assert len({job.chain.last.recipe for job in jobs}) == 1
+    assert all(job.chain.anneals for job in jobs)
+
+
+def test_the_ladder_takes_its_rates_from_the_horizon_law(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    jobs = ladder.ladder_jobs(config, numerics, config.hyperparameters, horizon)
+    assert len(jobs) == 2 * len(config.ladder.stems)
+    rates = {job.chain.last.end: job.hyperparameters.learning_rate for job in jobs if job.purpose == "ladder"}
+    assert rates[32768] == pytest.approx(rates[8192] * 2**-EXPONENT, rel=0.03)
+
+
+def test_rows_that_can_not_tell_the_law_are_left_out_with_the_reason(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    h = config.hyperparameters
+    jobs = ladder.branches(numerics, h, [4096, 16384], purpose="ladder", label="w")
+    other = ladder.branches(numerics, h, [8192], purpose="sweep", label="trial 0")
+    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in [*jobs, *other]]), jobs, horizon)
+    reasons = dict(zip(table["n_tokens"], table["left_out"], strict=True))
+    assert reasons[16384] == ""
+    assert reasons[4096] == "its warmup takes 19% of its tokens, more than 11%"
+    assert reasons[8192] == "the regret of its searched hyperparameters is not known"
+
+
+def as_run(job: Job) -> dict[str, object]:
+    return {
+        "purpose": job.purpose,
+        "key": job.chain.key,
+        "stem": job.chain.stem,
+        "d_model": 32,
+        "learning_rate": job.hyperparameters.learning_rate,
+        "n_params": 1,
+        "n_tokens": job.chain.last.end,
+        "loss": 2.0,
+        "segment": segment_to_dict(job.chain.last),
+        "hyperparameters": job.hyperparameters.to_dict(),
+    }
+
+
+def test_the_gate_lets_through_what_passed_or_was_forced() -> None:
+    gate("pass", (), force=False)
+    gate("fail", ("drift",), force=True)
+    with pytest.raises(StageError, match=r"verdict is 'not enough evidence' \(two widths\).*--force"):
+        gate("not enough evidence", ("two widths",), force=False)
