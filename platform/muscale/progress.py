@@ -29,7 +29,7 @@ class Display:
     def line(self, text: str) -> None:
         """Print a line above the bars."""
         if not self._quiet:
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _lines(self, name: str) -> Update:
         """An update for logs: a line for every tenth of the way."""
