@@ -11,20 +11,18 @@ from pathlib import Path
 
 @cache
 def missing_compiler() -> str | None:
-    """Why torch.compile can't work on this machine's CPU, or None: it needs a C++ compiler and Python's headers."""
+    """Why torch.compile can't work on this machine's CPU, or None: it needs a C++ compiler and Python's headers.
+
+    What is missing is logged, once in a process.
+    """
+    reason = None
     if shutil.which("g++") is None and shutil.which("clang++") is None:
-        return "no C++ compiler (g++ or clang++) was found"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "Python's header files (Python.h) were not found"
-    return None
-
-
-@cache
-def available() -> bool:
-    """Whether torch.compile can work here; where it can't, the reason is logged once and training goes on eagerly."""
-    if reason := missing_compiler():
+        reason = "no C++ compiler (g++ or clang++) was found"
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        reason = "Python's header files (Python.h) were not found"
+    if reason:
         logging.getLogger(__name__).warning("training without torch.compile: %s", reason)
-    return reason is None
+    return reason
 
 
 def configure() -> None:

@@ -110,7 +110,7 @@ class Trainer:
 
     def __init__(self, corpus: Corpus, *, compiled: bool = True) -> None:
         self.corpus = corpus
-        self.compiled = compiled and compilation.available()
+        self.compiled = compiled and compilation.missing_compiler() is None
         if self.compiled:
             compilation.configure()
         self._warm: OrderedDict[ModelConfig, WarmModel] = OrderedDict()

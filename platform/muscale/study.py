@@ -229,9 +229,9 @@ class Study:
             StageError: If a stage can't give its result, or the coordinate check fails and `force` is not set.
         """
         if self.config.resources.compile:
-            from proxy_models.compilation import available
+            from proxy_models.compilation import missing_compiler
 
-            available()  # workers' logs are not shown, so what is missing is said here
+            missing_compiler()  # workers' logs are not shown, so what is missing is logged here
         self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
         check = self.check()
         self.display.line(str(check))
