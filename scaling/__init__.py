@@ -4,6 +4,7 @@
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows)                       does the best rate stay put across widths?    -> Transfer
     fit_horizon_law(rows)                    how it falls with training tokens             -> HorizonLaw
+    fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
 
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
@@ -13,6 +14,7 @@ from scaling.fitting import fit
 from scaling.forecast import Forecast
 from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima import Optimum, fit_optimum
+from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.result import ScalingFit
 from scaling.surface import Allocation, LossSurface, compute_flops
 from scaling.transfer import Transfer, fit_transfer
@@ -23,6 +25,7 @@ __all__ = [
     "HorizonLaw",
     "LossSurface",
     "Optimum",
+    "RegretSurface",
     "ScalingError",
     "ScalingFit",
     "Transfer",
@@ -30,5 +33,6 @@ __all__ = [
     "fit",
     "fit_horizon_law",
     "fit_optimum",
+    "fit_regret_surface",
     "fit_transfer",
 ]

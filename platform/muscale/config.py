@@ -71,7 +71,7 @@ class TransferSettings(_Table):
 
 
 class Stem(_Table):
-    """One of [[ladder.stems]]: a run of `n_tokens` at a size; with branches, also annealed at n_tokens / 2, / 4, …."""
+    """One of [[ladder.stems]]: a run of `n_tokens` at a size; with branches, also annealed at n_tokens / √2, / 2, …."""
 
     width: PositiveInt
     n_tokens: PositiveInt
@@ -88,7 +88,7 @@ class LadderSettings(_Table):
 class FitSettings(_Table):
     """[fit]: the law."""
 
-    max_regret: PositiveFloat = 0.0025  # predicted relative loss above the best rate's; rows beyond it stay out
+    max_regret: PositiveFloat = 0.0025  # predicted relative difference from the policy's loss; rows beyond it stay out
     n_bootstrap: PositiveInt = 1000
     seed: int = 0
 
@@ -272,7 +272,7 @@ def _contradictions(config: StudyConfig) -> list[str]:
             problems.append(f"{key}: {error}")
     horizons = [config.transfer.n_tokens * fraction for fraction in config.transfer.horizons]
     lengths = [("transfer.n_tokens", n) for n in horizons]
-    lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** (s.branches - 1)) for s in config.ladder.stems]
+    lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
     smallest_rung = config.rung_tokens()[0]
     for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
         try:

@@ -28,8 +28,9 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     steps = []
     for stem in config.ladder.stems:
         member = Numerics(**{**numerics.__dict__, "model": config.family.at(width=stem.width)})
-        lengths = [stem.n_tokens / 2**k for k in range(stem.branches)]
-        steps += [job.chain for job in ladder.branches(member, h, lengths, purpose="ladder", label="")]
+        lengths = ladder.stem_lengths(stem)
+        jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
+        steps += [job.chain for job in jobs]
     rows.append(("ladder", len(steps), *_trained(steps)))
     rows.append(("promote", 1, float("nan"), config.plan.compute_flops))
     return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"])

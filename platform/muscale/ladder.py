@@ -12,24 +12,40 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from muscale.config import StudyConfig
+from muscale.config import Stem, StudyConfig
 from muscale.jobs import Job
 from muscale.lineage import Chain
-from proxy_models.hyperparameters import Hyperparameters, branch
+from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw
+from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Space
 
 MAX_WARMUP = 2.1
 """Warmup of a run that tells the law, in units of the study's own fraction: a branch at half its stem's length has twice
 the fraction (and a batch of rounding); a shorter one is mostly warmup, and its loss is of another recipe (assumed)."""
+SPACING = 2**0.5
+"""Between the lengths of a ladder's stem. Its warmup and decay are resolved once, so the weight-decay timescale of each
+branch, which is relative to its length, is off: a quarter octave for two branches. A whole octave costs 1 to 2 % of the
+loss (measured: widths 32 and 64, 0.5M tokens, two seeds each)."""
+
+
+def stem_lengths(stem: Stem) -> list[float]:
+    """Tokens at which a stem is annealed, the longest first."""
+    return [stem.n_tokens / SPACING**k for k in range(stem.branches)]
 
 
 def branches(
-    numerics: Numerics, hyperparameters: Hyperparameters, lengths: Sequence[float], *, purpose: str, label: str
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    lengths: Sequence[float],
+    *,
+    tuned_at: float,
+    purpose: str,
+    label: str,
 ) -> list[Job]:
-    """Runs of these lengths that share one stem, its warmup and decay resolved for the longest."""
+    """Runs of these lengths that share one stem, its warmup and decay resolved for a run of `tuned_at` tokens."""
     h = hyperparameters
-    recipe = h.resolve(h.whole_batches(max(lengths)))
+    recipe = h.resolve(h.whole_batches(tuned_at))
     jobs = []
     for length in sorted(lengths):
         n_tokens = h.whole_batches(length)
@@ -56,7 +72,7 @@ def transfer_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters
                 lengths = [settings.n_tokens * fraction for fraction in settings.horizons]
                 label = f"width {width}, rate {rate:.4g}"
                 tuned = replace(best, learning_rate=rate)
-                jobs += branches(member, tuned, lengths, purpose="transfer", label=label)
+                jobs += branches(member, tuned, lengths, tuned_at=settings.n_tokens, purpose="transfer", label=label)
     return jobs
 
 
@@ -66,13 +82,20 @@ def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hy
 
 
 def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw) -> list[Job]:
-    """The ladder: each stem at the rate of its branches' geometric mean length, so that none is far from its own."""
+    """The ladder: each stem tuned for the geometric mean of its branches' lengths, so that none is far from its own."""
     jobs = []
     for stem in config.ladder.stems:
-        lengths = [stem.n_tokens / 2**k for k in range(stem.branches)]
-        tuned = tuned_for(best, horizon, float(np.exp(np.mean(np.log(lengths)))))
+        lengths = stem_lengths(stem)
+        middle = float(np.exp(np.mean(np.log(lengths))))
         member = replace(numerics, model=config.family.at(width=stem.width), seed=config.ladder.seed)
-        jobs += branches(member, tuned, lengths, purpose="ladder", label=f"width {stem.width}")
+        jobs += branches(
+            member,
+            tuned_for(best, horizon, middle),
+            lengths,
+            tuned_at=middle,
+            purpose="ladder",
+            label=f"width {stem.width}",
+        )
     return jobs
 
 
@@ -93,26 +116,80 @@ def grid_rows(runs: pd.DataFrame, jobs: Sequence[Job]) -> pd.DataFrame:
     )
 
 
-def law_rows(runs: pd.DataFrame, jobs: Sequence[Job], horizon: HorizonLaw) -> pd.DataFrame:
+def law_rows(runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw) -> pd.DataFrame:
     """Every annealed run, with what `scaling.fit` needs, and in `left_out` why it can't tell the law ("" if it can).
 
-    `regret` is the relative loss above the best rate's that the horizon law predicts. It is known for the grid and the
-    ladder, which share all other hyperparameters; the sweep's rows differ in those too.
+    The law is that of the policy which the full run follows, so `regret` is how far the run's loss is predicted to lie
+    from the policy's at the same size and length, in either direction. The surface it is read from is fitted to the
+    sweep and the rate grid. Where they are too few for one, only the rate's regret is known, from the horizon law.
     """
-    policy = {(job.chain.stem, job.chain.last.end) for job in jobs}
-    rows = runs[runs["loss"].notna() & (runs["purpose"] != "full")].drop_duplicates("key").copy()
-    rows["regret"] = horizon.regret(rows["learning_rate"].to_numpy(), rows["n_tokens"].to_numpy())
+    rows = runs[runs["loss"].notna() & (runs["purpose"] != "full")].drop_duplicates("key").reset_index(drop=True)
+    at = _coordinates(rows, space, horizon)
+    policy = _policy(best, space)
+    surface = _surface(at.assign(loss=rows["loss"]), rows)
+    if surface:
+        rows["regret"] = np.abs(surface.regret(at, policy))
+    else:
+        rows["regret"] = horizon.regret(rows["learning_rate"].to_numpy(), rows["n_tokens"].to_numpy())
     rows["annealed"] = True
+    searched = rows["purpose"] == "sweep"
     rows["left_out"] = [
-        _left_out(row, in_policy=(row["stem"], row["n_tokens"]) in policy) for row in rows.to_dict("records")
+        "the regret of its searched hyperparameters is not known"
+        if unknown and surface is None
+        else _left_out(row, best, space)
+        for row, unknown in zip(rows.to_dict("records"), searched, strict=True)
     ]
     columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
-    return rows[[*columns, "annealed", "left_out"]].reset_index(drop=True)
+    return rows[[*columns, "annealed", "left_out"]]
 
 
-def _left_out(row: dict[str, Any], *, in_policy: bool) -> str:
-    if not in_policy:
-        return "the regret of its searched hyperparameters is not known"
+def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.DataFrame:
+    """Where each run lies in the searched hyperparameters, on scales on which optima stay put across size and length."""
+    at = pd.DataFrame(index=rows.index)
+    for name, distribution in _numeric(space).items():
+        if name == "learning_rate":
+            at[name] = np.log2(rows[name] / horizon.rate(rows["n_tokens"].to_numpy()))
+        elif name == "weight_decay_tau":
+            recipes = [Recipe(**segment["recipe"]) for segment in rows["segment"]]
+            at[name] = [np.log2(r.weight_decay_tau(n)) for r, n in zip(recipes, rows["n_tokens"], strict=True)]
+        else:
+            at[name] = [_place(h[name], distribution) for h in rows["hyperparameters"]]
+    return at
+
+
+def _policy(best: Hyperparameters, space: Space) -> dict[str, float]:
+    """Where the ladder and the full run lie, on the scales of `_coordinates`: on the horizon law in the rate."""
+    numeric = _numeric(space)
+    return {name: 0.0 if name == "learning_rate" else _place(getattr(best, name), numeric[name]) for name in numeric}
+
+
+def _numeric(space: Space) -> dict[str, Distribution]:
+    return {name: distribution for name, distribution in space.items() if not isinstance(distribution, Choice | Fixed)}
+
+
+def _place(value: float, distribution: Distribution) -> float:
+    logarithmic = isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
+    return float(np.log2(value)) if logarithmic else float(value)
+
+
+def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
+    """The regret surface, or None where the runs are too few for one."""
+    tells = rows["purpose"].isin(["sweep", "transfer"])
+    groups = list(zip(rows["d_model"], rows["n_tokens"], rows["seed"], strict=True))
+    try:
+        return fit_regret_surface(
+            at[tells],
+            coordinates=[name for name in at if name != "loss"],
+            groups=[group for group, used in zip(groups, tells, strict=True) if used],
+        )
+    except ScalingError:
+        return None
+
+
+def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space) -> str:
+    for name, distribution in space.items():
+        if isinstance(distribution, Choice) and row["hyperparameters"][name] != getattr(best, name):
+            return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"
     share = row["segment"]["recipe"]["warmup_tokens"] / row["n_tokens"]
     allowed = MAX_WARMUP * row["hyperparameters"]["warmup_fraction"]
     if share > allowed:

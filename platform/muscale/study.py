@@ -183,8 +183,7 @@ class Study:
         best, horizon = self.sweep().best, self.horizon()
         jobs = ladder.ladder_jobs(self.config, self.numerics, best, horizon)
         self._finish("ladder", jobs)
-        grid = ladder.transfer_jobs(self.config, self.numerics, best)
-        return ladder.law_rows(self.ledger.runs(), [*jobs, *grid], horizon)
+        return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon)
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the tuned runs."""

@@ -1,6 +1,7 @@
 """One policy for the ladder and the full run, and a reason for each row that can't tell the law."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,33 +42,57 @@ def horizon() -> HorizonLaw:
 
 
 def test_runs_of_several_lengths_share_one_stem_and_its_absolute_decay(config: StudyConfig, numerics: Numerics) -> None:
-    jobs = ladder.branches(numerics, config.hyperparameters, [8192, 16384], purpose="ladder", label="w")
+    jobs = ladder.branches(numerics, config.hyperparameters, [8192, 16384], tuned_at=16384, purpose="ladder", label="w")
     assert len(stems([job.chain for job in jobs])) == 1
     assert [job.chain.last.end for job in jobs] == [8192, 16384]
     assert len({job.chain.last.recipe for job in jobs}) == 1
     assert all(job.chain.anneals for job in jobs)
 
 
-def test_the_ladder_takes_its_rates_from_the_horizon_law(
+def test_the_ladder_is_tuned_for_the_middle_of_its_branches(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     jobs = ladder.ladder_jobs(config, numerics, config.hyperparameters, horizon)
     assert len(jobs) == 2 * len(config.ladder.stems)
-    rates = {job.chain.last.end: job.hyperparameters.learning_rate for job in jobs if job.purpose == "ladder"}
-    assert rates[32768] == pytest.approx(rates[8192] * 2**-EXPONENT, rel=0.03)
+    by_length = {job.chain.last.end: job for job in jobs}
+    rate = {end: job.hyperparameters.learning_rate for end, job in by_length.items()}
+    assert rate[32768] == pytest.approx(rate[16384] * 2**-EXPONENT, rel=0.03)
+    off = [
+        np.log2(by_length[end].chain.last.recipe.weight_decay_tau(end) / config.hyperparameters.weight_decay_tau)
+        for end in (32768, 23296)
+    ]
+    assert off == pytest.approx([-0.25, 0.25], abs=0.02)
 
 
-def test_rows_that_can_not_tell_the_law_are_left_out_with_the_reason(
+def test_a_row_that_can_not_tell_the_law_is_left_out_with_the_reason(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     h = config.hyperparameters
-    jobs = ladder.branches(numerics, h, [4096, 16384], purpose="ladder", label="w")
-    other = ladder.branches(numerics, h, [8192], purpose="sweep", label="trial 0")
-    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in [*jobs, *other]]), jobs, horizon)
+    jobs = ladder.branches(numerics, h, [4096, 16384], tuned_at=16384, purpose="ladder", label="w")
+    jobs += ladder.branches(numerics, h, [8192], tuned_at=8192, purpose="sweep", label="trial 0")
+    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon)
     reasons = dict(zip(table["n_tokens"], table["left_out"], strict=True))
     assert reasons[16384] == ""
     assert reasons[4096] == "its warmup takes 19% of its tokens, more than 11%"
     assert reasons[8192] == "the regret of its searched hyperparameters is not known"
+
+
+def test_a_sweep_tells_how_far_each_run_lies_from_the_policy(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    """Losses planted as parabolas in the rate's octaves off the law and in log2 of the init scale."""
+    generator = np.random.default_rng(0)
+    n_tokens, h = 16384, config.hyperparameters
+    runs, planted = [], []
+    for off, init in generator.uniform(-1, 1, (24, 2)):
+        rate = float(horizon.rate(n_tokens) * 2**off)
+        tuned = replace(h, learning_rate=rate, init_scale=2.0**init)
+        (job,) = ladder.branches(numerics, tuned, [n_tokens], tuned_at=n_tokens, purpose="sweep", label="trial")
+        planted.append(0.02 * off**2 + 0.03 * init**2)
+        runs.append(as_run(job) | {"loss": 2.0 * np.exp(planted[-1])})
+    table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon)
+    assert set(table["left_out"]) == {""}
+    assert table["regret"].to_numpy() == pytest.approx(np.expm1(planted), abs=1e-6)
 
 
 def as_run(job: Job) -> dict[str, object]:
@@ -76,6 +101,7 @@ def as_run(job: Job) -> dict[str, object]:
         "key": job.chain.key,
         "stem": job.chain.stem,
         "d_model": 32,
+        "seed": 0,
         "learning_rate": job.hyperparameters.learning_rate,
         "n_params": 1,
         "n_tokens": job.chain.last.end,
