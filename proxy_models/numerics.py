@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from proxy_models.config import ModelConfig
 from proxy_models.parametrization import Parametrization, Scheme, parametrize
 
 SEMANTICS = 1  # raise it when the same segment would train to another loss: older results are then not reused
+
+Precision = Literal["fp32", "bf16"]
+"""What matrices are multiplied in; weights and moments are fp32 always."""
 
 
 def content_key(values: Any) -> str:
@@ -29,7 +32,7 @@ class Numerics:
     evaluation_tokens: int
     scheme: Scheme = "mup"
     depth_exponent: float = 1.0
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     semantics: int = SEMANTICS
 
     @property

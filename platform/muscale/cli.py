@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 app = App(
     name="muscale",
     version=metadata.version("muscale"),
+    suppress_keyboard_interrupt=False,
     help="Find the hyperparameters, the size, the tokens and the loss of a large training run, then prove it.",
 )
 

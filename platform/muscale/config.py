@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from muscale.errors import StudyFileError
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Precision
 from proxy_models.parametrization import Scheme
 from search_spaces import Space, SpaceError, mup_adamw
 
@@ -104,7 +105,7 @@ class PromoteSettings(_Table):
     """[promote]: how the full run is trained."""
 
     workers: PositiveInt = 2
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    precision: Precision = "fp32"
     checkpoint_every_tokens: PositiveInt = 500_000
     evaluate_every_tokens: PositiveInt = 200_000
     seed: int = 0

@@ -28,13 +28,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from muscale.compat import import_lightning
+from muscale.environment import environment
 from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Segment
-from proxy_models.numerics import Numerics
+from proxy_models.numerics import Numerics, Precision
 from proxy_models.optimizer import adamw, clip, initialize, set_rates
 
 L = import_lightning()
@@ -44,6 +45,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
+_PRECISION: dict[Precision, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}  # Lightning's names
 _KEEP = 2
 _EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
@@ -58,7 +60,6 @@ class FullRun:
         segments: The chain to train.
         directory: Where its checkpoints, metrics and result lie; visible to every worker.
         corpus: Folder of the corpus.
-        precision: Lightning's name of it.
         checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
     """
 
@@ -66,7 +67,6 @@ class FullRun:
     segments: tuple[Segment, ...]
     directory: Path
     corpus: Path
-    precision: str = "32-true"
     checkpoint_every_tokens: int
     evaluate_every_tokens: int
 
@@ -277,7 +277,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         plugins: Lightning's, such as the launcher's environment.
 
     Returns:
-        `loss` (validation, nats per token), `tokens`, `world_size`, `resumed_from` (tokens), `seconds` of this attempt.
+        `loss` (validation, nats per token), `tokens`, `resumed_from` (tokens), `seconds` of this attempt, `environment`.
 
     Raises:
         StageError: If the run diverges.
@@ -294,7 +294,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices="auto" if plugins else 1,
         max_steps=(run.n_tokens - start) // run.batch_tokens,
-        precision=run.precision,
+        precision=_PRECISION[run.numerics.precision],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -309,9 +309,9 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     result = {
         "loss": loss,
         "tokens": run.n_tokens,
-        "world_size": trainer.world_size,
         "resumed_from": start,
         "seconds": time.perf_counter() - started,
+        "environment": environment(world_size=trainer.world_size),
     }
     if trainer.global_rank == 0:
         unfinished = finished.with_suffix(".unfinished")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from muscale.lineage import Chain, stems
 from muscale.tables import runs
 from proxy_models.hyperparameters import Hyperparameters
 
+_staying: ContextVar[ExitStack | None] = ContextVar("staying", default=None)
 _RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
 
 
@@ -119,7 +123,37 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         n_cpus = max(resources.workers * resources.cpus_per_worker, os.cpu_count() or 1)
         local = {"num_cpus": n_cpus, "include_dashboard": False}
     ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **local)
+    if stays := _staying.get():
+        stays.callback(ray.shutdown)
+        yield
+        return
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C arrives as KeyboardInterrupt: Tune and Train set handlers that swallow it or exit with 0, and leave them set."""
+    on_main = threading.current_thread() is threading.main_thread()
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    finally:
+        for which, handler in before.items():
+            if on_main:
+                signal.signal(which, handler)
+
+
+@contextmanager
+def staying_cluster() -> Iterator[None]:
+    """Within it, a cluster that one stage started serves the later ones too; without a stage that trains, none starts."""
+    with ExitStack() as stays:
+        token = _staying.set(stays)
+        try:
+            yield
+        finally:
+            _staying.reset(token)

@@ -70,6 +70,17 @@ class Chain:
         """Whether the chain ends a run: its rate has come down, and its loss may enter a law."""
         return not isinstance(self.last.phase, Constant) and getattr(self.last.phase, "end", None) == self.last.end
 
+    def row(self) -> dict[str, Any]:
+        """What the ledger keeps of the chain itself."""
+        return {
+            "key": self.key,
+            "line": self.line,
+            "parent": self.parent.key if self.parent else None,
+            "numerics": self.numerics.to_dict(),
+            "segment": segment_to_dict(self.last),
+            "tokens": self.last.end,
+        }
+
     @property
     def compute_flops(self) -> float:
         """6·N·D of the whole chain."""

@@ -12,8 +12,10 @@ from muscale.lineage import Chain, input_key
 from muscale.tables import forecasts
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters, chain
-from proxy_models.numerics import Numerics
+from proxy_models.numerics import Numerics, Precision
 from scaling import Forecast, HorizonLaw, ScalingFit
+
+_PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Plan:
         key: Hash of everything the plan was made from.
         model: The full-size shape.
         n_tokens: Training tokens D.
+        seed: Of the initial values and the data order.
+        precision: Of the training.
         hyperparameters: At the base shape; the parametrization carries them to `model`.
         rules: For each tuned hyperparameter, the rule that carried it.
         wanted_n_params: The law's compute-optimal N, of which `model` is the nearest member of the family.
@@ -34,6 +38,8 @@ class Plan:
     key: str
     model: ModelConfig
     n_tokens: int
+    seed: int
+    precision: Precision
     hyperparameters: Hyperparameters
     rules: dict[str, str]
     wanted_n_params: float
@@ -52,12 +58,13 @@ class Plan:
 
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
-        return Chain(numerics=replace(numerics, model=self.model), segments=chain(self.hyperparameters, self.n_tokens))
+        own = replace(numerics, model=self.model, seed=self.seed, precision=self.precision)
+        return Chain(numerics=own, segments=chain(self.hyperparameters, self.n_tokens))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            **{name: getattr(self, name) for name in ("key", "n_tokens", "rules", "wanted_n_params", "registered_at")},
+            **{name: getattr(self, name) for name in _PLAIN},
             "model": self.model.to_dict(),
             "hyperparameters": self.hyperparameters.to_dict(),
             "forecast": self.forecast.to_dict(),
@@ -68,9 +75,8 @@ class Plan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        plain = {name: values[name] for name in ("key", "n_tokens", "rules", "wanted_n_params", "registered_at")}
         return cls(
-            **plain,
+            **{name: values[name] for name in _PLAIN},
             model=ModelConfig(**values["model"]),
             hyperparameters=Hyperparameters(**values["hyperparameters"]),
             forecast=Forecast.from_dict(values["forecast"]),
@@ -112,6 +118,8 @@ def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, f
         asdict(config.model),
         hyperparameters.to_dict(),
         n_tokens,
+        config.promote.seed,
+        config.promote.precision,
         config.plan.level,
         {k: list(map(str, v)) for k, v in evidence.items()},
     )
@@ -119,6 +127,8 @@ def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, f
         key=key,
         model=model,
         n_tokens=n_tokens,
+        seed=config.promote.seed,
+        precision=config.promote.precision,
         hyperparameters=hyperparameters,
         rules=rules,
         wanted_n_params=allocation.n_params,

@@ -39,7 +39,7 @@ class Display:
             nonlocal told
             if (tenth := int(10 * done / total)) > told:
                 told = tenth
-                self.line(f"{name:<9} {done:g} of {total:g}  {note}")
+                self.line(f"{name:<9} {done:,.0f} of {total:,.0f}  {note}")
 
         return update
 

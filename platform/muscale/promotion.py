@@ -7,15 +7,19 @@ import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import cluster
+from muscale.jobs import Job, cluster, interruptible
 from muscale.layout import CORPUS, FULL_RUNS, RESULT
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan
+from muscale.tables import runs, segments
 from proxy_models.numerics import Numerics
+
+if TYPE_CHECKING:
+    from proxy_models.coordinate_check import CoordinateCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,8 @@ class Promotion:
         loss: Validation loss at the end.
         forecast, low, high, level: As registered.
         registered_at, started_at, finished_at: UTC; the first is earlier than the second.
-        verdict: Of the transfer check at the time; promotion of anything but a pass must be forced.
-        forced: Whether it was.
+        verdict: Of the transfer check at the time.
+        forced: Whether it had to be, as that verdict was no pass or the coordinate check had failed.
         world_size: Workers at the end.
         seconds: Wall time of the training.
     """
@@ -81,8 +85,21 @@ class Promotion:
             f"error {self.relative_error:+.2%}",
         ]
         if self.forced:
-            lines.append(f"  forced: the transfer verdict was {self.verdict!r}")
+            lines.append(f"  forced, with a transfer verdict of {self.verdict!r}")
         return "\n".join(lines)
+
+
+def gate_check(check: CoordinateCheck, *, force: bool) -> None:
+    """Let a family pass whose coordinate check did.
+
+    Raises:
+        StageError: If it failed, and the promotion is not forced.
+    """
+    if not check.passed and not force:
+        raise StageError(
+            "check: the coordinate check failed, so nothing tuned small would hold at full size; "
+            "go through with --force, which the ledger keeps"
+        )
 
 
 def gate(verdict: str, reasons: tuple[str, ...], *, force: bool) -> None:
@@ -130,11 +147,28 @@ def promote(
         finished_at=now(),
         verdict=started["verdict"],
         forced=started["forced"],
-        world_size=int(outcome["world_size"]),
+        world_size=int(outcome["environment"]["world_size"]),
         seconds=float(outcome["seconds"]),
     )
+    _record_run(plan, ledger, numerics, outcome)
     ledger.record_result("promotion", plan.key, promotion.to_dict())
     return promotion
+
+
+def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any]) -> None:
+    """Enter the full run among the runs, as a training like any other."""
+    chain = plan.chain(numerics)
+    ledger.insert(
+        segments,
+        **chain.row(),
+        trained_from=0,
+        loss=outcome["loss"],
+        seconds=outcome["seconds"],
+        environment=outcome["environment"],
+    )
+    job = Job(purpose="full", label=f"plan {plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
+    if recorded := ledger.outcome(chain):
+        ledger.insert(runs, **job.row(recorded))
 
 
 def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
@@ -163,7 +197,6 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
             "segments": chain.segments,
             "directory": directory,
             "corpus": corpus,
-            "precision": settings.precision,
             "checkpoint_every_tokens": settings.checkpoint_every_tokens,
             "evaluate_every_tokens": settings.evaluate_every_tokens,
         },
@@ -178,7 +211,8 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),
     )
-    trainer.fit()
+    with interruptible():
+        trainer.fit()
 
 
 def _train_worker(config: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import pandas as pd
 from muscale import ladder, planning, promotion
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import Job, finish
+from muscale.jobs import Job, finish, staying_cluster
 from muscale.layout import CORPUS, FULL_RUNS, LEDGER, METRICS, REPORT
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import input_key
@@ -213,12 +213,18 @@ class Study:
         plan = self.plan()
         if known := self.ledger.result("promotion", plan.key):
             return Promotion.from_dict(known)
-        verdict = self.transfer()
+        check, verdict = self.check(), self.transfer()
+        promotion.gate_check(check, force=force)
         promotion.gate(verdict.verdict, verdict.reasons, force=force)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
         with self.display.stage("promote") as update, following(metrics, plan.n_tokens, update):
             return promotion.promote(
-                plan, self.config, self.ledger, self.numerics, verdict=verdict.verdict, forced=verdict.verdict != "pass"
+                plan,
+                self.config,
+                self.ledger,
+                self.numerics,
+                verdict=verdict.verdict,
+                forced=not (check.passed and verdict.passed),
             )
 
     def run(self, *, force: bool = False) -> Promotion:
@@ -231,17 +237,16 @@ class Study:
             from proxy_models.compilation import missing_compiler
 
             missing_compiler()  # workers' logs are not shown, so what is missing is logged here
-        self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
-        check = self.check()
-        self.display.line(str(check))
-        if not check.passed and not force:
-            raise StageError("check: the coordinate check failed, so nothing tuned small would hold at full size")
-        self.display.line(str(self.sweep()))
-        self.display.line(str(self.transfer()))
-        self.ladder()
-        self.display.line(str(self.fit()))
-        self.display.line(str(self.plan()))
-        result = self.promote(force=force)
+        with staying_cluster():
+            self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
+            self.display.line(str(self.check()))
+            promotion.gate_check(self.check(), force=force)
+            self.display.line(str(self.sweep()))
+            self.display.line(str(self.transfer()))
+            self.ladder()
+            self.display.line(str(self.fit()))
+            self.display.line(str(self.plan()))
+            result = self.promote(force=force)
         self.report()
         return result
 

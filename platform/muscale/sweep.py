@@ -13,7 +13,7 @@ import pandas as pd
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import Job, cluster, finish
+from muscale.jobs import Job, cluster, finish, interruptible
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.trial import TrialPlan
@@ -184,7 +184,8 @@ def _search(config: StudyConfig, ledger: Ledger, key: str, plan: TrialPlan, on_t
                 failure_config=tune.FailureConfig(max_failures=2),
             ),
         )
-        results = tuner.fit()
+        with interruptible():
+            results = tuner.fit()
     if results.errors:
         raise StageError(f"sweep: a trial failed: {results.errors[0]}")
     if _unfinished(config, ledger, key):

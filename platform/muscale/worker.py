@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from muscale import lease as leases
+from muscale.environment import environment
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, Outcome, insert_once
-from muscale.lineage import Chain, segment_to_dict
+from muscale.lineage import Chain
 from muscale.tables import segments
 from proxy_models.corpus import Corpus
 from proxy_models.training import SegmentResult, Trainer, TrainState
@@ -94,20 +91,15 @@ class Worker:
         self._write_curve(chain, trained_from, result)
         divergence = result.divergence
         row = {
-            "key": chain.key,
-            "line": chain.line,
-            "parent": chain.parent.key if chain.parent else None,
-            "numerics": chain.numerics.to_dict(),
-            "segment": segment_to_dict(chain.last),
+            **chain.row(),
             "trained_from": trained_from,
-            "tokens": chain.last.end,
             "loss": result.loss,
             "averaged_loss": result.averaged_loss,
             "diverged_at_step": divergence.step if divergence else None,
             "diverged_because": divergence.reason if divergence else None,
             "seconds": result.seconds,
             "state": state,
-            "environment": {**environment(), "compiled": self.trainer.compiled},
+            "environment": environment(compiled=self.trainer.compiled),
         }
         with self.ledger.write() as connection:
             leases.check_token(connection, chain.line, token)
@@ -122,16 +114,3 @@ class Worker:
         unfinished = path.with_suffix(".unfinished")
         curve.to_parquet(unfinished, index=False)
         unfinished.replace(path)
-
-
-def environment() -> dict[str, Any]:
-    """What a training ran on; recorded beside its result, no part of its key."""
-    return {
-        "host": platform.node(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "muscale": metadata.version("muscale"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "world_size": 1,
-    }

@@ -1,4 +1,4 @@
-"""The whole loop on a micro-study: real Ray, two real gloo workers, and a driver killed at three stages."""
+"""The whole loop on a micro-study: real Ray, two real gloo workers, and a driver killed at three stages and interrupted at one."""
 
 import os
 import signal
@@ -22,7 +22,9 @@ OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
 
 
 def outcomes(study: Study) -> pd.DataFrame:
-    return study.runs()[OUTCOME].sort_values(["purpose", "key"]).reset_index(drop=True)
+    """Runs that tell the plan, without the full run."""
+    runs = study.runs()
+    return runs[runs["purpose"] != "full"][OUTCOME].sort_values(["purpose", "key"]).reset_index(drop=True)
 
 
 def segments(ledger: Path) -> dict[str, str]:
@@ -48,14 +50,14 @@ def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_stud
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_every_stage_runs_and_a_driver_killed_at_three_of_them_changes_nothing(
+def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_nothing(
     make_study: MakeStudy, request: pytest.FixtureRequest
 ) -> None:
     killed = make_study("killed")
     ledger = killed.parent / "ledger.sqlite"
     kept: dict[str, str] = {}
-    for stage in ("sweep", "ladder", "promote"):
-        kill_during(stage, killed)
+    for stage in ("sweep", "transfer", "ladder", "promote"):
+        end_during(stage, killed, signal.SIGINT if stage == "transfer" else signal.SIGKILL)
         assert kept.items() <= segments(ledger).items(), "a recorded segment was trained again or changed"
         kept = segments(ledger)
 
@@ -86,15 +88,18 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     metrics = pd.read_json(study.directory / FULL_RUNS / plan.key / METRICS, lines=True)
     assert metrics["tokens"].is_monotonic_increasing, "a resumed run repeats no step in its record"
     assert metrics["tokens"].iloc[-1] == plan.n_tokens
+    (full,) = study.runs().query("purpose == 'full'").to_dict("records")
+    assert (full["loss"], full["environment"]["world_size"]) == (promotion.loss, 2)
     assert len(study.sweep().trials) == study.config.sweep.trials
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
 
 
-def kill_during(stage: str, study: Path) -> None:
-    """Run the study in a process of its own and SIGKILL it once the stage is under way."""
+def end_during(stage: str, study: Path, how: signal.Signals) -> None:
+    """Run the study in a process of its own and send it the signal once the stage is under way."""
     reached = {
         "sweep": lambda: count(study, "SELECT count(*) FROM rungs") > 0,
+        "transfer": lambda: count(study, "SELECT count(*) FROM runs WHERE purpose = 'transfer'") > 0,
         "ladder": lambda: count(study, "SELECT count(*) FROM runs WHERE purpose = 'ladder'") > 0,
         "promote": lambda: any(study.parent.glob(f"{FULL_RUNS}/*/checkpoints/tokens=*/manifest.json")),
     }[stage]
@@ -111,9 +116,12 @@ def kill_during(stage: str, study: Path) -> None:
         assert time.monotonic() < deadline, f"{stage} was not reached:\n{told}"
         time.sleep(0.02)
     family = psutil.Process(driver.pid).children(recursive=True)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
+    driver.send_signal(how)
+    code = driver.wait(timeout=60)
     log.close()
+    if how == signal.SIGINT:
+        assert code == 130
+        assert "run the same command again to go on" in (study.parent / f"{stage}.log").read_text()
     _, alive = psutil.wait_procs(family, timeout=10)
     for process in alive:  # what Ray left behind, ended by id
         process.kill()

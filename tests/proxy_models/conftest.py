@@ -9,14 +9,6 @@ import torch
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus, write_corpus
 
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:

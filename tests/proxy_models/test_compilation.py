@@ -30,7 +30,7 @@ def _fresh_dynamo() -> Iterator[None]:
         setattr(torch._dynamo.config, name, value)
 
 
-@pytest.mark.skipif(compilation.missing_compiler() is not None, reason=str(compilation.missing_compiler()))
+@pytest.mark.compiler
 @pytest.mark.filterwarnings("default")  # dynamo and inductor warn about torch's own code
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each_shape(corpus: Corpus) -> None:

@@ -11,8 +11,6 @@ import pytest
 from scaling import ScalingFit, fit, fit_horizon_law, fit_transfer
 from scaling.figures import fit_data, frontier_data, horizon_data, transfer_data
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture
 def result(ladder: Callable[..., pd.DataFrame]) -> ScalingFit:

@@ -8,8 +8,6 @@ import pytest
 
 from scaling import LossSurface, ScalingFit, fit
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 Ladder = Callable[..., pd.DataFrame]
 
 

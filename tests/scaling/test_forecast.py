@@ -10,8 +10,6 @@ import pytest
 from scaling import Forecast, LossSurface, ScalingFit, fit
 from scaling.forecast import interval_factor
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 Ladder = Callable[..., pd.DataFrame]
 
 

@@ -10,8 +10,6 @@ import pytest
 
 from scaling import HorizonLaw, ScalingError, fit_horizon_law
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 def sweep(
     exponent: float = 0.27,

@@ -10,8 +10,6 @@ from scipy.optimize import minimize as scipy_minimize
 from scaling.form import Array, SumOfPowers
 from scaling.newton import huber, minimize, objective
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 DELTA = 1e-3
 
 

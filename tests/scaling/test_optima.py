@@ -12,8 +12,6 @@ from scipy.special import stdtrit
 from scaling import Optimum, ScalingError, fit_optimum
 from scaling.form import Array
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 OCTAVES = np.arange(-10.0, -3.0)
 RATES = 2**OCTAVES
 

@@ -6,8 +6,6 @@ import pytest
 
 from scaling import ScalingFit, fit
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture(scope="module")
 def result(reference: pd.DataFrame) -> ScalingFit:

@@ -9,8 +9,6 @@ import pytest
 
 from scaling import ScalingFit, fit
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture
 def result(ladder: Callable[..., pd.DataFrame]) -> ScalingFit:

@@ -6,8 +6,6 @@ from scipy.optimize import minimize_scalar
 
 from scaling import LossSurface, ScalingError, compute_flops
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.mark.parametrize("budget", [1e15, 1e21, 5.76e23])
 def test_allocation_is_the_minimum_found_numerically(planted: LossSurface, budget: float) -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from scaling import ScalingError, Transfer, fit_transfer
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 WIDTHS = (32, 64, 128, 256)
 
 

@@ -1,0 +1,24 @@
+"""What a training ran on: recorded beside its result, no part of its key."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import torch
+
+
+def environment(*, world_size: int = 1, compiled: bool = False) -> dict[str, Any]:
+    """Machine, versions, threads and world size, as plain values."""
+    return {
+        "host": platform.node(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "muscale": metadata.version("muscale"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size,
+        "compiled": compiled,
+    }

@@ -1,0 +1,15 @@
+"""What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
+
+import os
+
+import pytest
+import torch
+
+from proxy_models.compilation import missing_compiler
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if item.get_closest_marker("compiler") and (reason := missing_compiler()):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
