@@ -112,7 +112,8 @@ def _train(
 @contextmanager
 def cluster(resources: ResourceSettings) -> Iterator[None]:
     """Ray: the cluster this process is connected to or that RAY_ADDRESS names, else one of our own on this machine."""
-    import ray
+    with interrupted_later():
+        import ray
 
     if ray.is_initialized():
         yield
@@ -131,6 +132,16 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: around imports of Ray, whose compiled modules swallow it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import Job, cluster, interruptible
+from muscale.jobs import Job, cluster, interrupted_later, interruptible
 from muscale.layout import CORPUS, FULL_RUNS, RESULT
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan
@@ -184,8 +184,9 @@ def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
 
 def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    with interrupted_later():
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
 
     settings, resources = config.promote, config.resources
     chain = plan.chain(numerics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ _LAYOUT = {
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#808488", "family": "system-ui, sans-serif"},
     "legend": {"orientation": "h", "y": -0.25},
-    "margin": {"l": 60, "r": 16, "t": 16, "b": 56},
+    "margin": {"l": 60, "r": 16, "t": 32, "b": 56},
     "autosize": True,
 }
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
@@ -70,12 +71,18 @@ class Section:
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["moment"] = _moment
     template = environment.from_string((resources.files("muscale") / "report.html.jinja").read_text())
     page = template.render(contents=contents, sections=_sections(contents), plotly=get_plotlyjs())
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(page)
     unfinished.replace(path)
     return path
+
+
+def _moment(stamp: str) -> str:
+    """A time of the ledger as people write it, to the second."""
+    return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _sections(contents: ReportContents) -> list[Section]:

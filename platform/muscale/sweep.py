@@ -13,7 +13,7 @@ import pandas as pd
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import Job, cluster, finish, interruptible
+from muscale.jobs import Job, cluster, finish, interrupted_later, interruptible
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.trial import TrialPlan
@@ -145,10 +145,11 @@ def _search(config: StudyConfig, ledger: Ledger, key: str, plan: TrialPlan, on_t
     """
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new output prints tables that `verbose=0` does not silence
-    from ray import tune
+    with interrupted_later():
+        from ray import tune
 
-    from muscale.actor import Trial
-    from muscale.search import METRIC, MODE, RecordedScheduler, RecordedSearcher, TrialReport
+        from muscale.actor import Trial
+        from muscale.search import METRIC, MODE, RecordedScheduler, RecordedSearcher, TrialReport
 
     resources = config.resources
     searcher = RecordedSearcher(ledger, key, config.sweep)

@@ -12,7 +12,13 @@ COLUMNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", 
 
 
 def page(tmp_path: Path, **known: object) -> str:
-    values = {"name": "s", "config": {}, "created_at": "now", "runs": pd.DataFrame(columns=COLUMNS), **known}
+    values = {
+        "name": "s",
+        "config": {},
+        "created_at": "2026-01-02T03:04:05+00:00",
+        "runs": pd.DataFrame(columns=COLUMNS),
+        **known,
+    }
     return write_report(ReportContents(**values), tmp_path / "report.html").read_text()
 
 
@@ -46,12 +52,13 @@ def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path
         "loss": loss,
         "inside": word == "inside",
         "relative_error": 0.05,
-        "registered_at": "a",
-        "started_at": "b",
-        "finished_at": "c",
+        "registered_at": "2026-01-02T03:04:05.6+00:00",
+        "started_at": "2026-01-02T03:04:06+00:00",
+        "finished_at": "2026-01-02T04:04:06+00:00",
         "world_size": 2,
         "forced": False,
         "verdict": "pass",
     }
     text = page(tmp_path, promotion=promotion)
     assert f"forecast 1.0000, measured {loss:.4f}: {word}, error +5.00 %" in text
+    assert "Registered 2026-01-02 03:04:05 UTC" in text

@@ -31,7 +31,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.compiler
-@pytest.mark.filterwarnings("default")  # dynamo and inductor warn about torch's own code
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each_shape(corpus: Corpus) -> None:
     family = ModelFamily(base=ModelConfig(d_model=16, n_layers=1, context_length=32))
