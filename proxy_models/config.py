@@ -4,19 +4,42 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
+
+DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
+"""Fields that are probabilities of being dropped in a training step."""
+Activation = Literal["swiglu", "gelu", "relu", "relu2"]
+Norm = Literal["rmsnorm", "layernorm"]
+Positions = Literal["rotary", "learned", "alibi", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder: RMSNorm, rotary positions, causal attention, SwiGLU, untied readout, no biases.
+    """A pre-norm decoder and its variants; the defaults are the family of today's open models.
 
     Attributes:
         d_model: Width of the residual stream; a multiple of `head_dim`.
         n_layers: Number of blocks (depth).
-        head_dim: Size of one attention head, even (rotary rotates pairs) and the same at every scale,
-            so that width grows in heads.
+        head_dim: Size of one attention head, the same at every scale, so that width grows in heads.
+        queries_per_kv: Query heads that share one key and value head: 1 is multi-head attention, more is grouped-query
+            (Ainslie et al., arXiv 2305.13245), all of them multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
+            when the width grows.
         mlp_ratio: `d_ff / d_model`; the product must be whole, so that the ratio is exact at every width.
+        activation: Of the MLP: "swiglu" (gated, three matrices), "gelu", "relu", or "relu2", its square.
+        norm: "rmsnorm" or "layernorm".
+        qk_norm: RMSNorm over each head of queries and keys, before the positions (Henry et al., arXiv 2010.04245).
+        positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
+        rotary_fraction: Share of each head that is rotated; GPT-NeoX rotates .25 (arXiv 2204.06745, section 2.1).
+        parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
+            section 2) instead of one after the other.
+        tied: The readout is the embedding table.
+        biases: Of all matrices but the readout, and of LayerNorm.
+        attention_dropout, mlp_dropout, embedding_dropout: Probabilities: of an attention weight, of an output of the
+            MLP, of an entry of the embedded input.
+        stochastic_depth: Probability that the last block leaves a sequence as it is; rising linearly from the first
+            block, which drops none (Huang et al., arXiv 1603.09382).
+        label_smoothing: Share of the target spread over all tokens; in the training loss only.
+        z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
         vocab_size: Number of token ids.
         context_length: Tokens in one training sequence.
     """
@@ -24,40 +47,98 @@ class ModelConfig:
     d_model: int
     n_layers: int
     head_dim: int = 16
+    queries_per_kv: int = 1
     mlp_ratio: float = 2.75
+    activation: Activation = "swiglu"
+    norm: Norm = "rmsnorm"
+    qk_norm: bool = False
+    positions: Positions = "rotary"
+    rotary_fraction: float = 1.0
+    parallel: bool = False
+    tied: bool = False
+    biases: bool = False
+    attention_dropout: float = 0.0
+    mlp_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     vocab_size: int = 256
     context_length: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "n_layers", "head_dim", "vocab_size", "context_length"):
+        for name in ("d_model", "n_layers", "head_dim", "queries_per_kv", "vocab_size", "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if self.d_model % self.head_dim:
             raise ValueError(f"d_model must be a multiple of head_dim={self.head_dim}, got {self.d_model}")
+        if self.n_heads % self.queries_per_kv:
+            raise ValueError(
+                f"queries_per_kv must divide the {self.n_heads} heads of d_model={self.d_model}, got {self.queries_per_kv}"
+            )
         if self.mlp_ratio <= 0 or not float(self.d_model * self.mlp_ratio).is_integer():
             raise ValueError(f"d_model * mlp_ratio must be a whole number, got {self.d_model} * {self.mlp_ratio}")
+        for name, allowed in (("activation", Activation), ("norm", Norm), ("positions", Positions)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
+        if self.positions == "rotary" and (
+            self.rotary_dim % 2 or self.rotary_dim != self.head_dim * self.rotary_fraction
+        ):
+            raise ValueError(
+                f"head_dim * rotary_fraction must be even, as positions rotate pairs, got {self.head_dim} * "
+                f"{self.rotary_fraction}"
+            )
+        for name in (*DROPPED, "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
 
     @property
     def n_heads(self) -> int:
-        """Number of attention heads."""
+        """Number of query heads."""
         return self.d_model // self.head_dim
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_heads // self.queries_per_kv
+
+    @property
+    def rotary_dim(self) -> int:
+        """Coordinates of each head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def d_ff(self) -> int:
         """Width of the MLP's hidden layer."""
         return int(self.d_model * self.mlp_ratio)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether a training step draws random numbers."""
+        return any(getattr(self, name) > 0 for name in DROPPED)
+
     @cached_property
     def n_params_by_group(self) -> dict[str, int]:
-        """Parameters of each group: embedding, attention, mlp, norms, readout."""
+        """Parameters of each group: embedding, positions, attention, mlp, norms, readout; a tied table is the readout's."""
+        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
+        bias = int(self.biases)
+        n_up = 2 if self.activation == "swiglu" else 1
+        attention = 2 * width * (width + bias) + 2 * d_kv * (width + bias)
+        mlp = n_up * self.d_ff * (width + bias) + width * (self.d_ff + bias)
+        norm = width * (2 if self.norm == "layernorm" and self.biases else 1)
+        norms_per_block = norm * (1 if self.parallel else 2) + (2 * self.head_dim if self.qk_norm else 0)
+        table = self.vocab_size * width
         return {
-            "embedding": self.vocab_size * self.d_model,
-            "attention": self.n_layers * 4 * self.d_model**2,
-            "mlp": self.n_layers * 3 * self.d_model * self.d_ff,
-            "norms": (2 * self.n_layers + 1) * self.d_model,
-            "readout": self.vocab_size * self.d_model,
+            "embedding": 0 if self.tied else table,
+            "positions": self.context_length * width if self.positions == "learned" else 0,
+            "attention": self.n_layers * attention,
+            "mlp": self.n_layers * mlp,
+            "norms": self.n_layers * norms_per_block + norm,
+            "readout": table,
         }
 
     @property
@@ -67,22 +148,27 @@ class ModelConfig:
 
     @property
     def n_params(self) -> int:
-        """The N of the scaling law: every parameter but the embedding table.
+        """The N of the scaling law: every parameter but those that are only looked up.
 
-        The table is a look-up and costs no floating-point operation; the readout is a product and counts. With this N,
+        A look-up costs no floating-point operation; the readout is a product and counts, tied or not. With this N,
         C = 6·N·D counts what is computed (Porian et al., arXiv 2406.19146, section 3.1, show that leaving the readout
         out bends the law at small sizes).
         """
-        return self.n_params_total - self.n_params_by_group["embedding"]
+        groups = self.n_params_by_group
+        return self.n_params_total - groups["embedding"] - groups["positions"]
 
     @property
     def train_flops_per_token(self) -> float:
-        """Training FLOPs per token with attention: 6·N plus 12·n_layers·context_length·d_model.
+        """Training FLOPs per token, exact for the matrix products: 6 for each matrix entry, and attention's.
 
-        The second term counts the two attention products forward and twice backward, the masked half included, as
-        PaLM does (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without it.
+        Attention is 12·n_layers·context_length·d_model: its two products forward and twice backward, the masked half
+        included (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without it.
         """
-        return 6.0 * self.n_params + 12.0 * self.n_layers * self.context_length * self.d_model
+        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
+        n_up = 2 if self.activation == "swiglu" else 1
+        matrices = 2 * width * (width + d_kv) + (n_up + 1) * width * self.d_ff
+        products = self.n_layers * matrices + self.vocab_size * width
+        return 6.0 * products + 12.0 * self.n_layers * self.context_length * width
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
@@ -108,12 +194,12 @@ class ModelFamily:
         )
 
     def for_params(self, n_params: float, *, depth: int | None = None) -> ModelConfig:
-        """The member whose `n_params` is nearest to the wanted one in ratio, by width in whole heads."""
+        """The member whose `n_params` is nearest to the wanted one in ratio, by width in whole groups of heads."""
         if n_params <= 0:
             raise ValueError(f"n_params must be positive, got {n_params}")
-        head_dim = self.base.head_dim
-        below = self.at(width=head_dim, depth=depth)
-        while (above := self.at(width=below.d_model + head_dim, depth=depth)).n_params < n_params:
+        step = self.base.head_dim * self.base.queries_per_kv
+        below = self.at(width=step, depth=depth)
+        while (above := self.at(width=below.d_model + step, depth=depth)).n_params < n_params:
             below = above
         return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
 

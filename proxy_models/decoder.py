@@ -1,4 +1,4 @@
-"""The decoder that is searched, top to bottom: rotary positions, attention, MLP, block, model, loss.
+"""The decoder that is searched, top to bottom: positions, norm, attention, MLP, block, model, loss.
 
 Forward multipliers (muP's and the tuned ones) are zero-dimensional buffers, so that one compiled graph serves every
 trial of a shape. They are set by `Decoder.set_multipliers` from the parametrization, never saved with the weights.
@@ -6,7 +6,7 @@ trial of a shape. They are set by `Decoder.set_multipliers` from the parametriza
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,70 +15,136 @@ from torch import Tensor, nn
 from proxy_models.config import ModelConfig
 from proxy_models.parametrization import ForwardMultipliers
 
+NORM_EPS = 1e-6
 ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
 
 
-def rotary_angles(context_length: int, head_dim: int) -> Tensor:
-    """Angle of each position and each pair of a head, shape (context_length, head_dim / 2), radians."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def rotary_angles(context_length: int, rotary_dim: int) -> Tensor:
+    """Angle of each position and each rotated pair, shape (context_length, rotary_dim / 2), radians."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     return torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + head_dim/2}) of every head by their position's angle; x is (batch, heads, time, head_dim)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotate the pairs (x_i, x_{i + r/2}) of the first r coordinates of every head by their position's angle.
+
+    x is (batch, heads, time, head_dim), the angles' cosine and sine are (time, r / 2); what lies beyond r stays.
+    """
+    n_pairs = cos.shape[-1]
+    first, second, rest = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs], x[..., 2 * n_pairs :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def alibi_bias(context_length: int, n_heads: int) -> Tensor:
+    """What ALiBi adds to the logits, shape (n_heads, context_length, context_length), -inf on the future.
+
+    Head h of n is slowed by 2^(-8h/n) for each token of distance (Press et al., arXiv 2108.12409, section 3).
+    """
+    slopes = 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, dtype=torch.float32) / n_heads)
+    time = torch.arange(context_length, dtype=torch.float32)
+    distance = time[:, None] - time
+    return torch.where(distance < 0, -torch.inf, -slopes[:, None, None] * distance)
+
+
+class Positions(NamedTuple):
+    """What attention knows of positions: angles of rotary ones, or what is added to the logits; None where not used."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def norm_of(config: ModelConfig) -> nn.Module:
+    """A norm over the width."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=config.biases)
+    return nn.RMSNorm(config.d_model, eps=NORM_EPS)
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention; the logits' scale comes as a tensor."""
+    """Causal self-attention, query heads in groups that share a key and value head; the logits' scale comes as a tensor."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        width = config.d_model
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
+        self.config = config
+        width, d_kv = config.d_model, config.n_kv_heads * config.head_dim
+        self.query = nn.Linear(width, width, bias=config.biases)
+        self.key = nn.Linear(width, d_kv, bias=config.biases)
+        self.value = nn.Linear(width, d_kv, bias=config.biases)
+        if config.qk_norm:
+            self.query_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+            self.key_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+        self.output = nn.Linear(width, width, bias=config.biases)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, scale: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
-        batch, time, width = x.shape
-        heads = (batch, time, width // self.head_dim, self.head_dim)
-        query, key, value = (p(x).view(heads).transpose(1, 2) for p in (self.query, self.key, self.value))
-        query, key = rotate(query, cos, sin) * scale, rotate(key, cos, sin)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=1.0)
-        return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, time, width)))
+        config = self.config
+        heads = (-1, config.head_dim)
+        query, key, value = (p(x).unflatten(-1, heads).transpose(1, 2) for p in (self.query, self.key, self.value))
+        if config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if positions.cos is not None and positions.sin is not None:
+            query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
+        mixed = F.scaled_dot_product_attention(
+            query * scale,
+            key,
+            value,
+            attn_mask=positions.bias,
+            is_causal=positions.bias is None,
+            dropout_p=config.attention_dropout if self.training else 0.0,
+            scale=1.0,
+            enable_gqa=config.queries_per_kv > 1,
+        )
+        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(-2)))
 
 
-class SwiGLU(nn.Module):
-    """Gated MLP (Shazeer, arXiv 2002.05202)."""
+class MLP(nn.Module):
+    """Two matrices with an activation between them, or SwiGLU's three (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.config = config
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
-        return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
+        hidden = self.up(x)
+        match self.config.activation:
+            case "swiglu":
+                hidden = F.silu(self.gate(x)) * hidden
+            case "gelu":
+                hidden = F.gelu(hidden)
+            case "relu":
+                hidden = F.relu(hidden)
+            case "relu2":  # So et al., arXiv 2109.08668, section 3
+                hidden = F.relu(hidden).square()
+        return F.dropout(self.down(hidden), self.config.mlp_dropout, self.training)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier."""
+    """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier, or both together."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, drop: float) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.config, self.drop = config, drop
+        self.attention_norm = norm_of(config)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
-        self.mlp = SwiGLU(config)
+        if not config.parallel:
+            self.mlp_norm = norm_of(config)
+        self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention_scale: Tensor, branch: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         """Map the residual stream (batch, time, width) to the same shape."""
-        x = x + branch * self.attention(self.attention_norm(x), cos, sin, attention_scale)
+        if self.training and self.drop:
+            kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
+            branch = branch * kept / (1 - self.drop)
+        normed = self.attention_norm(x)
+        if self.config.parallel:
+            return cast(Tensor, x + branch * (self.attention(normed, positions, attention_scale) + self.mlp(normed)))
+        x = x + branch * self.attention(normed, positions, attention_scale)
         return cast(Tensor, x + branch * self.mlp(self.mlp_norm(x)))
 
 
@@ -89,8 +155,9 @@ class Decoder(nn.Module):
     `proxy_models.initialize` writes the parametrization's.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    logit_bias: Tensor | None
     embedding_multiplier: Tensor
     attention_scale: Tensor
     branch_multiplier: Tensor
@@ -100,12 +167,22 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.final_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        if config.positions == "learned":
+            self.position = nn.Embedding(config.context_length, config.d_model)
+        last = max(1, config.n_layers - 1)
+        self.blocks = nn.ModuleList(
+            Block(config, config.stochastic_depth * layer / last) for layer in range(config.n_layers)
+        )
+        self.final_norm = norm_of(config)
         self.readout = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        angles = rotary_angles(config.context_length, config.head_dim)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        if config.tied:
+            self.readout.weight = self.embedding.weight
+        rotary, alibi = config.positions == "rotary", config.positions == "alibi"
+        angles = rotary_angles(config.context_length, config.rotary_dim) if rotary else None
+        self.register_buffer("cos", angles.cos() if angles is not None else None, persistent=False)
+        self.register_buffer("sin", angles.sin() if angles is not None else None, persistent=False)
+        bias = alibi_bias(config.context_length, config.n_heads) if alibi else None
+        self.register_buffer("logit_bias", bias, persistent=False)
         for name in ("embedding_multiplier", "attention_scale", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
 
@@ -120,14 +197,32 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token at every position."""
         time = tokens.shape[1]
-        cos, sin = self.cos[:time], self.sin[:time]
         x = self.embedding(tokens) * self.embedding_multiplier
+        if self.config.positions == "learned":
+            x = x + self.position.weight[:time]
+        x = F.dropout(x, self.config.embedding_dropout, self.training)
+        positions = self._positions(time)
         for block in self.blocks:
-            x = block(x, cos, sin, self.attention_scale, self.branch_multiplier)
+            x = block(x, positions, self.attention_scale, self.branch_multiplier)
         return cast(Tensor, self.readout(self.final_norm(x) * self.readout_multiplier))
+
+    def _positions(self, time: int) -> Positions:
+        if self.cos is not None and self.sin is not None:
+            return Positions(cos=self.cos[:time], sin=self.sin[:time])
+        return Positions(bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time])
 
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     """Mean cross-entropy, nats per token, of predicting each token of (batch, context_length + 1) from those before it."""
     logits = model(sequences[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), sequences[:, 1:].flatten())
+
+
+def training_loss(model: Decoder, sequences: Tensor) -> Tensor:
+    """What a step minimises: `next_token_loss`, with the config's label smoothing and z-loss."""
+    config = model.config
+    logits = model(sequences[:, :-1]).float().flatten(0, 1)
+    loss = F.cross_entropy(logits, sequences[:, 1:].flatten(), label_smoothing=config.label_smoothing)
+    if config.z_loss:
+        loss = loss + config.z_loss * torch.logsumexp(logits, dim=-1).square().mean()
+    return loss

@@ -17,7 +17,7 @@ from proxy_models.parametrization import Parametrization
 
 @torch.no_grad()
 def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
-    """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, and the forward multipliers.
+    """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
     Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
     parameters, nor on how they are sharded.
@@ -32,7 +32,7 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
     for name, parameter in parameters.items():
         rule = parametrization.rules[name]
         if rule.init_std == 0:
-            parameter.fill_(1.0)
+            parameter.fill_(rule.init_mean)
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

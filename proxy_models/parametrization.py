@@ -12,8 +12,14 @@ With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth expo
 | embedding             | 1            | 1                | 1                    | 1            | 1/m           |
 | hidden matrix         | 1/sqrt(fan_in) | m_L^(a-1) / m  | branch m_L^(-a)      | m            | 1/(m·m_L^a)   |
 | block norm gain       | constant 1   | m_L^(a-1)        |                      | 0            | 1/(m·m_L^a)   |
+| qk-norm gain          | constant 1   | m_L^(a-1)        |                      | 0            | 1             |
+| bias                  | constant 0   | as the norm gain of its place | |              0            | as that gain  |
 | final norm gain       | constant 1   | 1                |                      | 0            | 1/m           |
 | readout               | 1/sqrt(base fan_in) | 1         | 1/m                  | 1            | 1/m           |
+| tied readout          | 1/sqrt(base fan_in) | 1         | 1/m out, sqrt(base fan_in) in | 1   | 1/m           |
+
+The tied table's values suit its use as a readout; the multiplier on its use as an embedding brings the residual stream to
+the size that an untied embedding gives it. Learned positions count as an embedding.
 
 Every entry is a factor on the value tuned at the base shape. Decay is applied as rate × decay (decoupled, as torch's
 AdamW does), so a matrix shrinks at the same speed at every width.
@@ -38,8 +44,17 @@ class TensorClass(StrEnum):
     EMBEDDING = "embedding"
     HIDDEN = "hidden"
     BLOCK_NORM = "block_norm"
+    BLOCK_BIAS = "block_bias"
+    QK_NORM = "qk_norm"
     FINAL_NORM = "final_norm"
+    FINAL_BIAS = "final_bias"
     READOUT = "readout"
+    TIED = "tied"
+
+
+_IN_BLOCK = {TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
+_MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
+_READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +68,7 @@ class TensorShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """Factors for one parameter; a norm gain has `init_std` 0 and starts at 1."""
+    """Factors for one parameter; one with `init_std` 0 starts at `init_mean` everywhere: a gain at 1, a bias at 0."""
 
     tensor_class: TensorClass
     width_mult: float
@@ -61,6 +76,11 @@ class TensorRule:
     lr_factor: float
     weight_decay_factor: float
     eps_factor: float
+
+    @property
+    def init_mean(self) -> float:
+        """1 for the gains of norms, 0 for everything else."""
+        return float(self.tensor_class in (TensorClass.BLOCK_NORM, TensorClass.QK_NORM, TensorClass.FINAL_NORM))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,33 +148,32 @@ class Parametrization:
 def tensor_rule(shape: TensorShape, *, depth_mult: float, depth_exponent: float, scheme: Scheme) -> TensorRule:
     """The rule of one parameter: a row of the table above."""
     m, tensor_class = shape.width_mult, shape.tensor_class
-    in_block = tensor_class in (TensorClass.HIDDEN, TensorClass.BLOCK_NORM)
-    is_gain = tensor_class in (TensorClass.BLOCK_NORM, TensorClass.FINAL_NORM)
+    in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in _MATRICES
     hidden = tensor_class is TensorClass.HIDDEN
+    base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in
     init_std = {
         TensorClass.EMBEDDING: 1.0,
         TensorClass.HIDDEN: 1 / math.sqrt(shape.fan_in),
-        TensorClass.READOUT: math.sqrt(m / shape.fan_in),
+        TensorClass.READOUT: 1 / math.sqrt(base_fan_in),
+        TensorClass.TIED: 1 / math.sqrt(base_fan_in),
     }.get(tensor_class, 0.0)
     if scheme == "standard":
-        if tensor_class is TensorClass.READOUT:
-            init_std = 1 / math.sqrt(shape.fan_in)
         return TensorRule(
             tensor_class=tensor_class,
             width_mult=m,
             init_std=init_std,
             lr_factor=1.0,
-            weight_decay_factor=0.0 if is_gain else 1.0,
+            weight_decay_factor=1.0 if is_matrix else 0.0,
             eps_factor=1.0,
         )
     depth_rate = depth_mult ** (depth_exponent - 1) if in_block else 1.0
-    depth_eps = depth_mult**depth_exponent if in_block else 1.0
+    depth_eps = depth_mult**depth_exponent if in_block and tensor_class is not TensorClass.QK_NORM else 1.0
     return TensorRule(
         tensor_class=tensor_class,
         width_mult=m,
         init_std=init_std,
         lr_factor=depth_rate / m if hidden else depth_rate,
-        weight_decay_factor=0.0 if is_gain else (m if hidden else 1.0),
+        weight_decay_factor=(m if hidden else 1.0) if is_matrix else 0.0,
         eps_factor=1 / (m * depth_eps),
     )
 
@@ -166,18 +185,43 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
     def shape(tensor_class: TensorClass, fan_in: int = width) -> TensorShape:
         return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=m)
 
-    yield "embedding.weight", shape(TensorClass.EMBEDDING, fan_in=1)
+    def linear(name: str, fan_in: int = width) -> Iterator[tuple[str, TensorShape]]:
+        yield f"{name}.weight", shape(TensorClass.HIDDEN, fan_in)
+        if config.biases:
+            yield f"{name}.bias", shape(TensorClass.BLOCK_BIAS)
+
+    def norm(name: str, gain: TensorClass, bias: TensorClass) -> Iterator[tuple[str, TensorShape]]:
+        yield f"{name}.weight", shape(gain)
+        if config.norm == "layernorm" and config.biases:
+            yield f"{name}.bias", shape(bias)
+
+    if config.tied:
+        yield "embedding.weight", shape(TensorClass.TIED)
+    else:
+        yield "embedding.weight", shape(TensorClass.EMBEDDING, fan_in=1)
+    if config.positions == "learned":
+        yield "position.weight", shape(TensorClass.EMBEDDING, fan_in=1)
     for layer in range(config.n_layers):
         block = f"blocks.{layer}."
-        yield block + "attention_norm.weight", shape(TensorClass.BLOCK_NORM)
-        for projection in ("query", "key", "value", "output"):
-            yield block + f"attention.{projection}.weight", shape(TensorClass.HIDDEN)
-        yield block + "mlp_norm.weight", shape(TensorClass.BLOCK_NORM)
-        yield block + "mlp.gate.weight", shape(TensorClass.HIDDEN)
-        yield block + "mlp.up.weight", shape(TensorClass.HIDDEN)
-        yield block + "mlp.down.weight", shape(TensorClass.HIDDEN, fan_in=config.d_ff)
-    yield "final_norm.weight", shape(TensorClass.FINAL_NORM)
-    yield "readout.weight", shape(TensorClass.READOUT)
+        yield from norm(block + "attention_norm", TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS)
+        for projection in ("query", "key", "value"):
+            yield from linear(block + f"attention.{projection}")
+        if config.qk_norm:
+            for kind in ("query", "key"):
+                yield (
+                    block + f"attention.{kind}_norm.weight",
+                    TensorShape(tensor_class=TensorClass.QK_NORM, fan_in=config.head_dim, width_mult=1.0),
+                )
+        yield from linear(block + "attention.output")
+        if not config.parallel:
+            yield from norm(block + "mlp_norm", TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS)
+        if config.activation == "swiglu":
+            yield from linear(block + "mlp.gate")
+        yield from linear(block + "mlp.up")
+        yield from linear(block + "mlp.down", fan_in=config.d_ff)
+    yield from norm("final_norm", TensorClass.FINAL_NORM, TensorClass.FINAL_BIAS)
+    if not config.tied:
+        yield "readout.weight", shape(TensorClass.READOUT)
 
 
 def parametrize(
@@ -194,8 +238,8 @@ def parametrize(
     Raises:
         ValueError: If the two differ in anything but width, depth, or the exponent is out of its range.
     """
-    for name in ("head_dim", "mlp_ratio", "vocab_size", "context_length"):
-        if getattr(config, name) != getattr(base, name):
+    for name in base.to_dict():
+        if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
             raise ValueError(
                 f"muP carries across width and depth only: {name} is {getattr(config, name)} "
                 f"but {getattr(base, name)} in the base"
@@ -231,7 +275,7 @@ def parametrization_of(
     """
     if not 0.5 <= depth_exponent <= 1:
         raise ValueError(f"depth_exponent must lie in [0.5, 1] (CompleteP, section 3), got {depth_exponent}")
-    readout_mults = {shape.width_mult for shape in shapes.values() if shape.tensor_class is TensorClass.READOUT}
+    readout_mults = {shape.width_mult for shape in shapes.values() if shape.tensor_class in _READOUTS}
     if len(readout_mults) != 1:
         raise ValueError(
             f"the readout multiplier needs one width of readouts, got {sorted(readout_mults) or 'no readout'}"
@@ -241,8 +285,9 @@ def parametrization_of(
         for name, shape in shapes.items()
     }
     is_mup = scheme == "mup"
+    tied = [rule.init_std for rule in rules.values() if rule.tensor_class is TensorClass.TIED]
     multipliers = ForwardMultipliers(
-        embedding=1.0,
+        embedding=1 / tied[0] if tied else 1.0,
         branch=depth_mult**-depth_exponent if is_mup else 1.0,
         readout=1 / readout_mults.pop() if is_mup else 1.0,
         attention=attention,
