@@ -162,7 +162,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._rows: list[dict[str, float]] = []
 
     def configure_model(self) -> None:
-        """Build the decoder, shard it block by block where blocks are large, and write its initial values, which sharding does not change."""
+        """Build the decoder, shard it, large blocks each by itself, and write its initial values, which sharding does not change."""
         if self.model is not None:
             return
         run = self.run
