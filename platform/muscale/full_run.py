@@ -46,6 +46,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 _PRECISION: dict[Precision, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}  # Lightning's names
+MIN_UNIT_PARAMS = 1_000_000
+"""A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
 _KEEP = 2
 _EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
@@ -61,6 +63,7 @@ class FullRun:
         directory: Where its checkpoints, metrics and result lie; visible to every worker.
         corpus: Folder of the corpus.
         checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
+        min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
     """
 
     numerics: Numerics
@@ -69,6 +72,7 @@ class FullRun:
     corpus: Path
     checkpoint_every_tokens: int
     evaluate_every_tokens: int
+    min_unit_params: int = MIN_UNIT_PARAMS
 
     @property
     def n_tokens(self) -> int:
@@ -158,7 +162,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._rows: list[dict[str, float]] = []
 
     def configure_model(self) -> None:
-        """Build the decoder, shard it block by block, and write its initial values, which sharding does not change."""
+        """Build the decoder, shard it, large blocks each by itself, and write its initial values, which sharding does not change."""
         if self.model is not None:
             return
         run = self.run
@@ -166,7 +170,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if self._device_mesh is not None:
             mesh = self._device_mesh["data_parallel"]
             for block in self.model.blocks:
-                fully_shard(block, mesh=mesh)
+                if sum(parameter.numel() for parameter in block.parameters()) >= run.min_unit_params:
+                    fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         initialize(self.model, run.numerics.parametrization, run.segments[0].recipe, seed=run.numerics.seed)
 

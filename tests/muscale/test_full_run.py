@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,9 +116,12 @@ def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resu
 ) -> None:
     curve, loss = lean(run, corpus)
     assert curve[-1] < curve[0]
-    train_on(run, 2)
-    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
-    assert result(run) == pytest.approx(loss, rel=1e-4)
+    one_unit = replace(run, directory=run.directory.with_name("one_unit"))
+    run = replace(run, min_unit_params=0)
+    for sharded in (one_unit, run):
+        train_on(sharded, 2)
+        np.testing.assert_allclose(losses(sharded), curve, rtol=1e-3)
+        assert result(sharded) == pytest.approx(loss, rel=1e-4)
 
     interrupt_after_first_checkpoint(run)
     resumed = train(run)
