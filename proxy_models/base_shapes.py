@@ -27,7 +27,8 @@ def module_shapes(
         target: The model to train, at its width and depth.
         base: The width at which the hyperparameters are tuned.
         delta: Any other width, larger or smaller, in every dimension that is width.
-        readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",).
+        readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
+            the embedding goes by the embedding's name.
         block_prefix: How names of parameters inside the residual blocks begin; the depth rules apply to them.
 
     Returns:
@@ -35,7 +36,7 @@ def module_shapes(
 
     Raises:
         ValueError: If the three differ in more than shape, no dimension grows, or a parameter is not one of embedding,
-            matrix in a block, norm gain and readout.
+            matrix in a block, norm gain, bias and readout.
     """
     names = list(dict(target.named_parameters()))
     for role, module in (("base", base), ("delta", delta)):
@@ -44,7 +45,7 @@ def module_shapes(
     if missing := [name for name in readout if name not in names]:
         raise ValueError(
             f"no parameter is called {', '.join(missing)}; a readout tied to the embedding is listed once, under the "
-            f"embedding's name, and is not served. The parameters are {', '.join(names)}"
+            f"embedding's name. The parameters are {', '.join(names)}"
         )
     shapes = mup.get_shapes(target)
     base_shapes, delta_shapes = mup.get_shapes(base), mup.get_shapes(delta)
@@ -77,11 +78,12 @@ def _shape(
     if sum(grows) > 2:
         raise ValueError(f"{described} has {sum(grows)} dimensions of width; the rules know at most 2")
     in_block = name.startswith(block_prefix)
+    of_norm = name.endswith("weight") and type(owner).__name__.endswith("Norm")
     fan_in = math.prod(sizes[1:])
     if is_readout:
         if grows != [False, True]:
             raise ValueError(f"{described} is named as a readout, which maps a width to a fixed number of outputs")
-        tensor_class = TensorClass.READOUT
+        tensor_class = TensorClass.TIED if isinstance(owner, nn.Embedding) else TensorClass.READOUT
     elif grows[:2] == [True, True]:
         if not in_block:
             raise ValueError(
@@ -90,11 +92,15 @@ def _shape(
         tensor_class = TensorClass.HIDDEN
     elif grows == [False, True] and not isinstance(owner, nn.Linear):
         tensor_class, fan_in = TensorClass.EMBEDDING, 1
-    elif grows == [True] and name.endswith("weight") and type(owner).__name__.endswith("Norm"):
-        tensor_class, fan_in = (TensorClass.BLOCK_NORM if in_block else TensorClass.FINAL_NORM), sizes[0]
+    elif grows == [True] and of_norm:
+        tensor_class = TensorClass.BLOCK_NORM if in_block else TensorClass.FINAL_NORM
+    elif grows == [True] and name.endswith("bias"):
+        tensor_class = TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS
+    elif grows == [False] and of_norm and in_block:
+        tensor_class = TensorClass.QK_NORM
     else:
         raise ValueError(
-            f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain and readout: no rule is "
-            "for biases, nor for a projection with a fixed number of outputs that is not named as readout"
+            f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: no rule is "
+            "for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
         )
     return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=float(inf_shape.width_mult()))

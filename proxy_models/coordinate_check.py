@@ -236,7 +236,7 @@ def measure(
     config: ModelConfig, parametrization: Parametrization, recipe: Recipe, sequences: Tensor, *, seed: int, n_steps: int
 ) -> dict[Key, float]:
     """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps."""
-    model = Decoder(config)
+    model = Decoder(config).eval()  # nothing is dropped
     initialize(model, parametrization, recipe, seed=seed)
     optimizer = adamw(model, parametrization, recipe)
     set_rates(optimizer, 1.0)
@@ -354,9 +354,9 @@ def _slope(points: pd.DataFrame) -> float:
 
 def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str:
     rule = parametrization.rules.get(f"{name}.weight")
-    if rule and rule.tensor_class is TensorClass.READOUT:
+    if name == "readout" or (rule and rule.tensor_class is TensorClass.READOUT):
         return "readout"
-    return "norm" if isinstance(module, nn.RMSNorm) else "hidden"
+    return "norm" if isinstance(module, nn.RMSNorm | nn.LayerNorm) else "hidden"
 
 
 def _rms(output: Tensor) -> float:

@@ -59,7 +59,7 @@ _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShape:
-    """What the rules need to know of one parameter: its class, its fan-in, and its width against the base."""
+    """What the rules need to know of one parameter: its class, its fan-in (1 for vectors), and its width against the base."""
 
     tensor_class: TensorClass
     fan_in: int
@@ -188,12 +188,12 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
     def linear(name: str, fan_in: int = width) -> Iterator[tuple[str, TensorShape]]:
         yield f"{name}.weight", shape(TensorClass.HIDDEN, fan_in)
         if config.biases:
-            yield f"{name}.bias", shape(TensorClass.BLOCK_BIAS)
+            yield f"{name}.bias", shape(TensorClass.BLOCK_BIAS, 1)
 
     def norm(name: str, gain: TensorClass, bias: TensorClass) -> Iterator[tuple[str, TensorShape]]:
-        yield f"{name}.weight", shape(gain)
+        yield f"{name}.weight", shape(gain, 1)
         if config.norm == "layernorm" and config.biases:
-            yield f"{name}.bias", shape(bias)
+            yield f"{name}.bias", shape(bias, 1)
 
     if config.tied:
         yield "embedding.weight", shape(TensorClass.TIED)
@@ -210,7 +210,7 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
             for kind in ("query", "key"):
                 yield (
                     block + f"attention.{kind}_norm.weight",
-                    TensorShape(tensor_class=TensorClass.QK_NORM, fan_in=config.head_dim, width_mult=1.0),
+                    TensorShape(tensor_class=TensorClass.QK_NORM, fan_in=1, width_mult=1.0),
                 )
         yield from linear(block + "attention.output")
         if not config.parallel:

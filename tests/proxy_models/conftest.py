@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,24 @@ from proxy_models.corpus import Corpus, write_corpus
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "grouped": {"queries_per_kv": 2, "qk_norm": True},
+    "gpt2": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True, "tied": True},
+    "neox": {"norm": "layernorm", "activation": "gelu", "rotary_fraction": 0.25, "biases": True, "parallel": True},
+    "alibi": {"positions": "alibi", "activation": "relu2", "mlp_ratio": 4.0},
+    "palm": {"parallel": True, "tied": True, "queries_per_kv": 2, "norm": "layernorm", "qk_norm": True},
+    "blind": {"positions": "none", "activation": "relu", "norm": "layernorm", "biases": True},
+}
+"""Sets of options in which every value of every option stands at least once."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `variant` is run with each of them."""
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
 
 
 def write_text_files(folder: Path, *, n_files: int = 24, n_words: int = 500) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mup
 import pytest
 import torch
@@ -39,6 +41,15 @@ def test_shapes_written_out_for_the_decoder_are_those_found_by_comparison(width:
     found = module_shapes(decoder(width, depth), decoder(64, depth), decoder(32, depth), readout=READOUT)
     assert found == dict(decoder_shapes(FAMILY.at(width=width, depth=depth), FAMILY.base))
     assert list(found) == [name for name, _ in decoder(width, depth).named_parameters()]
+
+
+def test_every_variant_s_table_is_found_by_comparison_too(variant: dict[str, Any]) -> None:
+    family = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=16, **variant))
+    with torch.device("meta"):
+        models = [Decoder(family.at(width=width)) for width in (128, 64, 32)]
+    readout = ("embedding.weight",) if family.base.tied else READOUT
+    found = module_shapes(*models, readout=readout)
+    assert found == dict(decoder_shapes(family.at(width=128), family.base))
 
 
 def test_the_delta_model_may_be_wider_or_narrower() -> None:
@@ -117,7 +128,7 @@ def test_a_module_of_one_s_own_gets_its_table_and_its_groups() -> None:
         "symbols.weight": (TensorClass.EMBEDDING, 1, 3.0),
         "layers.0.weight": (TensorClass.HIDDEN, 48 * 5, 3.0),
         "layers.1.weight": (TensorClass.HIDDEN, 48 * 5, 3.0),
-        "norm.weight": (TensorClass.FINAL_NORM, 48, 3.0),
+        "norm.weight": (TensorClass.FINAL_NORM, 1, 3.0),
         "head.weight": (TensorClass.READOUT, 48, 3.0),
     }
     table = parametrization_of(shapes, depth_mult=1.0, attention=1.0)
@@ -136,8 +147,8 @@ def fixed_key_heads(width: int) -> nn.Module:
     return head(width, nn.Linear(width, 16, bias=False))
 
 
-def biased(width: int) -> nn.Module:
-    return head(width, nn.Linear(width, width))
+def biased_readout(width: int) -> nn.Module:
+    return nn.ModuleDict({**head(width), "readout": nn.Linear(width, 7)})
 
 
 def finite_input(width: int) -> nn.Module:
@@ -153,18 +164,18 @@ def three_widths(width: int) -> nn.Module:
 
 
 def fixed_gain(width: int) -> nn.Module:
-    return head(width, nn.RMSNorm(16))
+    return nn.ModuleDict({**head(width), "norm": nn.RMSNorm(16)})
 
 
 @pytest.mark.parametrize(
     ("build", "rule"),
     [
         (fixed_key_heads, r"blocks.0.weight of shape \(16, 64\).*fixed number of outputs"),
-        (biased, r"blocks.0.bias.*no rule is for biases"),
+        (biased_readout, r"readout.bias.*none of embedding.*nor for its bias"),
         (finite_input, r"blocks.0.weight of shape \(64, 3\).*none of embedding"),
         (outside, r"mixer.weight.*outside the blocks 'blocks.'"),
         (three_widths, r"3 dimensions of width; the rules know at most 2"),
-        (fixed_gain, r"blocks.0.weight of shape \(16,\).*none of embedding"),
+        (fixed_gain, r"norm.weight of shape \(16,\).*none of embedding"),
     ],
 )
 def test_what_the_rules_do_not_serve_is_refused_by_name(build: type, rule: str) -> None:

@@ -66,6 +66,12 @@ def test_mup_passes(check: Callable[..., CoordinateCheck]) -> None:
     assert str(result).startswith("coordinate check passed: widths 32, 64, 128, 256; 2 seeds; 5 steps")
 
 
+def test_mup_passes_in_every_variant(corpus: Corpus, variant: dict[str, Any]) -> None:
+    family = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=64, **variant))
+    result = coordinate_check(family, VALUES, corpus, widths=WIDTHS)
+    assert result.passed, str(result)
+
+
 def test_it_looks_at_every_module_of_the_model(check: Callable[..., CoordinateCheck]) -> None:
     slopes = check().slopes
     kinds = slopes.drop_duplicates("module").set_index("module")["kind"].to_dict()

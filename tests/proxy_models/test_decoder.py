@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from proxy_models.config import ModelConfig
-from proxy_models.decoder import Decoder, next_token_loss, rotary_angles, rotate
+from proxy_models.decoder import (
+    MLP,
+    Decoder,
+    Positions,
+    alibi_bias,
+    next_token_loss,
+    rotary_angles,
+    rotate,
+    training_loss,
+)
 from proxy_models.parametrization import ForwardMultipliers
 
 CONFIG = ModelConfig(d_model=32, n_layers=2, vocab_size=11, context_length=12)
@@ -101,8 +111,139 @@ def test_the_forward_pass_is_the_plain_statement_of_it(model: Decoder, tokens: T
     np.testing.assert_allclose(model(tokens).detach().numpy(), expected, rtol=0, atol=1e-6)
 
 
-def test_a_shorter_input_gives_the_same_first_logits(model: Decoder, tokens: Tensor) -> None:
+def variant_of(variant: dict[str, Any], **changes: Any) -> Decoder:
+    """A decoder of doubles whose gains, biases and multipliers are not 1 and 0."""
+    torch.manual_seed(0)
+    shape = {"d_model": 64, "n_layers": 2, "vocab_size": 11, "context_length": 12}
+    model = Decoder(ModelConfig(**{**shape, **variant, **changes})).double().eval()
+    model.set_multipliers(MULTIPLIERS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def test_a_shorter_input_gives_the_same_first_logits_in_every_variant(variant: dict[str, Any], tokens: Tensor) -> None:
+    model = variant_of(variant)
     torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
+
+
+def test_a_group_for_each_head_is_multi_head_attention(tokens: Tensor) -> None:
+    """Grouped queries equal multi-head attention whose key and value heads are copies within a group."""
+    grouped, full = variant_of({"queries_per_kv": 2}), variant_of({})
+    weights = grouped.state_dict()
+    for name, weight in weights.items():
+        if ".key." in name or ".value." in name:
+            heads = weight.unflatten(0, (-1, CONFIG.head_dim))
+            weights[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    torch.testing.assert_close(grouped(tokens), full(tokens))
+
+
+def test_without_positions_the_order_of_the_past_does_not_matter_and_with_any_it_does(tokens: Tensor) -> None:
+    shuffled = tokens.clone()
+    shuffled[:, :-1] = tokens[:, :-1].flip(1)
+    for positions, matters in (("none", False), ("rotary", True), ("learned", True), ("alibi", True)):
+        # One layer: in a second one the past would be seen through states that depend on their own past.
+        model = variant_of({"positions": positions}, n_layers=1)
+        same = torch.allclose(model(tokens)[:, -1], model(shuffled)[:, -1])
+        assert same != matters, positions
+
+
+def test_what_lies_beyond_the_rotated_share_of_a_head_stays() -> None:
+    x = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(0))
+    angles = rotary_angles(12, 4)
+    rotated = rotate(x, angles.cos(), angles.sin())
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    torch.testing.assert_close(rotated[..., :4], rotate(x[..., :4], angles.cos(), angles.sin()))
+
+
+def test_alibi_is_a_penalty_on_distance_that_halves_its_slope_from_head_to_head() -> None:
+    bias = alibi_bias(5, 8)
+    assert bias[0, 4].tolist() == [-2.0, -1.5, -1.0, -0.5, 0.0]  # 8 heads: slopes 1/2, 1/4, …, 1/256
+    torch.testing.assert_close(bias[1:, 4, 0], bias[:-1, 4, 0] / 2)
+    assert torch.isinf(bias[:, 0, 1:]).all()
+
+
+def test_activations_are_what_their_names_say() -> None:
+    x = torch.randn(7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for activation, plain in {
+        "relu": lambda h: h.clamp(min=0),
+        "relu2": lambda h: h.clamp(min=0) ** 2,
+        "gelu": lambda h: h * 0.5 * (1 + torch.erf(h / 2**0.5)),
+    }.items():
+        mlp = MLP(ModelConfig(d_model=64, n_layers=1, activation=activation)).double()
+        torch.testing.assert_close(mlp(x), plain(x @ mlp.up.weight.T) @ mlp.down.weight.T, msg=activation)
+
+
+def test_a_parallel_block_adds_both_branches_of_one_norm(tokens: Tensor) -> None:
+    model = variant_of({"parallel": True}, n_layers=1)
+    block, x = model.blocks[0], model.embedding(tokens) * model.embedding_multiplier
+    positions = Positions(cos=model.cos, sin=model.sin)
+    normed = block.attention_norm(x)
+    added = block.attention(normed, positions, model.attention_scale) + block.mlp(normed)
+    expected = x + MULTIPLIERS.branch * added
+    torch.testing.assert_close(block(x, positions, model.attention_scale, model.branch_multiplier), expected)
+
+
+def test_qk_norm_bounds_the_logits_whatever_the_size_of_queries_and_keys(tokens: Tensor) -> None:
+    model = variant_of({"qk_norm": True})
+    before = model(tokens)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.query.weight *= 100
+    torch.testing.assert_close(model(tokens), before, atol=1e-3, rtol=1e-3)
+
+
+def test_a_tied_table_is_one_tensor_that_embeds_and_reads_out(tokens: Tensor) -> None:
+    model = variant_of({"tied": True})
+    assert model.readout.weight is model.embedding.weight
+    assert "readout.weight" not in dict(model.named_parameters())
+    before = model(tokens)
+    with torch.no_grad():
+        model.embedding.weight[3] += 1.0
+    assert (model(tokens) - before)[..., 3].abs().min() > 0
+
+
+@pytest.mark.parametrize("option", ["attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth"])
+def test_what_is_dropped_is_dropped_in_training_only(option: str, tokens: Tensor) -> None:
+    model, plain = variant_of({option: 0.4}), variant_of({})
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(tokens), plain(tokens))
+    model.train()
+    torch.manual_seed(0)
+    first = model(tokens)
+    assert not torch.allclose(first, plain(tokens))
+    assert not torch.equal(model(tokens), first)
+    torch.manual_seed(0)
+    assert torch.equal(model(tokens), first)
+
+
+def test_stochastic_depth_leaves_whole_sequences_as_they_are_and_keeps_the_mean() -> None:
+    config = ModelConfig(d_model=16, n_layers=2, context_length=4, positions="none", stochastic_depth=0.5)
+    torch.manual_seed(0)
+    model = Decoder(config).double()
+    assert [block.drop for block in model.blocks] == [0.0, 0.5]
+    x = torch.randn(4000, 4, 16, dtype=torch.float64)[:1].expand(4000, -1, -1)
+    scale, branch = model.attention_scale, model.branch_multiplier
+    dropped = model.blocks[1](x, Positions(), scale, branch)
+    untouched = (dropped == x).all(dim=(1, 2))
+    assert 0.45 < untouched.double().mean() < 0.55
+    whole = model.blocks[1].eval()(x[:1], Positions(), scale, branch)
+    # The two branches are dropped together, so the second sees a first of twice its size: the mean is kept at first order.
+    torch.testing.assert_close(dropped.mean(0), whole[0], atol=0.15, rtol=0)
+
+
+def test_label_smoothing_and_z_loss_are_their_plain_statements(tokens: Tensor) -> None:
+    model = variant_of({"label_smoothing": 0.1, "z_loss": 1e-2})
+    logits = model(tokens[:, :-1]).detach().float().flatten(0, 1)
+    target = nn.functional.one_hot(tokens[:, 1:].flatten(), 11) * 0.9 + 0.1 / 11
+    log_z = logits.logsumexp(-1)
+    expected = -(target * (logits - log_z[:, None])).sum(-1).mean() + 1e-2 * (log_z**2).mean()
+    torch.testing.assert_close(training_loss(model, tokens).detach(), expected)
+    plain = variant_of({})
+    assert torch.equal(training_loss(plain, tokens), next_token_loss(plain, tokens))
 
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(model: Decoder, tokens: Tensor) -> None:

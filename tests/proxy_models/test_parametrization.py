@@ -121,6 +121,46 @@ def test_names_and_order_are_the_decoder_s() -> None:
     assert list(parametrize(config, BASE).rules) == [name for name, _ in Decoder(config).named_parameters()]
 
 
+def test_vectors_and_tied_tables_follow_their_rows() -> None:
+    base = ModelConfig(
+        d_model=32,
+        n_layers=2,
+        context_length=16,
+        norm="layernorm",
+        biases=True,
+        tied=True,
+        qk_norm=True,
+        positions="learned",
+    )
+    table = parametrize(ModelFamily(base=base).at(width=128, depth=4), base, depth_exponent=0.5)
+    rules, in_block = table.rules, {"lr_factor": 2**-0.5, "eps_factor": 1 / (4 * 2**0.5)}
+    expected: dict[str, dict[str, float]] = {
+        "embedding.weight": {"init_std": 32**-0.5, "lr_factor": 1, "eps_factor": 0.25, "weight_decay_factor": 1},
+        "position.weight": {"init_std": 1, "lr_factor": 1, "eps_factor": 0.25, "weight_decay_factor": 1},
+        "blocks.0.attention.query.bias": {"init_std": 0, "init_mean": 0, "weight_decay_factor": 0, **in_block},
+        "blocks.0.attention_norm.bias": {"init_std": 0, "init_mean": 0, "weight_decay_factor": 0, **in_block},
+        "blocks.0.attention.query_norm.weight": {
+            "init_mean": 1,
+            "width_mult": 1,
+            "weight_decay_factor": 0,
+            "lr_factor": 2**-0.5,
+            "eps_factor": 1,
+        },
+        "final_norm.bias": {"init_mean": 0, "lr_factor": 1, "eps_factor": 0.25, "weight_decay_factor": 0},
+    }
+    for name, values in expected.items():
+        assert {key: getattr(rules[name], key) for key in values} == pytest.approx(values), name
+    assert table.multipliers.embedding == pytest.approx(32**0.5)
+    assert table.multipliers.readout == 0.25
+
+
+def test_at_the_base_shape_every_variant_is_standard_parametrization(variant: dict[str, Any]) -> None:
+    base = ModelConfig(d_model=64, n_layers=2, context_length=16, **variant)
+    mup, standard = parametrize(base, base), parametrize(base, base, scheme="standard")
+    assert mup.multipliers == standard.multipliers
+    assert mup.rules == standard.rules
+
+
 def test_tuned_multipliers_multiply() -> None:
     tuned = parametrize(FAMILY.at(width=128), BASE).multipliers.tuned(embedding=2, readout=3, attention=5)
     assert (tuned.embedding, tuned.readout, tuned.attention, tuned.branch) == (2, 0.75, 1.25, 1)
