@@ -28,7 +28,7 @@ def rotary_angles(context_length: int, rotary_dim: int) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + r/2}) of the first r coordinates of every head by their position's angle.
 
-    x is (batch, heads, time, head_dim), the angles' cosine and sine are (time, r / 2); what lies beyond r stays.
+    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2); what lies beyond r stays.
     """
     n_pairs = cos.shape[-1]
     first, second, rest = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs], x[..., 2 * n_pairs :]
@@ -80,15 +80,15 @@ class Attention(nn.Module):
         """Map (batch, time, width) to the same shape."""
         config = self.config
         heads = (-1, config.head_dim)
-        query, key, value = (p(x).unflatten(-1, heads).transpose(1, 2) for p in (self.query, self.key, self.value))
+        query, key, value = (project(x).unflatten(-1, heads) for project in (self.query, self.key, self.value))
         if config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if positions.cos is not None and positions.sin is not None:
             query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
         mixed = F.scaled_dot_product_attention(
-            query * scale,
-            key,
-            value,
+            (query * scale).transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attn_mask=positions.bias,
             is_causal=positions.bias is None,
             dropout_p=config.attention_dropout if self.training else 0.0,
@@ -201,14 +201,15 @@ class Decoder(nn.Module):
         if self.config.positions == "learned":
             x = x + self.position.weight[:time]
         x = F.dropout(x, self.config.embedding_dropout, self.training)
-        positions = self._positions(time)
+        positions = self.positions(time)
         for block in self.blocks:
             x = block(x, positions, self.attention_scale, self.branch_multiplier)
         return cast(Tensor, self.readout(self.final_norm(x) * self.readout_multiplier))
 
-    def _positions(self, time: int) -> Positions:
+    def positions(self, time: int) -> Positions:
+        """What attention knows of the positions of `time` tokens."""
         if self.cos is not None and self.sin is not None:
-            return Positions(cos=self.cos[:time], sin=self.sin[:time])
+            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None])
         return Positions(bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time])
 
 

@@ -158,8 +158,8 @@ def test_without_positions_the_order_of_the_past_does_not_matter_and_with_any_it
 
 
 def test_what_lies_beyond_the_rotated_share_of_a_head_stays() -> None:
-    x = torch.randn(1, 2, 12, 16, generator=torch.Generator().manual_seed(0))
-    angles = rotary_angles(12, 4)
+    x = torch.randn(1, 12, 2, 16, generator=torch.Generator().manual_seed(0))
+    angles = rotary_angles(12, 4)[:, None]
     rotated = rotate(x, angles.cos(), angles.sin())
     assert torch.equal(rotated[..., 4:], x[..., 4:])
     torch.testing.assert_close(rotated[..., :4], rotate(x[..., :4], angles.cos(), angles.sin()))
@@ -187,7 +187,7 @@ def test_activations_are_what_their_names_say() -> None:
 def test_a_parallel_block_adds_both_branches_of_one_norm(tokens: Tensor) -> None:
     model = variant_of({"parallel": True}, n_layers=1)
     (block,), x = blocks(model), model.embedding(tokens) * model.embedding_multiplier
-    positions = Positions(cos=model.cos, sin=model.sin)
+    positions = model.positions(tokens.shape[1])
     normed = block.attention_norm(x)
     added = block.attention(normed, positions, model.attention_scale) + block.mlp(normed)
     expected = x + MULTIPLIERS.branch * added

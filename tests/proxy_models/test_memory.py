@@ -1,0 +1,95 @@
+"""The estimate against what autograd and the optimizer really keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from proxy_models.config import ModelConfig
+from proxy_models.decoder import Decoder, training_loss
+from proxy_models.memory import activation_bytes, training_memory
+
+SEQUENCES = 4
+
+
+def kept_by_autograd(config: ModelConfig) -> int:
+    """Bytes of the distinct storages that a forward pass keeps, weights and buffers left out."""
+    model = Decoder(config)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor  # held, so that its address is not given away again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = training_loss(model, torch.zeros(SEQUENCES, config.context_length + 1, dtype=torch.int64))
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_activations_are_what_autograd_keeps(variant: dict[str, Any]) -> None:
+    config = ModelConfig(d_model=64, n_layers=3, context_length=64, **variant)
+    if config.positions == "alibi":
+        pytest.skip("a CPU's attention with a bias is not fused and keeps its weights")
+    expected = activation_bytes(config, SEQUENCES)
+    if config.norm == "rmsnorm":
+        # Unlike the fused one of a GPU, a CPU's RMSNorm keeps its normalised input too.
+        n_norms = config.n_layers * (1 if config.parallel else 2) + 1
+        expected += 4 * SEQUENCES * config.context_length * config.d_model * n_norms
+    if config.qk_norm:
+        heads = config.n_heads + config.n_kv_heads
+        expected += 4 * SEQUENCES * config.context_length * heads * config.head_dim * config.n_layers
+    assert kept_by_autograd(config) == pytest.approx(expected, rel=0.05)
+
+
+def test_weights_gradients_and_moments_are_those_of_a_real_step() -> None:
+    config = ModelConfig(d_model=64, n_layers=2, context_length=16)
+    model = Decoder(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    training_loss(model, torch.zeros(1, 17, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    estimate = training_memory(config, micro_batch=1)
+    assert estimate.parameters == sum(p.nbytes for p in model.parameters())
+    assert estimate.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert estimate.optimizer == sum(moment.nbytes for moment in moments)
+    assert estimate.gathered == 0
+
+
+def test_sharding_cuts_what_it_says() -> None:
+    config = ModelConfig(d_model=64, n_layers=8)
+    whole, zero2, zero3 = (
+        training_memory(config, micro_batch=1, sharding=sharding, world_size=4)
+        for sharding in ("none", "optimizer", "full")
+    )
+    assert (zero2.parameters, zero2.gradients, zero2.optimizer) == (
+        whole.parameters,
+        whole.gradients // 4,
+        whole.optimizer // 4,
+    )
+    assert (zero3.parameters, zero3.optimizer) == (whole.parameters // 4, whole.optimizer // 4)
+    assert 0 < zero3.gathered < whole.parameters
+    assert whole.activations == zero2.activations == zero3.activations
+
+
+def test_checkpointing_and_low_precision_keep_less() -> None:
+    config = ModelConfig(d_model=64, n_layers=8)
+    plain = activation_bytes(config, 2)
+    assert activation_bytes(config, 2, "bf16") < plain
+    assert activation_bytes(config, 2, checkpointing="full") < plain / 3
+    assert activation_bytes(config, 4) == 2 * plain
+
+
+def test_bad_arguments_are_refused() -> None:
+    config = ModelConfig(d_model=64, n_layers=1)
+    with pytest.raises(ValueError, match="micro_batch must be at least 1, got 0"):
+        training_memory(config, micro_batch=0)
+    with pytest.raises(ValueError, match="optimizer must be one of adamw, .*, got 'sgd'"):
+        training_memory(config, micro_batch=1, optimizer="sgd")
+    assert "GiB a device" in str(training_memory(config, micro_batch=1))
