@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
+from proxy_models.advice import Advice, advise
+
 DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
 """Fields that are probabilities of being dropped in a training step."""
 Activation = Literal["swiglu", "gelu", "relu", "relu2"]
@@ -169,6 +171,10 @@ class ModelConfig:
         matrices = 2 * width * (width + d_kv) + (n_up + 1) * width * self.d_ff
         products = self.n_layers * matrices + self.vocab_size * width
         return 6.0 * products + 12.0 * self.n_layers * self.context_length * width
+
+    def advice(self) -> tuple[Advice, ...]:
+        """What of this shape costs speed on a GPU, each finding with its source."""
+        return tuple(advise(self))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

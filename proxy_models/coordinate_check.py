@@ -34,7 +34,7 @@ from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters, Recipe
-from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import Parametrization, Scheme, TensorClass, parametrize
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def measure(
     """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps."""
     model = Decoder(config).eval()  # nothing is dropped
     initialize(model, parametrization, recipe, seed=seed)
-    optimizer = adamw(model, parametrization, recipe)
+    optimizer = make_optimizer(model, parametrization, recipe)
     set_rates(optimizer, 1.0)
     kinds = {name: _kind(name, module, parametrization) for name, module in model.named_modules()}
     measured: dict[Key, float] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from proxy_models.decoder import Decoder
 from proxy_models.hyperparameters import Recipe
-from proxy_models.parametrization import Parametrization
+from proxy_models.parametrization import Parametrization, TensorClass
+
+ADAFACTOR_FLOOR = 1e-18
+"""Below it torch's Adafactor takes a mean squared gradient for this value; its default, fp32's machine epsilon, lies above
+the squared gradients of small models, and its square must not underflow."""
+MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 
 
 @torch.no_grad()
@@ -52,22 +57,77 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
         )
 
 
-def adamw(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with one group for each distinct (rate, decay, eps); `peak_lr` in a group is its rate at schedule factor 1."""
-    groups: dict[tuple[float, float, float], list[tuple[str, Tensor]]] = {}
+def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
+
+    `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and all else by AdamW.
+    "adam" takes no weight decay.
+    """
+    groups: dict[tuple[float, float, float, bool], list[tuple[str, Tensor]]] = {}
+    name_of = parametrization.optimizer
     for name, parameter in model.named_parameters():
         rule = parametrization.rules[name]
         key = (
             recipe.learning_rate * rule.lr_factor,
-            recipe.weight_decay * rule.weight_decay_factor,
+            0.0 if name_of == "adam" else recipe.weight_decay * rule.weight_decay_factor,
             recipe.eps * rule.eps_factor,
+            rule.tensor_class is TensorClass.HIDDEN and name_of == "muon",
         )
         groups.setdefault(key, []).append((name, parameter))
-    settings: list[dict[str, Any]] = [
-        {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay, "eps": eps}
-        for (lr, decay, eps), parameters in groups.items()
-    ]
-    return torch.optim.AdamW(settings, betas=(recipe.beta1, recipe.beta2), fused=True)
+    settings: list[dict[str, Any]] = []
+    for (lr, decay, eps, orthogonal), parameters in groups.items():
+        group = {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+        if name_of in ("adamw", "adam", "muon") and not orthogonal:
+            group["eps"] = eps
+        settings.append({**group, "orthogonal": True} if orthogonal else group)
+    betas = (recipe.beta1, recipe.beta2)
+    match name_of:
+        case "lion":
+            from pytorch_optimizer import Lion  # slow to import, and seldom wanted
+
+            return cast(torch.optim.Optimizer, Lion(settings, betas=betas))
+        case "adafactor":
+            return torch.optim.Adafactor(settings, eps=(ADAFACTOR_FLOOR, 1e-3))
+        case "muon":
+            return MuonWithAdamW(settings, betas=betas)
+    return torch.optim.AdamW(settings, betas=betas, fused=True)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the groups that say `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
+
+    Groups and state are this optimizer's, and are lent to the two for each step.
+    """
+
+    def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
+        super().__init__(settings, {"orthogonal": False})
+        self._inner: dict[bool, torch.optim.Optimizer] = {}
+        for orthogonal in (True, False):
+            if not (own := self._groups(orthogonal)):
+                continue
+            copies = [dict(group) for group in own]
+            self._inner[orthogonal] = (
+                torch.optim.Muon(copies, adjust_lr_fn="match_rms_adamw", momentum=MUON_MOMENTUM)
+                if orthogonal
+                else torch.optim.AdamW(copies, betas=betas, fused=True)
+            )
+            for ours, theirs in zip(own, copies, strict=True):
+                ours.update(theirs)  # with the defaults filled in
+
+    def _groups(self, orthogonal: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["orthogonal"] is orthogonal]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for orthogonal, optimizer in self._inner.items():
+            optimizer.param_groups, optimizer.state = self._groups(orthogonal), self.state
+            optimizer.step()
+        return loss
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:

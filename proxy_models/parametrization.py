@@ -23,6 +23,10 @@ the size that an untied embedding gives it. Learned positions count as an embedd
 
 Every entry is a factor on the value tuned at the base shape. Decay is applied as rate × decay (decoupled, as torch's
 AdamW does), so a matrix shrinks at the same speed at every width.
+
+The table above is AdamW's. What another optimizer changes of it is the rate of a hidden matrix, whose width factor is
+m^-x, and with it the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. The aim is the same for all: an
+update whose largest singular value does not depend on width (Yang, Simon and Bernstein, arXiv 2310.17813).
 """
 
 from __future__ import annotations
@@ -36,6 +40,21 @@ from typing import Any, Literal, Self
 from proxy_models.config import ModelConfig
 
 Scheme = Literal["mup", "standard"]
+OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon"]
+
+RATE_EXPONENT: dict[OptimizerName, float] = {
+    # An entry of an update has the size of the rate, and adding coherently over the fan-in they grow with the width.
+    "adamw": 1.0,  # Tensor Programs V, table 3
+    "adam": 1.0,  # the same, without decay: coupled decay does not scale (Tensor Programs V, appendix B.3)
+    "lion": 1.0,  # the sign of the momentum: entries of size 1, as Adam's (Chen et al., arXiv 2302.06675, section 3)
+    # The update is relative to the tensor's root mean square, which falls as m^-1/2 by the initial values (Everett et
+    # al., arXiv 2407.05872, section 4, find this exponent for Adafactor).
+    "adafactor": 0.5,
+    # Orthogonalised, and scaled by .2·sqrt(max(fan_in, fan_out)) to Adam's size (Liu et al., arXiv 2502.16982, section
+    # 2.2): the largest singular value is .2·sqrt(width).
+    "muon": 0.5,
+}
+"""x of each optimizer that has rules; another one can't transfer."""
 
 
 class TensorClass(StrEnum):
@@ -108,11 +127,13 @@ class Parametrization:
 
     Attributes:
         scheme: "mup", or "standard" for comparison (one rate for all, fan-in initialisation).
+        optimizer: Whose rules they are.
         rules: By parameter name.
         multipliers: Of the forward pass, before the tuned multipliers are applied to them.
     """
 
     scheme: Scheme
+    optimizer: OptimizerName
     rules: Mapping[str, TensorRule]
     multipliers: ForwardMultipliers
 
@@ -127,7 +148,8 @@ class Parametrization:
             name: TensorRule(**{**rule, "tensor_class": TensorClass(rule["tensor_class"])})
             for name, rule in values["rules"].items()
         }
-        return cls(scheme=values["scheme"], rules=rules, multipliers=ForwardMultipliers(**values["multipliers"]))
+        multipliers = ForwardMultipliers(**values["multipliers"])
+        return cls(scheme=values["scheme"], optimizer=values["optimizer"], rules=rules, multipliers=multipliers)
 
     def __str__(self) -> str:
         """One aligned line for each kind of tensor."""
@@ -145,11 +167,12 @@ class Parametrization:
         return "\n".join([header, *lines, footer])
 
 
-def tensor_rule(shape: TensorShape, *, depth_mult: float, depth_exponent: float, scheme: Scheme) -> TensorRule:
-    """The rule of one parameter: a row of the table above."""
+def tensor_rule(
+    shape: TensorShape, *, depth_mult: float, depth_exponent: float, scheme: Scheme, optimizer: OptimizerName
+) -> TensorRule:
+    """The rule of one parameter: a row of the table above, with the optimizer's exponent."""
     m, tensor_class = shape.width_mult, shape.tensor_class
     in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in _MATRICES
-    hidden = tensor_class is TensorClass.HIDDEN
     base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in
     init_std = {
         TensorClass.EMBEDDING: 1.0,
@@ -166,14 +189,15 @@ def tensor_rule(shape: TensorShape, *, depth_mult: float, depth_exponent: float,
             weight_decay_factor=1.0 if is_matrix else 0.0,
             eps_factor=1.0,
         )
+    width_rate = m ** RATE_EXPONENT[optimizer] if tensor_class is TensorClass.HIDDEN else 1.0
     depth_rate = depth_mult ** (depth_exponent - 1) if in_block else 1.0
     depth_eps = depth_mult**depth_exponent if in_block and tensor_class is not TensorClass.QK_NORM else 1.0
     return TensorRule(
         tensor_class=tensor_class,
         width_mult=m,
         init_std=init_std,
-        lr_factor=depth_rate / m if hidden else depth_rate,
-        weight_decay_factor=(m if hidden else 1.0) if is_matrix else 0.0,
+        lr_factor=depth_rate / width_rate,
+        weight_decay_factor=width_rate if is_matrix else 0.0,
         eps_factor=1 / (m * depth_eps),
     )
 
@@ -225,7 +249,12 @@ def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str
 
 
 def parametrize(
-    config: ModelConfig, base: ModelConfig, *, scheme: Scheme = "mup", depth_exponent: float = 1.0
+    config: ModelConfig,
+    base: ModelConfig,
+    *,
+    scheme: Scheme = "mup",
+    depth_exponent: float = 1.0,
+    optimizer: OptimizerName = "adamw",
 ) -> Parametrization:
     """The table that carries what was tuned at `base` to `config`.
 
@@ -234,9 +263,11 @@ def parametrize(
         base: The shape at which the hyperparameters were tuned.
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
+        optimizer: Whose rules.
 
     Raises:
-        ValueError: If the two differ in anything but width, depth, or the exponent is out of its range.
+        ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
+            optimizer has no rules.
     """
     for name in base.to_dict():
         if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
@@ -250,6 +281,7 @@ def parametrize(
         attention=1 / math.sqrt(config.head_dim),  # head_dim is the base's, so the table's sqrt(d0)/d_head is this
         scheme=scheme,
         depth_exponent=depth_exponent,
+        optimizer=optimizer,
     )
 
 
@@ -260,6 +292,7 @@ def parametrization_of(
     attention: float,
     scheme: Scheme = "mup",
     depth_exponent: float = 1.0,
+    optimizer: OptimizerName = "adamw",
 ) -> Parametrization:
     """The table of any model whose parameters have these shapes.
 
@@ -269,10 +302,17 @@ def parametrization_of(
         attention: Scale of the attention logits.
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
+        optimizer: Whose rules.
 
     Raises:
-        ValueError: If there is no readout or readouts of several widths, or the exponent is out of its range.
+        ValueError: If there is no readout or readouts of several widths, the exponent is out of its range, or the
+            optimizer has no rules.
     """
+    if optimizer not in RATE_EXPONENT:
+        raise ValueError(
+            f"no rules are known for the optimizer {optimizer!r}, so nothing tuned with it transfers; rules exist for "
+            f"{', '.join(RATE_EXPONENT)}"
+        )
     if not 0.5 <= depth_exponent <= 1:
         raise ValueError(f"depth_exponent must lie in [0.5, 1] (CompleteP, section 3), got {depth_exponent}")
     readout_mults = {shape.width_mult for shape in shapes.values() if shape.tensor_class in _READOUTS}
@@ -281,7 +321,9 @@ def parametrization_of(
             f"the readout multiplier needs one width of readouts, got {sorted(readout_mults) or 'no readout'}"
         )
     rules = {
-        name: tensor_rule(shape, depth_mult=depth_mult, depth_exponent=depth_exponent, scheme=scheme)
+        name: tensor_rule(
+            shape, depth_mult=depth_mult, depth_exponent=depth_exponent, scheme=scheme, optimizer=optimizer
+        )
         for name, shape in shapes.items()
     }
     is_mup = scheme == "mup"
@@ -292,4 +334,4 @@ def parametrization_of(
         readout=1 / readout_mults.pop() if is_mup else 1.0,
         attention=attention,
     )
-    return Parametrization(scheme=scheme, rules=rules, multipliers=multipliers)
+    return Parametrization(scheme=scheme, optimizer=optimizer, rules=rules, multipliers=multipliers)

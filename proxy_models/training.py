@@ -27,7 +27,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Recipe, Segment
 from proxy_models.numerics import Numerics
-from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 
 AVERAGED_SHARE = (
     0.15  # of the tokens so far: the stretch whose averaged weights a rung ranks by (Hägele et al., section 4.2)
@@ -244,10 +244,10 @@ def _divergence(losses: list[Tensor], segment: Segment) -> Divergence | None:
     return Divergence(step=step, reason=f"the training loss is {float(losses[within])} at step {step}")
 
 
-def _restore(module: Decoder, numerics: Numerics, recipe: Recipe, state: TrainState | None) -> torch.optim.AdamW:
+def _restore(module: Decoder, numerics: Numerics, recipe: Recipe, state: TrainState | None) -> torch.optim.Optimizer:
     """Write the initial values or the state into the model, and give it an optimizer in the same state."""
     initialize(module, numerics.parametrization, recipe, seed=numerics.seed)
-    optimizer = adamw(module, numerics.parametrization, recipe)
+    optimizer = make_optimizer(module, numerics.parametrization, recipe)
     if state is None:
         return optimizer
     with torch.no_grad():
@@ -259,7 +259,7 @@ def _restore(module: Decoder, numerics: Numerics, recipe: Recipe, state: TrainSt
     return optimizer
 
 
-def _capture(module: Decoder, optimizer: torch.optim.AdamW, tokens: int) -> TrainState:
+def _capture(module: Decoder, optimizer: torch.optim.Optimizer, tokens: int) -> TrainState:
     tensors = {}
     for name, parameter in module.named_parameters():
         tensors[f"weight/{name}"] = parameter.detach().clone()

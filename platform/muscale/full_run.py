@@ -36,7 +36,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Segment
 from proxy_models.numerics import Numerics, Precision
-from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 
 L = import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
@@ -182,9 +182,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             raise RuntimeError("the model is not configured yet")
         return self.model
 
-    def configure_optimizers(self) -> torch.optim.AdamW:
-        """AdamW, its groups by name, after sharding."""
-        return adamw(self.decoder, self.run.numerics.parametrization, self.run.segments[0].recipe)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer, its groups by name, after sharding."""
+        return make_optimizer(self.decoder, self.run.numerics.parametrization, self.run.segments[0].recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
         """Nothing but a count of steps: a batch is found by its position."""

@@ -13,7 +13,7 @@ from proxy_models.base_shapes import module_shapes
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.decoder import Decoder
 from proxy_models.hyperparameters import Hyperparameters, Recipe
-from proxy_models.optimizer import adamw, initialize
+from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.parametrization import TensorClass, decoder_shapes, parametrization_of, parametrize
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=16))
@@ -67,7 +67,7 @@ def test_rates_and_decay_are_mup_s_muadamw(width: int) -> None:
     ).param_groups:
         theirs.update({names[parameter]: (group["lr"], group["weight_decay"]) for parameter in group["params"]})
     ours = {}
-    for group in adamw(model, parametrize(model.config, FAMILY.base), values).param_groups:
+    for group in make_optimizer(model, parametrize(model.config, FAMILY.base), values).param_groups:
         ours.update({names[parameter]: (group["lr"], group["weight_decay"]) for parameter in group["params"]})
     assert ours.keys() == theirs.keys()
     for name, (lr, decay) in theirs.items():
@@ -135,7 +135,7 @@ def test_a_module_of_one_s_own_gets_its_table_and_its_groups() -> None:
     assert table.multipliers.readout == 1 / 3
     model = Convolutional(48)
     initialize(model, table, recipe(), seed=0)
-    rates = {group["lr"] for group in adamw(model, table, recipe()).param_groups}
+    rates = {group["lr"] for group in make_optimizer(model, table, recipe()).param_groups}
     assert sorted(rates) == pytest.approx([0.01 / 3, 0.01])
 
 

@@ -19,8 +19,16 @@ from proxy_models.coordinate_check import CoordinateCheck, Rule, coordinate_chec
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.optimizer import adamw, clip, initialize
-from proxy_models.parametrization import Parametrization, Scheme, TensorRule, parametrize
+from proxy_models.optimizer import clip, initialize, make_optimizer
+from proxy_models.parametrization import (
+    RATE_EXPONENT,
+    OptimizerName,
+    Parametrization,
+    Scheme,
+    TensorClass,
+    TensorRule,
+    parametrize,
+)
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2))
 WIDTHS = (32, 64, 128, 256)
@@ -70,6 +78,32 @@ def test_mup_passes_in_every_variant(corpus: Corpus, variant: dict[str, Any]) ->
     family = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=64, **variant))
     result = coordinate_check(family, VALUES, corpus, widths=WIDTHS)
     assert result.passed, str(result)
+
+
+RATES: dict[OptimizerName, float] = {"adam": 2**-8, "lion": 2**-10, "adafactor": 2**-6, "muon": 2**-8}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: Corpus, name: OptimizerName) -> None:
+    values = replace(VALUES, learning_rate=RATES[name])
+
+    def planted(exponent: float) -> Rule:
+        def rule(config: ModelConfig, base: ModelConfig) -> Parametrization:
+            table = parametrize(config, base, optimizer=name)
+            change = (config.d_model / base.d_model) ** (RATE_EXPONENT[name] - exponent)
+            return with_rules(
+                table,
+                lambda _, r: replace(r, lr_factor=r.lr_factor * change) if r.tensor_class is TensorClass.HIDDEN else r,
+            )
+
+        return rule
+
+    own = RATE_EXPONENT[name]
+    result = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, parametrization=planted(own))
+    assert result.passed, str(result)
+    for other in (own - 0.5, own + 0.5):
+        wrong = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, parametrization=planted(other))
+        assert [finding.fault for finding in wrong.findings][:1] == ["learning-rate scaling"], other
 
 
 def test_it_looks_at_every_module_of_the_model(check: Callable[..., CoordinateCheck]) -> None:
@@ -125,7 +159,7 @@ def test_its_steps_are_those_of_training(corpus: Corpus) -> None:
     measured = measure(config, table, recipe, sequences, seed=4, n_steps=3)
     model = Decoder(config)
     initialize(model, table, recipe, seed=4)
-    optimizer = adamw(model, table, recipe)
+    optimizer = make_optimizer(model, table, recipe)
     for step in range(4):
         logits = model(sequences[:, :-1]).detach()
         assert measured["readout", "readout", "size", step] == pytest.approx(

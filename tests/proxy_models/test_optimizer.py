@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -10,11 +11,12 @@ from torch import nn
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters, Recipe
-from proxy_models.optimizer import adamw, clip, initialize, set_rates
-from proxy_models.parametrization import Parametrization, parametrize
+from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.parametrization import RATE_EXPONENT, OptimizerName, Parametrization, TensorClass, parametrize
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=16))
 WIDE = FAMILY.at(width=64)
+OPTIMIZERS = list(RATE_EXPONENT)
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_a_table_of_another_model_is_refused(recipe: Recipe) -> None:
 
 def test_each_parameter_is_in_one_group_with_its_own_rate_decay_and_eps(recipe: Recipe, table: Parametrization) -> None:
     model = Decoder(WIDE)
-    optimizer = adamw(model, table, recipe)
+    optimizer = make_optimizer(model, table, recipe)
     found = {p: group for group in optimizer.param_groups for p in group["params"]}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(found)
     for name, parameter in model.named_parameters():
@@ -95,7 +97,7 @@ def test_each_parameter_is_in_one_group_with_its_own_rate_decay_and_eps(recipe: 
 
 
 def test_rates_multiply_the_peak_and_do_not_compound(recipe: Recipe, table: Parametrization) -> None:
-    optimizer = adamw(Decoder(WIDE), table, recipe)
+    optimizer = make_optimizer(Decoder(WIDE), table, recipe)
     for factor in (0.5, 0.5, 0.25):
         set_rates(optimizer, factor)
         assert {group["lr"] / group["peak_lr"] for group in optimizer.param_groups} == {factor}
@@ -108,7 +110,7 @@ def test_one_step_is_adamw_s_own(recipe: Recipe) -> None:
     table = parametrize(WIDE, FAMILY.base)
     model = Decoder(WIDE)
     initialize(model, table, recipe, seed=0)
-    optimizer = adamw(model, table, recipe)
+    optimizer = make_optimizer(model, table, recipe)
     set_rates(optimizer, 0.5)
     next_token_loss(model, torch.arange(17).unsqueeze(0)).backward()  # type: ignore[no-untyped-call]
     expected = {}
@@ -120,6 +122,86 @@ def test_one_step_is_adamw_s_own(recipe: Recipe) -> None:
     optimizer.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+def few_steps(
+    optimizer: torch.optim.Optimizer, model: Decoder, n_steps: int, *, start: int = 0
+) -> torch.optim.Optimizer:
+    for step in range(start, start + n_steps):
+        next_token_loss(model, (torch.arange(17) * (step + 3) % 256).unsqueeze(0)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_state_goes_on_bit_for_bit(name: OptimizerName, recipe: Recipe) -> None:
+    table = parametrize(WIDE, FAMILY.base, optimizer=name)
+    model, again = Decoder(WIDE), Decoder(WIDE)
+    initialize(model, table, recipe, seed=0)
+    optimizer = few_steps(make_optimizer(model, table, recipe), model, 3)
+    initialize(again, table, recipe, seed=1)
+    again.load_state_dict(model.state_dict())
+    restored = make_optimizer(again, table, recipe)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    few_steps(optimizer, model, 3, start=3)
+    few_steps(restored, again, 3, start=3)
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_muon_trains_the_hidden_matrices_and_adamw_the_rest(recipe: Recipe) -> None:
+    table = parametrize(WIDE, FAMILY.base, optimizer="muon")
+    model, apart = Decoder(WIDE), Decoder(WIDE)
+    for each in (model, apart):
+        initialize(each, table, recipe, seed=0)
+    few_steps(make_optimizer(model, table, recipe), model, 3)
+    hidden = [p for n, p in apart.named_parameters() if table.rules[n].tensor_class is TensorClass.HIDDEN]
+    others = [p for p in apart.parameters() if not any(p is matrix for matrix in hidden)]
+    assert len(hidden) == 2 * 7
+    decayed = [p for p in others if p.ndim == 2]
+    gains = [p for p in others if p.ndim == 1]
+    both: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            hidden,
+            lr=0.01 / 2**0.5,
+            weight_decay=recipe.weight_decay * 2**0.5,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": gains, "weight_decay": 0.0}],
+            lr=0.01,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=5e-10,
+            fused=True,
+        ),
+    ]
+    for step in range(3):
+        next_token_loss(apart, (torch.arange(17) * (step + 3) % 256).unsqueeze(0)).backward()  # type: ignore[no-untyped-call]
+        for optimizer in both:
+            optimizer.step()
+        apart.zero_grad()
+    for (name, ours), theirs in zip(model.named_parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_hidden_matrix_shrinks_at_the_same_speed_at_every_width(name: OptimizerName, recipe: Recipe) -> None:
+    speeds = set()
+    for width in (32, 64, 256):
+        config = FAMILY.at(width=width)
+        optimizer = make_optimizer(Decoder(config), parametrize(config, FAMILY.base, optimizer=name), recipe)
+        speeds.add(max(round(group["lr"] * group["weight_decay"], 12) for group in optimizer.param_groups))
+    assert len(speeds) == 1
+    assert (speeds == {0.0}) == (name == "adam")
+
+
+def test_an_optimizer_without_rules_can_not_transfer() -> None:
+    with pytest.raises(
+        ValueError, match="no rules are known for the optimizer 'sgd', so nothing tuned with it transfers"
+    ):
+        parametrize(WIDE, FAMILY.base, optimizer="sgd")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("max_norm", "left"), [(2.5, 2.5), (50.0, 5.0)])

@@ -10,7 +10,7 @@ import torch
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.optimizer import adamw, clip, initialize
+from proxy_models.optimizer import clip, initialize, make_optimizer
 from proxy_models.parametrization import (
     Parametrization,
     Scheme,
@@ -31,7 +31,7 @@ def losses(config: ModelConfig, scheme: Scheme, n_steps: int = 5) -> list[float]
     parametrization = parametrize(config, BASE, scheme=scheme)
     model = Decoder(config)
     initialize(model, parametrization, recipe, seed=0)
-    optimizer = adamw(model, parametrization, recipe)
+    optimizer = make_optimizer(model, parametrization, recipe)
     sequences = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
     values = []
     for _ in range(n_steps):

@@ -16,7 +16,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
 from proxy_models.numerics import Numerics
-from proxy_models.optimizer import adamw, clip, initialize, set_rates
+from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.training import Divergence, SegmentResult, Trainer, TrainState
 
 BATCH = 4 * 32
@@ -62,7 +62,7 @@ def test_training_is_the_loop_written_out(
     result = trainer.train(replace(numerics, seed=3), segment)
     model, recipe = Decoder(numerics.model), segment.recipe
     initialize(model, numerics.parametrization, recipe, seed=3)
-    optimizer = adamw(model, numerics.parametrization, recipe)
+    optimizer = make_optimizer(model, numerics.parametrization, recipe)
     stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=3)
     losses = []
     for step in range(10):
