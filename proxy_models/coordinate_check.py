@@ -214,7 +214,9 @@ def coordinate_check(
         ValueError: If there are too few widths or seeds, the widths span too little, or there is no step.
     """
     _validate(widths, seeds, n_steps)
-    table = parametrization or (lambda config, base: parametrize(config, base, scheme=scheme))
+    table = parametrization or (
+        lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
+    )
     # Any long horizon: warmup and decay, all that depends on it, are switched off.
     recipe = replace(hyperparameters.resolve(10_000 * hyperparameters.batch_tokens), warmup_tokens=0, weight_decay=0.0)
     stream = TokenStream(tokens=corpus.train, context_length=family.base.context_length, seed=0)

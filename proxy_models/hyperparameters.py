@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from proxy_models.parametrization import OptimizerName
 from proxy_models.schedule import Constant, Cooldown, CosineDecay, LinearDecay, Phase, ScheduleName
 
 
@@ -13,7 +14,7 @@ class Hyperparameters:
     """Tuned at the base shape, transferable by the parametrization and the horizon law.
 
     Attributes:
-        learning_rate: Peak rate of AdamW at the base shape.
+        learning_rate: Peak rate at the base shape.
         init_scale: Factor on every initial standard deviation of the parametrization's table.
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738).
@@ -22,9 +23,11 @@ class Hyperparameters:
         warmup_floor_tokens: Least warmup, whatever the fraction says.
         schedule: "wsd", "linear" or "cosine".
         cooldown_fraction: Share of a WSD run that cools down.
-        beta1, beta2, eps: AdamW's.
+        optimizer: One that the parametrization has rules for.
+        beta1, beta2, eps: Adam's and AdamW's; Lion takes the betas, Adafactor none of them.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
+        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout.
     """
 
     learning_rate: float
@@ -35,6 +38,7 @@ class Hyperparameters:
     warmup_floor_tokens: int = 0
     schedule: ScheduleName = "wsd"
     cooldown_fraction: float = 0.15
+    optimizer: OptimizerName = "adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
@@ -42,10 +46,13 @@ class Hyperparameters:
     embedding_multiplier: float = 1.0
     output_multiplier: float = 1.0
     attention_multiplier: float = 1.0
+    embedding_rate: float = 1.0
+    output_rate: float = 1.0
 
     def __post_init__(self) -> None:
         positive = ("learning_rate", "batch_tokens", "init_scale", "weight_decay_tau", "eps", "clip_norm")
-        for name in (*positive, "embedding_multiplier", "output_multiplier", "attention_multiplier"):
+        multipliers = ("embedding_multiplier", "output_multiplier", "attention_multiplier")
+        for name in (*positive, *multipliers, "embedding_rate", "output_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("warmup_fraction", "beta1", "beta2"):
@@ -85,6 +92,7 @@ class Hyperparameters:
             batch_tokens=self.batch_tokens,
             init_scale=self.init_scale,
             warmup_tokens=warmup,
+            optimizer=self.optimizer,
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.eps,
@@ -92,6 +100,8 @@ class Hyperparameters:
             embedding_multiplier=self.embedding_multiplier,
             output_multiplier=self.output_multiplier,
             attention_multiplier=self.attention_multiplier,
+            embedding_rate=self.embedding_rate,
+            output_rate=self.output_rate,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +118,7 @@ class Recipe:
     batch_tokens: int
     init_scale: float
     warmup_tokens: int
+    optimizer: OptimizerName
     beta1: float
     beta2: float
     eps: float
@@ -115,6 +126,8 @@ class Recipe:
     embedding_multiplier: float
     output_multiplier: float
     attention_multiplier: float
+    embedding_rate: float
+    output_rate: float
 
     def weight_decay_tau(self, n_tokens: int) -> float:
         """B / (eta·lambda·D) of a run that ends at `n_tokens`."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from proxy_models.config import ModelConfig
-from proxy_models.parametrization import Parametrization, Scheme, parametrize
+from proxy_models.parametrization import OptimizerName, Parametrization, Scheme, parametrize
 
 SEMANTICS = 1  # raise it when the same segment would train to another loss: older results are then not reused
 
@@ -35,10 +35,11 @@ class Numerics:
     precision: Precision = "fp32"
     semantics: int = SEMANTICS
 
-    @property
-    def parametrization(self) -> Parametrization:
-        """The table of this shape against its base."""
-        return parametrize(self.model, self.base, scheme=self.scheme, depth_exponent=self.depth_exponent)
+    def parametrization(self, optimizer: OptimizerName) -> Parametrization:
+        """The table of this shape against its base, for an optimizer."""
+        return parametrize(
+            self.model, self.base, scheme=self.scheme, depth_exponent=self.depth_exponent, optimizer=optimizer
+        )
 
     @property
     def key(self) -> str:

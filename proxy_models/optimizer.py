@@ -65,10 +65,15 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
     """
     groups: dict[tuple[float, float, float, bool], list[tuple[str, Tensor]]] = {}
     name_of = parametrization.optimizer
+    rates = {
+        TensorClass.EMBEDDING: recipe.embedding_rate,
+        TensorClass.READOUT: recipe.output_rate,
+        TensorClass.TIED: recipe.output_rate,
+    }
     for name, parameter in model.named_parameters():
         rule = parametrization.rules[name]
         key = (
-            recipe.learning_rate * rule.lr_factor,
+            recipe.learning_rate * rule.lr_factor * rates.get(rule.tensor_class, 1.0),
             0.0 if name_of == "adam" else recipe.weight_decay * rule.weight_decay_factor,
             recipe.eps * rule.eps_factor,
             rule.tensor_class is TensorClass.HIDDEN and name_of == "muon",

@@ -6,6 +6,7 @@ module uses; this file only walks over them without a trainer's overhead.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
@@ -18,13 +19,13 @@ from typing import Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from proxy_models import compilation
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.hyperparameters import Recipe, Segment
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
@@ -39,7 +40,7 @@ _CHECK_EVERY = 32  # steps between looks at whether the loss is still finite
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Weights and AdamW's moments after `tokens` tokens; all that is needed to go on exactly."""
+    """Weights and the optimizer's moments after `tokens` tokens; all that is needed to go on exactly."""
 
     tokens: int
     tensors: dict[str, Tensor]
@@ -92,16 +93,18 @@ class WarmModel:
     def __init__(self, config: ModelConfig, *, compiled: bool) -> None:
         self.module = Decoder(config)
         self.parameters: list[Tensor] = list(self.module.parameters())
-        self.loss: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
+        self.loss: Callable[[Decoder, Tensor], Tensor] = training_loss
         if compiled:
-            self.loss = torch.compile(next_token_loss, dynamic=False)
+            self.loss = torch.compile(training_loss, dynamic=False)
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
-        """Mean loss over the sequences, nats per token, always eager so that it does not depend on compilation."""
+        """Mean loss over the sequences, nats per token: nothing dropped, in fp32, and eager, whatever the training is."""
+        self.module.eval()
         losses = [
             next_token_loss(self.module, batch) * len(batch) for batch in torch.split(sequences, _EVALUATION_BATCH)
         ]
+        self.module.train()
         return float(torch.stack(losses).sum() / len(sequences))
 
 
@@ -136,7 +139,7 @@ class Trainer:
 
         Raises:
             ValueError: If the state does not end where the segment starts, or the averaged stretch begins before it,
-                or `numerics` is of another corpus or precision.
+                or `numerics` is of another corpus.
         """
         self._validate(numerics, segment, state, averaged)
         warm, recipe = self._model(numerics.model), segment.recipe
@@ -146,8 +149,11 @@ class Trainer:
         average = [torch.zeros_like(p) for p in warm.parameters] if averaged else []
         losses: list[Tensor] = []
         divergence, started = None, time.perf_counter()
+        low_precision = torch.autocast("cpu", torch.bfloat16, enabled=numerics.precision == "bf16")
         for tokens in range(segment.start, segment.end, recipe.batch_tokens):
-            loss = warm.loss(warm.module, stream.batch(tokens, recipe.batch_tokens))
+            seed_step(numerics, tokens)
+            with low_precision:
+                loss = warm.loss(warm.module, stream.batch(tokens, recipe.batch_tokens))
             loss.backward()  # type: ignore[no-untyped-call]
             clip(warm.parameters, recipe.clip_norm)
             set_rates(optimizer, segment.rate_factor(tokens))
@@ -207,8 +213,6 @@ class Trainer:
             )
         if numerics.corpus_key != self.corpus.key:
             raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
-        if numerics.precision != "fp32":
-            raise ValueError(f"the lean loop trains in precision fp32 only, got {numerics.precision}")
         if segment.recipe.batch_tokens % numerics.model.context_length:
             raise ValueError(
                 f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "
@@ -230,6 +234,13 @@ class Trainer:
         return warm.evaluate(self._evaluation[size])
 
 
+def seed_step(numerics: Numerics, tokens: int, rank: int = 0) -> None:
+    """Make the random numbers of the step after `tokens` tokens a function of the run, the position and the rank."""
+    if numerics.model.is_random:
+        digest = hashlib.sha256(f"{numerics.seed}/{tokens}/{rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
 def _averaged_from(end: int, batch_tokens: int) -> int:
     """Position of the first step whose weights are averaged at `end`."""
     return int(end * (1 - AVERAGED_SHARE)) // batch_tokens * batch_tokens
@@ -246,15 +257,19 @@ def _divergence(losses: list[Tensor], segment: Segment) -> Divergence | None:
 
 def _restore(module: Decoder, numerics: Numerics, recipe: Recipe, state: TrainState | None) -> torch.optim.Optimizer:
     """Write the initial values or the state into the model, and give it an optimizer in the same state."""
-    initialize(module, numerics.parametrization, recipe, seed=numerics.seed)
-    optimizer = make_optimizer(module, numerics.parametrization, recipe)
+    table = numerics.parametrization(recipe.optimizer)
+    initialize(module, table, recipe, seed=numerics.seed)
+    module.zero_grad()  # what a training that an error ended has left behind
+    optimizer = make_optimizer(module, table, recipe)
     if state is None:
         return optimizer
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(state.tensors[f"weight/{name}"])
             optimizer.state[parameter] = {
-                moment: state.tensors[f"{moment}/{name}"].clone() for moment in ("exp_avg", "exp_avg_sq", "step")
+                kind.removesuffix(f"/{name}"): tensor.clone()
+                for kind, tensor in state.tensors.items()
+                if kind.endswith(f"/{name}") and not kind.startswith("weight/")
             }
     return optimizer
 
@@ -263,6 +278,6 @@ def _capture(module: Decoder, optimizer: torch.optim.Optimizer, tokens: int) -> 
     tensors = {}
     for name, parameter in module.named_parameters():
         tensors[f"weight/{name}"] = parameter.detach().clone()
-        for moment in ("exp_avg", "exp_avg_sq", "step"):
-            tensors[f"{moment}/{name}"] = optimizer.state[parameter][moment].clone()
+        for kind, value in optimizer.state[parameter].items():
+            tensors[f"{kind}/{name}"] = value.clone()
     return TrainState(tokens=tokens, tensors=tensors)

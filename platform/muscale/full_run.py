@@ -33,10 +33,11 @@ from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.hyperparameters import Segment
 from proxy_models.numerics import Numerics, Precision
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.training import seed_step
 
 L = import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
@@ -173,7 +174,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
                 if sum(parameter.numel() for parameter in block.parameters()) >= run.min_unit_params:
                     fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-        initialize(self.model, run.numerics.parametrization, run.segments[0].recipe, seed=run.numerics.seed)
+        recipe = run.segments[0].recipe
+        initialize(self.model, run.numerics.parametrization(recipe.optimizer), recipe, seed=run.numerics.seed)
 
     @property
     def decoder(self) -> Decoder:
@@ -184,7 +186,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer, its groups by name, after sharding."""
-        return make_optimizer(self.decoder, self.run.numerics.parametrization, self.run.segments[0].recipe)
+        recipe = self.run.segments[0].recipe
+        return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
         """Nothing but a count of steps: a batch is found by its position."""
@@ -215,7 +218,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         sequences = self._stream.batch(
             self.tokens, self.run.batch_tokens, rank=self.global_rank, world_size=self.trainer.world_size
         )
-        loss = next_token_loss(self.decoder, sequences.to(self.device))
+        seed_step(self.run.numerics, self.tokens, self.global_rank)
+        loss = training_loss(self.decoder, sequences.to(self.device))
         self._loss = _mean(loss.detach())
         if not torch.isfinite(self._loss):
             step = self.tokens // self.run.batch_tokens
@@ -256,12 +260,14 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
     def evaluate(self) -> float:
         """Mean loss over the held-out sequences, exactly, whatever the number of ranks."""
         world_size = self.trainer.world_size
+        self.decoder.eval()
         total = torch.zeros((), device=self.device)
         for batch in torch.split(self._held_out, _EVALUATION_BATCH * world_size):
             share = torch.tensor_split(batch, world_size)[self.global_rank]
             # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
             loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
             total += loss * len(share)
+        self.decoder.train()
         if world_size > 1:
             dist.all_reduce(total)
         return float(total) / len(self._held_out)

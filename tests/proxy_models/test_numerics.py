@@ -41,4 +41,4 @@ def test_numerics_and_their_key_survive_json() -> None:
 
 def test_the_table_is_of_this_shape_and_scheme() -> None:
     standard = replace(NUMERICS, scheme="standard", depth_exponent=0.5)
-    assert standard.parametrization == parametrize(standard.model, BASE, scheme="standard", depth_exponent=0.5)
+    assert standard.parametrization("adamw") == parametrize(standard.model, BASE, scheme="standard", depth_exponent=0.5)

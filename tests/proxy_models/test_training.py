@@ -17,6 +17,7 @@ from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.parametrization import OptimizerName
 from proxy_models.training import Divergence, SegmentResult, Trainer, TrainState
 
 BATCH = 4 * 32
@@ -61,8 +62,8 @@ def test_training_is_the_loop_written_out(
     (segment,) = chain(replace(hyperparameters, schedule="linear"), 10 * BATCH)
     result = trainer.train(replace(numerics, seed=3), segment)
     model, recipe = Decoder(numerics.model), segment.recipe
-    initialize(model, numerics.parametrization, recipe, seed=3)
-    optimizer = make_optimizer(model, numerics.parametrization, recipe)
+    initialize(model, numerics.parametrization("adamw"), recipe, seed=3)
+    optimizer = make_optimizer(model, numerics.parametrization("adamw"), recipe)
     stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=3)
     losses = []
     for step in range(10):
@@ -164,7 +165,7 @@ def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
     recipe = hyperparameters.resolve(N_TOKENS)
     result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
     model = Decoder(numerics.model)
-    initialize(model, numerics.parametrization, recipe, seed=0)
+    initialize(model, numerics.parametrization("adamw"), recipe, seed=0)
     ends = [trainer.train(numerics, stem(recipe, n * BATCH)).state for n in (18, 19, 20)]
     weights = [{n: t for n, t in state.tensors.items() if n.startswith("weight/")} for state in ends if state]
     model.load_state_dict({n.removeprefix("weight/"): sum(w[n] for w in weights) / 3 for n in weights[0]})
@@ -246,7 +247,6 @@ def test_rungs_too_near_to_each_other_to_average_between_are_refused(
     ("change", "rule"),
     [
         ({"corpus_key": "other"}, "the run is of corpus other, this trainer holds"),
-        ({"precision": "bf16"}, "trains in precision fp32 only, got bf16"),
         ({"evaluation_tokens": 10**9}, "the validation split of .* tokens has"),
     ],
 )
@@ -263,3 +263,62 @@ def test_a_batch_of_parts_of_sequences_is_refused(
     recipe = replace(hyperparameters, batch_tokens=48).resolve(480)
     with pytest.raises(ValueError, match="batch_tokens must be a multiple of context_length=32, got 48"):
         trainer.train(numerics, stem(recipe, 48))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion", "adafactor", "muon"])
+def test_every_optimizer_learns_and_resumes_bit_for_bit(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, optimizer: OptimizerName, tmp_path: Path
+) -> None:
+    rate = 0.05 if optimizer == "adafactor" else 0.003
+    (whole,) = chain(replace(hyperparameters, schedule="cosine", optimizer=optimizer, learning_rate=rate), 30 * BATCH)
+    uninterrupted = trainer.train(numerics, whole)
+    assert uninterrupted.train_losses[-5:].mean() < uninterrupted.train_losses[:5].mean() - 0.3
+    half = trainer.train(numerics, replace(whole, end=7 * BATCH))
+    assert half.state is not None
+    half.state.save(tmp_path / "half.pt")
+    resumed = trainer.train(numerics, replace(whole, start=7 * BATCH), TrainState.load(tmp_path / "half.pt"))
+    assert_same(resumed, uninterrupted)
+
+
+def test_dropout_is_a_function_of_the_position_and_absent_from_evaluation(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    model = replace(numerics.model, mlp_dropout=0.2, stochastic_depth=0.2, embedding_dropout=0.1)
+    numerics = replace(numerics, model=model, base=model)
+    (whole,) = chain(replace(hyperparameters, schedule="linear"), 20 * BATCH)
+    uninterrupted = trainer.train(numerics, whole)
+    half = trainer.train(numerics, replace(whole, end=9 * BATCH))
+    torch.manual_seed(12345)
+    assert_same(trainer.train(numerics, replace(whole, start=9 * BATCH), half.state), uninterrupted)
+    other = trainer.train(replace(numerics, seed=1), whole)
+    assert not np.array_equal(other.train_losses, uninterrupted.train_losses)
+    same_weights = [trainer._evaluate(trainer._model(model), numerics) for _ in range(2)]
+    assert same_weights[0] == same_weights[1]
+
+
+def test_bf16_is_near_fp32_and_keeps_its_weights_in_fp32(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 20 * BATCH)
+    full = trainer.train(numerics, segment)
+    low = trainer.train(replace(numerics, precision="bf16"), segment)
+    assert low.state is not None
+    assert {tensor.dtype for tensor in low.state.tensors.values()} == {torch.float32}
+    assert not np.array_equal(low.train_losses, full.train_losses)
+    assert low.train_losses == pytest.approx(full.train_losses, rel=0.02)
+
+
+def test_what_an_error_left_in_a_warm_model_does_not_reach_the_next_training(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 5 * BATCH)
+    expected = trainer.train(numerics, segment)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("proxy_models.training.clip", interrupted)  # after backward, before the gradients are dropped
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(numerics, segment)
+    assert_same(trainer.train(numerics, segment), expected)
