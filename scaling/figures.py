@@ -52,7 +52,7 @@ def draw_fit(data: pd.DataFrame) -> "go.Figure":
     figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=1, col=2)
     figure.update_xaxes(title="predicted " + LOSS, row=1, col=1)
     figure.update_yaxes(title="actual " + LOSS, row=1, col=1)
-    figure.update_xaxes(title=COMPUTE, type="log", row=1, col=2)
+    figure.update_xaxes(title=COMPUTE, type="log", exponentformat="power", row=1, col=2)
     figure.update_yaxes(title="residual (% of the prediction)", row=1, col=2)
     return figure
 
@@ -90,7 +90,7 @@ def draw_frontier(data: pd.DataFrame) -> "go.Figure":
         figure.add_scatter(
             x=target["compute_flops"], y=target["loss"], error_y=bars, mode="markers", name="forecast", marker=star
         )
-    figure.update_xaxes(title=COMPUTE, type="log")
+    figure.update_xaxes(title=COMPUTE, type="log", exponentformat="power")
     figure.update_yaxes(title=LOSS, type="log")
     return figure
 
