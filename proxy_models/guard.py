@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,9 +99,10 @@ class Guard:
     def memory(self) -> NDArray[np.float64]:
         """Losses, norms and steps of spikes, newest last, NaN where there are none yet; shape (3, n) fixed by the settings."""
         rows = np.full((3, max(self.settings.window, self.settings.max_spikes + 1)), np.nan)
-        for row, values in enumerate((list(self._losses), list(self._norms), list(self._spikes))):
+        remembered: tuple[Sequence[float], ...] = (self._losses, self._norms, self._spikes)
+        for row, values in zip(rows, remembered, strict=True):
             if values:
-                rows[row, -len(values) :] = values
+                row[-len(values) :] = values
         return rows
 
     def judge(self, step: int, loss: float, norm: float) -> Spike | Divergence | None:

@@ -116,10 +116,9 @@ class Hyperparameters:
                     f'{field.name} is a setting of {" and ".join(users)}: schedule "{self.schedule}" would ignore '
                     f"{getattr(self, field.name)}"
                 )
-        least = 0 < self.final_fraction if self.schedule == "exponential" else 0 <= self.final_fraction
-        if not least or self.final_fraction >= 1:
+        if not 0 <= self.final_fraction < 1 or (self.schedule == "exponential" and self.final_fraction == 0):
             raise ValueError(
-                f"final_fraction must lie below 1 and not below 0, above 0 if exponential, got {self.final_fraction}"
+                f"final_fraction must lie in [0, 1), and above 0 for an exponential, got {self.final_fraction}"
             )
         if list(self.milestones) != sorted(set(self.milestones)) or not all(0 < m < 1 for m in self.milestones):
             raise ValueError(f"milestones must rise and lie in (0, 1), got {self.milestones}")

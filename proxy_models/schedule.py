@@ -135,7 +135,7 @@ class ExponentialDecay:
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
         """Factor on the rate."""
-        decayed = self.final_fraction ** _progress(tokens, self.warmup_tokens, self.end)
+        decayed = float(self.final_fraction ** _progress(tokens, self.warmup_tokens, self.end))
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
 

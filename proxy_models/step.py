@@ -21,7 +21,7 @@ from proxy_models.precision import LEAST_SCALE, LossScaler, autocast
 from proxy_models.state import capture, restore
 
 Loss = Callable[[Decoder, Tensor], Tensor]
-_GOOD = "good/"  # prefix of the guard's snapshot among the tensors of a state
+GOOD = "good/"  # prefix of the guard's snapshot in a memory
 
 
 def step_seed(seed: int, tokens: int, rank: int) -> int:
@@ -128,20 +128,19 @@ class Stepper:
                 restore(self.module, self.optimizer, self._good)
         return verdict is None
 
-    def state(self) -> dict[str, Tensor]:
-        """Weights, moments, and whatever else the next step depends on."""
-        tensors = capture(self.module, self.optimizer)
+    def memory(self) -> dict[str, Tensor]:
+        """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""
+        tensors = {}
         if self._scaler:
             tensors["scaler"] = self._scaler.state()
         if self._guard:
             tensors["guard"] = torch.from_numpy(self._guard.memory)
-        return tensors | {f"{_GOOD}{name}": tensor for name, tensor in self._good.items()}
+        return tensors | {f"{GOOD}{name}": tensor for name, tensor in self._good.items()}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `state` gave."""
-        restore(self.module, self.optimizer, tensors)
+    def remember(self, tensors: dict[str, Tensor]) -> None:
+        """Go on with what `memory` gave."""
         if self._scaler:
             self._scaler.load(tensors["scaler"])
         if self._guard:
             self._guard = Guard(self._guard.settings, tensors["guard"].numpy())
-        self._good = {n.removeprefix(_GOOD): tensor for n, tensor in tensors.items() if n.startswith(_GOOD)}
+        self._good = {n.removeprefix(GOOD): tensor for n, tensor in tensors.items() if n.startswith(GOOD)}

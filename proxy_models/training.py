@@ -26,7 +26,7 @@ from proxy_models.metrics import Curve, Observation, Recorder, activation_rms, p
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import adamw, initialize
 from proxy_models.precision import unsupported
-from proxy_models.state import TrainState
+from proxy_models.state import TrainState, capture, restore
 from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels
 
@@ -148,7 +148,8 @@ class Trainer:
         optimizer = adamw(module, numerics.parametrization, recipe)
         stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
         if state:
-            stepper.load(state.tensors)
+            restore(module, optimizer, state.tensors)
+            stepper.remember(state.tensors)
         stream = TokenStream(tokens=self.corpus.train, context_length=numerics.model.context_length, seed=numerics.seed)
         sums = [
             RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=recipe.batch_tokens)
@@ -192,7 +193,7 @@ class Trainer:
         if divergence:
             end, loss_at_end = None, None
         else:
-            end = TrainState(tokens=segment.end, tensors=stepper.state())
+            end = TrainState(tokens=segment.end, tensors=capture(module, optimizer) | stepper.memory())
             for running in sums:
                 running.write()
                 losses[running.average] = self._evaluate(warm, numerics)

@@ -265,6 +265,8 @@ def _contradictions(config: StudyConfig) -> list[str]:
             f"promote.workers: must divide the {first_batch // model.context_length} sequences of a batch, "
             f"got {config.promote.workers}"
         )
+    if config.promote.precision == "fp16" and config.promote.workers > 1:
+        problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     widths = [("check.widths", w) for w in config.check.widths] + [
         ("transfer.widths", w) for w in config.transfer.widths
     ]
