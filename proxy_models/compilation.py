@@ -7,6 +7,11 @@ import shutil
 import sysconfig
 from functools import cache
 from pathlib import Path
+from typing import Literal
+
+Compile = bool | Literal["auto"]
+"""Whether to compile; "auto" where it pays."""
+_PAYS_FROM_TOKENS = 4_000_000
 
 
 @cache
@@ -32,3 +37,19 @@ def configure() -> None:
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.accumulated_recompile_limit = 4096
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def pays(n_tokens: int) -> bool:
+    """Whether compiling a shape saves more time than it costs, for so many tokens on a CPU.
+
+    Measured here at depth 2, widths 32 to 256, batches of 8 × 128 tokens, one thread: compiling took 7 to 21 s and then saved
+    3 to 5.5 microseconds a token at any width, as it is the overhead of single operations that it saves. Both grow with depth
+    alike.
+    """
+    return n_tokens >= _PAYS_FROM_TOKENS
+
+
+def decide(compile: Compile, n_tokens: int) -> bool:
+    """Whether to compile a shape that so many tokens will be trained at."""
+    wanted = pays(n_tokens) if compile == "auto" else compile
+    return wanted and missing_compiler() is None

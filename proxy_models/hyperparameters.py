@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, get_args
 
+from proxy_models.batch_ramp import BatchRamp
 from proxy_models.parametrization import OptimizerName
-from proxy_models.schedule import Constant, Cooldown, CosineDecay, LinearDecay, Phase, ScheduleName
+from proxy_models.schedule import (
+    Constant,
+    Cooldown,
+    CosineCycle,
+    CosineDecay,
+    ExponentialDecay,
+    InverseSqrt,
+    LinearCooldown,
+    LinearDecay,
+    Phase,
+    ScheduleName,
+    StepDecay,
+)
+
+_OWN_SETTINGS: dict[str, tuple[ScheduleName, ...]] = {
+    "final_fraction": ("cosine", "exponential", "cosine_cycles"),
+    "milestones": ("step",),
+    "step_factor": ("step",),
+    "cycles": ("cosine_cycles",),
+}
+"""Settings that only some schedules read: one set for another schedule would be ignored, so it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +42,18 @@ class Hyperparameters:
         init_scale: Factor on every initial standard deviation of the parametrization's table.
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738).
-        batch_tokens: Tokens per optimizer step, over all devices.
+        batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
+        batch_doublings: Times that the batch doubles on its way to `batch_tokens`.
+        batch_ramp_tokens: Tokens until the last doubling, in equal stages, each rounded to whole batches.
         warmup_fraction: Warmup as a fraction of the run's tokens.
         warmup_floor_tokens: Least warmup, whatever the fraction says.
-        schedule: "wsd", "linear" or "cosine".
-        cooldown_fraction: Share of a WSD run that cools down.
+        schedule: One of `schedule.ScheduleName`, which says what each is.
+        cooldown_fraction: Share of the run that cools down, under "wsd", "wsd_linear" and "inverse_sqrt".
+        final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
+        milestones: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek LLM's,
+            arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
+        step_factor: See `milestones`.
+        cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: One that the parametrization has rules for.
         beta1, beta2, eps: Adam's and AdamW's; Lion takes the betas, Adafactor none of them.
         clip_norm: Global gradient norm above which gradients are scaled down.
@@ -39,6 +70,12 @@ class Hyperparameters:
     schedule: ScheduleName = "wsd"
     cooldown_fraction: float = 0.15
     optimizer: OptimizerName = "adamw"
+    final_fraction: float = 0.1
+    milestones: tuple[float, ...] = (0.8, 0.9)
+    step_factor: float = 0.316
+    cycles: int = 2
+    batch_doublings: int = 0
+    batch_ramp_tokens: int = 0
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
@@ -62,6 +99,40 @@ class Hyperparameters:
             raise ValueError(f"cooldown_fraction must lie in (0, 1), got {self.cooldown_fraction}")
         if self.warmup_floor_tokens < 0:
             raise ValueError(f"warmup_floor_tokens must not be negative, got {self.warmup_floor_tokens}")
+        self._validate_schedule()
+        if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
+            self.batch_ramp_tokens
+        ):
+            raise ValueError(
+                f"a batch ramp needs batch_doublings and batch_ramp_tokens, got {self.batch_doublings} and "
+                f"{self.batch_ramp_tokens}"
+            )
+        if self.batch_tokens % 2**self.batch_doublings:
+            raise ValueError(
+                f"batch_tokens must be a multiple of 2^{self.batch_doublings} to double so often, got {self.batch_tokens}"
+            )
+
+    def _validate_schedule(self) -> None:
+        object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
+        if self.schedule not in get_args(ScheduleName):
+            raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
+        for field in fields(self):
+            users = _OWN_SETTINGS.get(field.name)
+            if users and self.schedule not in users and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f'{field.name} is a setting of {" and ".join(users)}: schedule "{self.schedule}" would ignore '
+                    f"{getattr(self, field.name)}"
+                )
+        if not 0 <= self.final_fraction < 1 or (self.schedule == "exponential" and self.final_fraction == 0):
+            raise ValueError(
+                f"final_fraction must lie in [0, 1), and above 0 for an exponential, got {self.final_fraction}"
+            )
+        if list(self.milestones) != sorted(set(self.milestones)) or not all(0 < m < 1 for m in self.milestones):
+            raise ValueError(f"milestones must rise and lie in (0, 1), got {self.milestones}")
+        if not 0 < self.step_factor < 1:
+            raise ValueError(f"step_factor must lie in (0, 1), got {self.step_factor}")
+        if self.cycles < 1:
+            raise ValueError(f"cycles must be at least 1, got {self.cycles}")
 
     def whole_batches(self, n_tokens: float) -> int:
         """The multiple of `batch_tokens` nearest to `n_tokens`, at least one batch."""
@@ -79,13 +150,16 @@ class Hyperparameters:
         """The absolute values of a run of `n_tokens`; a branch of it keeps them.
 
         Raises:
-            ValueError: If the warmup does not fit into the run.
+            ValueError: If the warmup or the batch ramp does not fit into the run.
         """
         warmup = self.whole_batches(max(self.warmup_floor_tokens, self.warmup_fraction * n_tokens))
-        if warmup >= n_tokens * (1 - self.cooldown_fraction):
-            raise ValueError(
-                f"a warmup of {warmup} tokens does not fit into the stable part of a run of {n_tokens} tokens"
-            )
+        doublings = self.batch_doublings
+        ramp = doublings * self.whole_batches(self.batch_ramp_tokens / doublings) if doublings else 0
+        for name, length in (("warmup", warmup), ("batch ramp", ramp)):
+            if length >= n_tokens * (1 - self.cooldown_fraction):
+                raise ValueError(
+                    f"a {name} of {length} tokens does not fit into the stable part of a run of {n_tokens} tokens"
+                )
         return Recipe(
             learning_rate=self.learning_rate,
             weight_decay=self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
@@ -93,6 +167,8 @@ class Hyperparameters:
             init_scale=self.init_scale,
             warmup_tokens=warmup,
             optimizer=self.optimizer,
+            batch_doublings=doublings,
+            batch_ramp_tokens=ramp,
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.eps,
@@ -128,6 +204,18 @@ class Recipe:
     attention_multiplier: float
     embedding_rate: float
     output_rate: float
+    batch_doublings: int = 0
+    batch_ramp_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _ = self.ramp  # a ramp that can't be is refused here
+
+    @cached_property
+    def ramp(self) -> BatchRamp:
+        """Batch of each step."""
+        return BatchRamp(
+            batch_tokens=self.batch_tokens, doublings=self.batch_doublings, ramp_tokens=self.batch_ramp_tokens
+        )
 
     def weight_decay_tau(self, n_tokens: int) -> float:
         """B / (eta·lambda·D) of a run that ends at `n_tokens`."""
@@ -158,11 +246,15 @@ class Segment:
     @property
     def n_steps(self) -> int:
         """Optimizer steps."""
-        return (self.end - self.start) // self.recipe.batch_tokens
+        return self.recipe.ramp.n_steps(self.end) - self.recipe.ramp.n_steps(self.start)
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """(tokens seen before, tokens of the step) of each step."""
+        return self.recipe.ramp.steps(self.start, self.end)
 
     def rate_factor(self, tokens: int) -> float:
         """Schedule factor of the step that starts after `tokens` tokens of the run."""
-        return self.phase.factor(tokens, self.recipe.batch_tokens)
+        return self.phase.factor(tokens, self.recipe.ramp.batch_at(tokens))
 
 
 def stem(recipe: Recipe, stable_tokens: int) -> Segment:
@@ -170,27 +262,80 @@ def stem(recipe: Recipe, stable_tokens: int) -> Segment:
     return Segment(recipe=recipe, phase=Constant(warmup_tokens=recipe.warmup_tokens), start=0, end=stable_tokens)
 
 
-def branch(recipe: Recipe, stable_tokens: int, n_tokens: int) -> tuple[Segment, Segment]:
-    """A whole WSD run: the stem to `stable_tokens`, then the cooldown to `n_tokens`."""
-    cooldown = Cooldown(start=stable_tokens, end=n_tokens)
-    return (
-        stem(recipe, stable_tokens),
-        Segment(recipe=recipe, phase=cooldown, start=stable_tokens, end=n_tokens),
-    )
+def branch(
+    recipe: Recipe, stable_tokens: int, n_tokens: int, schedule: ScheduleName = "wsd"
+) -> tuple[Segment, Segment]:
+    """A whole run that cools down to zero: its stem to `stable_tokens`, then the cooldown to `n_tokens`.
+
+    Raises:
+        ValueError: If the schedule has no cooldown.
+    """
+    start = stem(recipe, stable_tokens)
+    cooldown: Phase
+    if schedule == "wsd":
+        cooldown = Cooldown(start=stable_tokens, end=n_tokens)
+    elif schedule == "wsd_linear":
+        cooldown = LinearCooldown(start=stable_tokens, end=n_tokens)
+    elif schedule == "inverse_sqrt":
+        decaying = InverseSqrt(warmup_tokens=recipe.warmup_tokens)
+        reached = decaying.factor(stable_tokens, recipe.batch_tokens)
+        start = Segment(recipe=recipe, phase=decaying, start=0, end=stable_tokens)
+        cooldown = LinearCooldown(start=stable_tokens, end=n_tokens, start_factor=reached)
+    else:
+        raise ValueError(f'a run is branched under "wsd", "wsd_linear" or "inverse_sqrt", got "{schedule}"')
+    return start, Segment(recipe=recipe, phase=cooldown, start=stable_tokens, end=n_tokens)
 
 
 def chain(hyperparameters: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
-    """The segments of a run of `n_tokens` (whole batches) to its annealed end.
+    """The segments of a run of `n_tokens` (whole batches) to its end, annealed unless the schedule is "constant".
 
     Raises:
-        ValueError: If the run is too short for its warmup and cooldown.
+        ValueError: If the run is too short for its warmup, batch ramp and cooldown, or its cycles for their warmups.
     """
-    recipe = hyperparameters.resolve(n_tokens)
-    if hyperparameters.schedule == "wsd":
-        return branch(recipe, hyperparameters.stable_tokens(n_tokens), n_tokens)
+    h = hyperparameters
+    recipe = h.resolve(n_tokens)
+    warmup, final_fraction = recipe.warmup_tokens, h.final_fraction
     phase: Phase
-    if hyperparameters.schedule == "linear":
-        phase = LinearDecay(warmup_tokens=recipe.warmup_tokens, end=n_tokens)
-    else:
-        phase = CosineDecay(warmup_tokens=recipe.warmup_tokens, end=n_tokens)
+    match h.schedule:
+        case "wsd" | "wsd_linear" | "inverse_sqrt":
+            return branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
+        case "cosine_cycles":
+            return _cycles(recipe, n_tokens, h.cycles, final_fraction)
+        case "constant":
+            phase = Constant(warmup_tokens=warmup)
+        case "linear":
+            phase = LinearDecay(warmup_tokens=warmup, end=n_tokens)
+        case "cosine":
+            phase = CosineDecay(warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
+        case "exponential":
+            phase = ExponentialDecay(warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
+        case "step":
+            milestones = tuple(h.whole_batches(n_tokens * share) for share in h.milestones)
+            phase = StepDecay(warmup_tokens=warmup, end=n_tokens, milestones=milestones, step_factor=h.step_factor)
     return (Segment(recipe=recipe, phase=phase, start=0, end=n_tokens),)
+
+
+def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -> tuple[Segment, ...]:
+    """Equal cycles in whole batches; each after the first warms up from where the one before it ended."""
+    batch = recipe.batch_tokens
+    ends = [n_tokens * number // cycles // batch * batch for number in range(cycles + 1)]
+    shortest = min(end - start for start, end in pairwise(ends))
+    if recipe.warmup_tokens >= shortest:
+        raise ValueError(
+            f"a warmup of {recipe.warmup_tokens} tokens does not fit into a cycle of {shortest}: lower warmup_fraction or cycles"
+        )
+    return tuple(
+        Segment(
+            recipe=recipe,
+            phase=CosineCycle(
+                start=start,
+                end=end,
+                warmup_tokens=recipe.warmup_tokens,
+                start_factor=final_fraction if start else 0.0,
+                final_fraction=final_fraction,
+            ),
+            start=start,
+            end=end,
+        )
+        for start, end in pairwise(ends)
+    )

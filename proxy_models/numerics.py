@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from proxy_models.config import ModelConfig
+from proxy_models.guard import GuardSettings
 from proxy_models.parametrization import OptimizerName, Parametrization, Scheme, parametrize
 
 SEMANTICS = 1  # raise it when the same segment would train to another loss: older results are then not reused
 
-Precision = Literal["fp32", "bf16"]
-"""What matrices are multiplied in; weights and moments are fp32 always."""
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What matrices are multiplied in; weights and moments are fp32 always, and fp16 scales the loss."""
 
 
 def content_key(values: Any) -> str:
@@ -33,6 +34,7 @@ class Numerics:
     scheme: Scheme = "mup"
     depth_exponent: float = 1.0
     precision: Precision = "fp32"
+    guard: GuardSettings | None = None
     semantics: int = SEMANTICS
 
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
@@ -54,4 +56,5 @@ class Numerics:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
         shapes = {name: ModelConfig(**values[name]) for name in ("model", "base")}
-        return cls(**{**values, **shapes})
+        guard = GuardSettings(**values["guard"]) if values.get("guard") else None
+        return cls(**{**values, **shapes, "guard": guard})

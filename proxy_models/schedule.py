@@ -2,16 +2,45 @@
 
 A run is a chain of phases. Warmup + constant followed by a cooldown is WSD (Hu et al., arXiv 2404.06395; Hägele et al.,
 arXiv 2405.18392): its constant phase does not know how long the run will be, so one stem serves branches of many lengths.
-Linear and cosine decay know their horizon, and are one phase each.
+So does the inverse square root. The decays that know their horizon are one phase each, and cycles are one phase a cycle.
+
+Every phase answers the same question: the factor, in (0, 1], on the rate of the step that starts after `tokens` tokens and
+takes `batch_tokens`.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-ScheduleName = Literal["wsd", "linear", "cosine"]
+ScheduleName = Literal[
+    "wsd",  # warmup, constant, 1 - sqrt cooldown to zero
+    "wsd_linear",  # warmup, constant, linear cooldown to zero
+    "constant",  # warmup, constant; never annealed
+    "linear",  # warmup, linear to zero
+    "cosine",  # warmup, half a cosine to `final_fraction`
+    "exponential",  # warmup, the same share lost with every token, to `final_fraction`
+    "step",  # warmup, constant, times `step_factor` at each of `milestones`
+    "inverse_sqrt",  # warmup, 1/sqrt(tokens), linear cooldown to zero
+    "cosine_cycles",  # `cycles` times: (re-)warmup, half a cosine to `final_fraction`
+]
+
+
+def warmup_factor(tokens: int, batch_tokens: int, warmup_tokens: int) -> float:
+    """Linear warmup that reaches 1 with the step that ends at `warmup_tokens`; the first step is not wasted at rate 0."""
+    return min(1.0, (tokens + batch_tokens) / warmup_tokens) if warmup_tokens else 1.0
+
+
+def _progress(tokens: int, start: int, end: int) -> float:
+    """How far from `start` to `end`, 0 before."""
+    return max(0, tokens - start) / (end - start)
+
+
+def _half_cosine(progress: float, final_fraction: float) -> float:
+    """From 1 to `final_fraction` along half a cosine (Loshchilov and Hutter, arXiv 1608.03983, section 3)."""
+    return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +50,24 @@ class Constant:
     warmup_tokens: int
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate of the step that starts after `tokens` tokens."""
+        """Factor on the rate."""
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSqrt:
+    """Linear warmup, then 1/sqrt of the tokens, counted in warmups (Vaswani et al., arXiv 1706.03762, section 5.3)."""
+
+    warmup_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.warmup_tokens < 1:
+            raise ValueError(f"the inverse square root is counted in warmups: one is needed, got {self.warmup_tokens}")
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        """Factor on the rate."""
+        warmups = (tokens + batch_tokens) / self.warmup_tokens
+        return min(warmups, 1 / math.sqrt(warmups))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,44 +78,128 @@ class Cooldown:
     end: int
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate of the step that starts after `tokens` tokens."""
-        return 1 - math.sqrt((tokens - self.start) / (self.end - self.start))
+        """Factor on the rate."""
+        return 1 - math.sqrt(_progress(tokens, self.start, self.end))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCooldown:
+    """Linearly from `start_factor` at `start` to 0 at `end`.
+
+    After a constant phase: Hägele et al., section 3.1. After an inverse square root: Zhai et al., arXiv 2106.04560.
+    """
+
+    start: int
+    end: int
+    start_factor: float = 1.0
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        """Factor on the rate."""
+        return self.start_factor * (1 - _progress(tokens, self.start, self.end))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDecay:
-    """Linear warmup, then linearly from 1 to 0 at `end`."""
+    """Linear warmup, then linearly from 1 to 0 at `end` (Bergsma et al., arXiv 2502.15938)."""
 
     warmup_tokens: int
     end: int
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate of the step that starts after `tokens` tokens."""
-        decayed = 1 - max(0, tokens - self.warmup_tokens) / (self.end - self.warmup_tokens)
+        """Factor on the rate."""
+        decayed = 1 - _progress(tokens, self.warmup_tokens, self.end)
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosineDecay:
-    """Linear warmup, then half a cosine from 1 to `final_fraction` at `end`."""
+    """Linear warmup, then half a cosine from 1 to `final_fraction` at `end`; GPT-3's ends at .1 (arXiv 2005.14165, appendix B)."""
 
     warmup_tokens: int
     end: int
     final_fraction: float = 0.1
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate of the step that starts after `tokens` tokens."""
-        progress = max(0, tokens - self.warmup_tokens) / (self.end - self.warmup_tokens)
-        decayed = self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+        """Factor on the rate."""
+        decayed = _half_cosine(_progress(tokens, self.warmup_tokens, self.end), self.final_fraction)
         return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
 
-Phase = Constant | Cooldown | LinearDecay | CosineDecay
+@dataclass(frozen=True, kw_only=True)
+class ExponentialDecay:
+    """Linear warmup, then from 1 to `final_fraction` at `end`, the same share in equal tokens (as in Li et al., arXiv 1905.04753)."""
+
+    warmup_tokens: int
+    end: int
+    final_fraction: float
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        """Factor on the rate."""
+        decayed = float(self.final_fraction ** _progress(tokens, self.warmup_tokens, self.end))
+        return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * decayed
 
 
-def warmup_factor(tokens: int, batch_tokens: int, warmup_tokens: int) -> float:
-    """Linear warmup that reaches 1 with the step that ends at `warmup_tokens`; the first step is not wasted at rate 0."""
-    return min(1.0, (tokens + batch_tokens) / warmup_tokens) if warmup_tokens else 1.0
+@dataclass(frozen=True, kw_only=True)
+class StepDecay:
+    """Linear warmup, then 1, times `step_factor` from each of `milestones` (tokens) on (arXiv 2401.02954, section 2.3)."""
+
+    warmup_tokens: int
+    end: int
+    milestones: tuple[int, ...]
+    step_factor: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        """Factor on the rate."""
+        passed = bisect.bisect_right(self.milestones, tokens)
+        return warmup_factor(tokens, batch_tokens, self.warmup_tokens) * float(self.step_factor**passed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineCycle:
+    """One of several: linear warmup from `start_factor` to 1, then half a cosine to `final_fraction` at `end`.
+
+    Restarts are Loshchilov and Hutter's (arXiv 1608.03983, section 3); that a restarted language model is warmed up again
+    is Gupta et al.'s (arXiv 2308.04014) and Ibrahim et al.'s (arXiv 2403.08763).
+    """
+
+    start: int
+    end: int
+    warmup_tokens: int
+    start_factor: float
+    final_fraction: float
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        """Factor on the rate."""
+        warm = warmup_factor(tokens - self.start, batch_tokens, self.warmup_tokens)
+        decayed = _half_cosine(_progress(tokens, self.start + self.warmup_tokens, self.end), self.final_fraction)
+        return (self.start_factor + (1 - self.start_factor) * warm) * decayed
+
+
+Phase = (
+    Constant
+    | InverseSqrt
+    | Cooldown
+    | LinearCooldown
+    | LinearDecay
+    | CosineDecay
+    | ExponentialDecay
+    | StepDecay
+    | CosineCycle
+)
+_KINDS: tuple[type[Phase], ...] = (
+    Constant,
+    InverseSqrt,
+    Cooldown,
+    LinearCooldown,
+    LinearDecay,
+    CosineDecay,
+    ExponentialDecay,
+    StepDecay,
+    CosineCycle,
+)
 
 
 def phase_to_dict(phase: Phase) -> dict[str, Any]:
@@ -80,5 +209,5 @@ def phase_to_dict(phase: Phase) -> dict[str, Any]:
 
 def phase_from_dict(values: dict[str, Any]) -> Phase:
     """Rebuild what `phase_to_dict` wrote."""
-    kinds: dict[str, type[Phase]] = {kind.__name__: kind for kind in (Constant, Cooldown, LinearDecay, CosineDecay)}
+    kinds = {kind.__name__: kind for kind in _KINDS}
     return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})

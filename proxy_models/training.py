@@ -1,20 +1,14 @@
-"""The lean loop that trains proxies: one warm process, one compiled model for each shape, segments in, results out.
+"""The lean loop that trains proxies: one warm process, one model for each shape, segments in, results out.
 
-The definitions it is made of (loss, groups, schedule, clipping, data order) are the ones that the full-size Lightning
-module uses; this file only walks over them without a trainer's overhead.
+The definitions it is made of (step, groups, schedule, data order) are the ones that the full-size Lightning module uses;
+this file only walks over them without a trainer's overhead.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
@@ -22,48 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proxy_models import compilation
+from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, RunningAverage, Tail
 from proxy_models.batches import TokenStream, evaluation_sequences
-from proxy_models.config import ModelConfig
+from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss, training_loss
-from proxy_models.hyperparameters import Recipe, Segment
+from proxy_models.guard import Divergence, Spike
+from proxy_models.hyperparameters import Segment
+from proxy_models.metrics import Curve, Observation, Recorder, activation_rms, passes, update_rms
 from proxy_models.numerics import Numerics
-from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.optimizer import initialize, make_optimizer
+from proxy_models.precision import unsupported
+from proxy_models.state import TrainState, capture, restore
+from proxy_models.step import Stepper
+from proxy_models.warm import WarmModel, WarmModels
 
-AVERAGED_SHARE = (
-    0.15  # of the tokens so far: the stretch whose averaged weights a rung ranks by (Hägele et al., section 4.2)
-)
-_WARM_MODELS = 4
-_EVALUATION_BATCH = 64  # sequences
 _CHECK_EVERY = 32  # steps between looks at whether the loss is still finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """Weights and the optimizer's moments after `tokens` tokens; all that is needed to go on exactly."""
-
-    tokens: int
-    tensors: dict[str, Tensor]
-
-    def save(self, path: Path) -> None:
-        """Write to `path`, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        torch.save({"tokens": self.tokens, "tensors": self.tensors}, unfinished)
-        unfinished.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read what `save` wrote."""
-        return cls(**torch.load(path, weights_only=True, map_location="cpu"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """Where and why a training ended without a loss."""
-
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,49 +41,60 @@ class SegmentResult:
         state: The state at its end; None after a divergence.
         loss: Validation loss of the last weights, nats per token; None after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
-        train_losses: Loss of each step's batch before the step, nats per token.
+        average_losses: Validation loss of each other average that was asked for.
+        curve: What was measured at each step.
         divergence: None if all went well.
-        seconds: Wall time of the steps, evaluation not counted.
+        spikes: Steps that the guard left out.
+        seconds: Wall time of the steps, evaluation and observation not counted.
+        compiled: Whether the steps were compiled.
     """
 
     state: TrainState | None = field(repr=False)
     loss: float | None
     averaged_loss: float | None
-    train_losses: NDArray[np.float32] = field(repr=False)
+    average_losses: Mapping[Average, float] = field(default_factory=dict)
+    curve: Curve = field(repr=False)
     divergence: Divergence | None
+    spikes: tuple[Spike, ...] = ()
     seconds: float
+    compiled: bool = False
 
-
-class WarmModel:
-    """One decoder of one shape, kept between trainings; compiled or eager."""
-
-    def __init__(self, config: ModelConfig, *, compiled: bool) -> None:
-        self.module = Decoder(config)
-        self.parameters: list[Tensor] = list(self.module.parameters())
-        self.loss: Callable[[Decoder, Tensor], Tensor] = training_loss
-        if compiled:
-            self.loss = torch.compile(training_loss, dynamic=False)
-
-    @torch.no_grad()
-    def evaluate(self, sequences: Tensor) -> float:
-        """Mean loss over the sequences, nats per token: nothing dropped, in fp32, and eager, whatever the training is."""
-        self.module.eval()
-        losses = [
-            next_token_loss(self.module, batch) * len(batch) for batch in torch.split(sequences, _EVALUATION_BATCH)
-        ]
-        self.module.train()
-        return float(torch.stack(losses).sum() / len(sequences))
+    @property
+    def train_losses(self) -> NDArray[np.float32]:
+        """What each step minimised, on its batch before the step, nats per token."""
+        return self.curve.train_loss
 
 
 class Trainer:
     """Trains segments of any shape on one corpus; reusing it for another run changes no bit of that run."""
 
-    def __init__(self, corpus: Corpus, *, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        compile: Compile = "auto",
+        planned_tokens: int | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        """Open a trainer.
+
+        Args:
+            corpus: What is trained on.
+            compile: Whether steps are compiled; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
+            planned_tokens: Tokens that this process will train at each shape; None: those of the segment at hand.
+            micro_batch: Sequences of one forward and backward pass, as memory allows; None: the whole batch. The numbers
+                are the same but for rounding (and the draws of dropout), so it is in no key.
+
+        Raises:
+            ValueError: If `micro_batch` is not positive.
+        """
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
         self.corpus = corpus
-        self.compiled = compiled and compilation.missing_compiler() is None
-        if self.compiled:
+        self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch
+        if compile and compilation.missing_compiler() is None:
             compilation.configure()
-        self._warm: OrderedDict[ModelConfig, WarmModel] = OrderedDict()
+        self._warm = WarmModels()
         self._evaluation: dict[tuple[int, int], Tensor] = {}
 
     def train(
@@ -126,106 +104,138 @@ class Trainer:
         state: TrainState | None = None,
         *,
         averaged: bool = False,
+        averages: Sequence[Average] = (),
+        observation: Observation = Observation(),  # noqa: B008 - frozen
         on_step: Callable[[int, float], None] | None = None,
     ) -> SegmentResult:
         """Train one segment from `state` (None: from the initial values) and evaluate at its end.
 
         Args:
-            numerics: Model, data, seed.
+            numerics: Model, data, seed, precision, guard.
             segment: What to train; starts where `state` ends.
             state: Where to go on.
             averaged: Also evaluate the weights averaged over the last stretch.
+            averages: Also evaluate these averages.
+            observation: What else to measure along the way.
             on_step: Called now and then with (tokens seen, training loss).
 
         Raises:
-            ValueError: If the state does not end where the segment starts, or the averaged stretch begins before it,
-                or `numerics` is of another corpus.
+            ValueError: If the state does not end where the segment starts, or an average begins before it,
+                or `numerics` is of another corpus or of a precision that this device does not have.
         """
-        self._validate(numerics, segment, state, averaged)
-        warm, recipe = self._model(numerics.model), segment.recipe
-        optimizer = _restore(warm.module, numerics, recipe, state)
+        wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
+        self._validate(numerics, segment, state, wanted)
+        compiled = compilation.decide(self._compile, self._planned_tokens or segment.end - segment.start)
+        warm = self._warm.get(numerics.model, compiled=compiled)
+        with torch.random.fork_rng(enabled=numerics.model.is_random):
+            return self._run(warm, compiled, numerics, segment, state, wanted, observation, on_step)
+
+    def _run(
+        self,
+        warm: WarmModel,
+        compiled: bool,
+        numerics: Numerics,
+        segment: Segment,
+        state: TrainState | None,
+        wanted: Sequence[Average],
+        observation: Observation,
+        on_step: Callable[[int, float], None] | None,
+    ) -> SegmentResult:
+        recipe, module = segment.recipe, warm.module
+        module.train()
+        module.zero_grad()  # an exception may have left gradients here
+        initialize(module, numerics.parametrization(recipe.optimizer), recipe, seed=numerics.seed)
+        optimizer = make_optimizer(module, numerics.parametrization(recipe.optimizer), recipe)
+        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
+        if state:
+            restore(module, optimizer, state.tensors)
+            stepper.remember(state.tensors)
         stream = TokenStream(tokens=self.corpus.train, context_length=numerics.model.context_length, seed=numerics.seed)
-        average_from = _averaged_from(segment.end, recipe.batch_tokens)
-        average = [torch.zeros_like(p) for p in warm.parameters] if averaged else []
-        losses: list[Tensor] = []
-        divergence, started = None, time.perf_counter()
-        low_precision = torch.autocast("cpu", torch.bfloat16, enabled=numerics.precision == "bf16")
-        for tokens in range(segment.start, segment.end, recipe.batch_tokens):
-            seed_step(numerics, tokens)
-            with low_precision:
-                loss = warm.loss(warm.module, stream.batch(tokens, recipe.batch_tokens))
-            loss.backward()  # type: ignore[no-untyped-call]
-            clip(warm.parameters, recipe.clip_norm)
-            set_rates(optimizer, segment.rate_factor(tokens))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            if averaged and tokens >= average_from:
-                with torch.no_grad():
-                    torch._foreach_add_(average, warm.parameters)
-            if len(losses) % _CHECK_EVERY == 0 or tokens + recipe.batch_tokens == segment.end:
-                if divergence := _divergence(losses, segment):
+        sums = [
+            RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=recipe.batch_tokens)
+            for average in wanted
+        ]
+        first, divergence, recorder = recipe.ramp.n_steps(segment.start), None, Recorder()
+        for number, (tokens, batch) in enumerate(segment.steps(), start=first):
+            sequences, after = stream.batch(tokens, batch), tokens + batch
+            rate_factor = segment.rate_factor(tokens)
+            before = None
+            if passes(observation.layers_every_tokens, tokens, after):
+                with recorder.stopped():
+                    recorder.add_layers(after, "activation", activation_rms(module, sequences))
+                    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+            loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
+            recorder.add(after, loss, norm, rate_factor)
+            for running in sums:
+                running.add(tokens, batch)
+            if before or passes(observation.evaluate_every_tokens, tokens, after):
+                with recorder.stopped():
+                    if before:
+                        recorder.add_layers(after, "update", update_rms(module, before))
+                    if passes(observation.evaluate_every_tokens, tokens, after):
+                        recorder.add_val_loss(after, self._evaluate(warm, numerics))
+            if divergence := stepper.divergence:
+                break
+            if (number + 1 - first) % _CHECK_EVERY == 0 or after == segment.end:
+                if divergence := _divergence(recorder.losses, first):
                     break
                 if on_step:
-                    on_step(tokens + recipe.batch_tokens, float(losses[-1]))
-        seconds = time.perf_counter() - started
-        train_losses = torch.stack(losses).numpy().astype(np.float32)
+                    on_step(after, float(loss))
+        seconds = recorder.seconds
+        loss_at_end: float | None = None
+        losses: dict[Average, float] = {}
         if not divergence:
             loss_at_end = self._evaluate(warm, numerics)
             if not math.isfinite(loss_at_end):
                 divergence = Divergence(
-                    step=segment.end // recipe.batch_tokens, reason="the validation loss is not finite"
+                    step=recipe.ramp.n_steps(segment.end), reason="the validation loss is not finite"
                 )
         if divergence:
-            return SegmentResult(
-                state=None,
-                loss=None,
-                averaged_loss=None,
-                train_losses=train_losses,
-                divergence=divergence,
-                seconds=seconds,
-            )
-        state = _capture(warm.module, optimizer, segment.end)
-        averaged_loss = None
-        if averaged:
-            n_averaged = (segment.end - average_from) // recipe.batch_tokens
-            with torch.no_grad():
-                for parameter, total in zip(warm.parameters, average, strict=True):
-                    parameter.copy_(total / n_averaged)
-            averaged_loss = self._evaluate(warm, numerics)
+            end, loss_at_end = None, None
+        else:
+            end = TrainState(tokens=segment.end, tensors=capture(module, optimizer) | stepper.memory())
+            for running in sums:
+                running.write()
+                losses[running.average] = self._evaluate(warm, numerics)
         return SegmentResult(
-            state=state,
+            state=end,
             loss=loss_at_end,
-            averaged_loss=averaged_loss,
-            train_losses=train_losses,
-            divergence=None,
+            averaged_loss=losses.pop(Tail(), None),
+            average_losses=losses,
+            curve=recorder.curve(),
+            divergence=divergence,
+            spikes=tuple(stepper.spikes),
             seconds=seconds,
+            compiled=compiled,
         )
 
-    def _validate(self, numerics: Numerics, segment: Segment, state: TrainState | None, averaged: bool) -> None:
+    def _validate(
+        self, numerics: Numerics, segment: Segment, state: TrainState | None, wanted: Sequence[Average]
+    ) -> None:
         at = state.tokens if state else 0
+        recipe = segment.recipe
         if at != segment.start:
             raise ValueError(f"the segment starts at {segment.start} tokens but the state ends at {at}")
-        if averaged and (first := _averaged_from(segment.end, segment.recipe.batch_tokens)) < segment.start:
-            raise ValueError(
-                f"the averaged stretch before {segment.end} begins at {first} tokens, before the segment's start at "
-                f"{segment.start}: rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
-            )
+        for average in wanted:
+            if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
+                rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
+                raise ValueError(
+                    f"the averaged stretch before {segment.end} begins at {first} tokens, before the segment's start at "
+                    f"{segment.start}{rule if isinstance(average, Tail) else ''}"
+                )
+            if isinstance(average, LastCheckpoints) and average.every_tokens % recipe.batch_tokens:
+                raise ValueError(
+                    f"every_tokens must be a multiple of batch_tokens={recipe.batch_tokens}, got {average.every_tokens}"
+                )
         if numerics.corpus_key != self.corpus.key:
             raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
-        if segment.recipe.batch_tokens % numerics.model.context_length:
+        if reason := unsupported(numerics.precision, "cpu"):
+            raise ValueError(f"precision {numerics.precision} can't be trained here: {reason}")
+        if recipe.ramp.first_batch_tokens % numerics.model.context_length:
             raise ValueError(
                 f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "
-                f"got {segment.recipe.batch_tokens}"
+                f"got {recipe.ramp.first_batch_tokens}"
             )
-
-    def _model(self, config: ModelConfig) -> WarmModel:
-        if config not in self._warm:
-            self._warm[config] = WarmModel(config, compiled=self.compiled)
-            if len(self._warm) > _WARM_MODELS:
-                self._warm.popitem(last=False)
-        self._warm.move_to_end(config)
-        return self._warm[config]
 
     def _evaluate(self, warm: WarmModel, numerics: Numerics) -> float:
         size = (numerics.model.context_length, numerics.evaluation_tokens)
@@ -234,50 +244,12 @@ class Trainer:
         return warm.evaluate(self._evaluation[size])
 
 
-def seed_step(numerics: Numerics, tokens: int, rank: int = 0) -> None:
-    """Make the random numbers of the step after `tokens` tokens a function of the run, the position and the rank."""
-    if numerics.model.is_random:
-        digest = hashlib.sha256(f"{numerics.seed}/{tokens}/{rank}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _averaged_from(end: int, batch_tokens: int) -> int:
-    """Position of the first step whose weights are averaged at `end`."""
-    return int(end * (1 - AVERAGED_SHARE)) // batch_tokens * batch_tokens
-
-
-def _divergence(losses: list[Tensor], segment: Segment) -> Divergence | None:
+def _divergence(losses: list[Tensor], first: int) -> Divergence | None:
+    """Of the steps since the last look; step `first` gave the first loss."""
     finite = torch.isfinite(torch.stack(losses[-_CHECK_EVERY:]))
     if bool(finite.all()):
         return None
     within = len(losses) - len(finite) + int((~finite).nonzero()[0])
-    step = segment.start // segment.recipe.batch_tokens + within
-    return Divergence(step=step, reason=f"the training loss is {float(losses[within])} at step {step}")
-
-
-def _restore(module: Decoder, numerics: Numerics, recipe: Recipe, state: TrainState | None) -> torch.optim.Optimizer:
-    """Write the initial values or the state into the model, and give it an optimizer in the same state."""
-    table = numerics.parametrization(recipe.optimizer)
-    initialize(module, table, recipe, seed=numerics.seed)
-    module.zero_grad()  # what a training that an error ended has left behind
-    optimizer = make_optimizer(module, table, recipe)
-    if state is None:
-        return optimizer
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(state.tensors[f"weight/{name}"])
-            optimizer.state[parameter] = {
-                kind.removesuffix(f"/{name}"): tensor.clone()
-                for kind, tensor in state.tensors.items()
-                if kind.endswith(f"/{name}") and not kind.startswith("weight/")
-            }
-    return optimizer
-
-
-def _capture(module: Decoder, optimizer: torch.optim.Optimizer, tokens: int) -> TrainState:
-    tensors = {}
-    for name, parameter in module.named_parameters():
-        tensors[f"weight/{name}"] = parameter.detach().clone()
-        for kind, value in optimizer.state[parameter].items():
-            tensors[f"{kind}/{name}"] = value.clone()
-    return TrainState(tokens=tokens, tensors=tensors)
+    return Divergence(
+        step=first + within, reason=f"the training loss is {float(losses[within])} at step {first + within}"
+    )

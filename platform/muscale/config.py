@@ -23,6 +23,7 @@ from proxy_models.parametrization import Scheme
 from search_spaces import Space, SpaceError, mup_adamw
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+_FIXED_IN_A_SWEEP = ("batch_tokens", "batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
 MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
 
 
@@ -253,16 +254,19 @@ def _contradictions(config: StudyConfig) -> list[str]:
     """What no single key can tell: one line each."""
     problems: list[str] = []
     h, model = config.hyperparameters, config.model
-    if h.batch_tokens % model.context_length:
+    first_batch = h.batch_tokens >> h.batch_doublings
+    if first_batch % model.context_length:
         problems.append(
             f"hyperparameters.batch_tokens: must be a multiple of model.context_length = {model.context_length}, "
-            f"got {h.batch_tokens}"
+            f"got {first_batch}"
         )
-    elif h.batch_tokens // model.context_length % config.promote.workers:
+    elif first_batch // model.context_length % config.promote.workers:
         problems.append(
-            f"promote.workers: must divide the {h.batch_tokens // model.context_length} sequences of a batch, "
+            f"promote.workers: must divide the {first_batch // model.context_length} sequences of a batch, "
             f"got {config.promote.workers}"
         )
+    if config.promote.precision == "fp16" and config.promote.workers > 1:
+        problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     widths = [("check.widths", w) for w in config.check.widths] + [
         ("transfer.widths", w) for w in config.transfer.widths
     ]
@@ -283,11 +287,12 @@ def _contradictions(config: StudyConfig) -> list[str]:
     for name in config.sweep.space:
         if name not in {field.name for field in dataclasses.fields(Hyperparameters)}:
             problems.append(f"sweep.space.{name}: not a hyperparameter of the training")
-        elif name in ("batch_tokens", "schedule", "cooldown_fraction"):
+        elif name in _FIXED_IN_A_SWEEP:
             problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
-    if config.hyperparameters.schedule != "wsd":
+    if h.schedule not in ("wsd", "wsd_linear"):
         problems.append(
-            f'hyperparameters.schedule: rungs, branches and ladders need "wsd", got {config.hyperparameters.schedule!r}'
+            'hyperparameters.schedule: rungs, branches and ladders need "wsd" or "wsd_linear", which have a stem that runs of '
+            f"several lengths share, got {h.schedule!r}"
         )
     if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
         problems.append(

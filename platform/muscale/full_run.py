@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -33,11 +34,14 @@ from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Segment
-from proxy_models.numerics import Numerics, Precision
-from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
-from proxy_models.training import seed_step
+from proxy_models.metrics import passes
+from proxy_models.numerics import Numerics
+from proxy_models.optimizer import initialize, make_optimizer
+from proxy_models.precision import unsupported
+from proxy_models.state import capture
+from proxy_models.step import GOOD, Stepper
 
 L = import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
@@ -46,7 +50,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
-_PRECISION: dict[Precision, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}  # Lightning's names
+_MEMORY = "memory"  # of the stepper, in a checkpoint
 MIN_UNIT_PARAMS = 1_000_000
 """A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
 _KEEP = 2
@@ -65,6 +69,7 @@ class FullRun:
         corpus: Folder of the corpus.
         checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
         min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
+        micro_batch: Sequences of one forward and backward pass on a rank, as memory allows; None: its whole share.
     """
 
     numerics: Numerics
@@ -74,16 +79,16 @@ class FullRun:
     checkpoint_every_tokens: int
     evaluate_every_tokens: int
     min_unit_params: int = MIN_UNIT_PARAMS
+    micro_batch: int | None = None
 
     @property
     def n_tokens(self) -> int:
         """D."""
         return self.segments[-1].end
 
-    @property
-    def batch_tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
-        return self.segments[0].recipe.batch_tokens
+    def n_steps(self, tokens: int) -> int:
+        """Steps that end at or before `tokens`."""
+        return self.segments[0].recipe.ramp.n_steps(tokens)
 
     def segment_at(self, tokens: int) -> Segment:
         """The segment of the step that starts after `tokens` tokens."""
@@ -122,7 +127,7 @@ class Checkpoints:
         )
         return next(((tokens, path) for tokens, path in found if _is_whole(path)), None)
 
-    def save(self, module: Decoder, optimizer: torch.optim.Optimizer, tokens: int) -> None:
+    def save(self, stepper: Stepper, tokens: int) -> None:
         """Write the state of all ranks; rank 0 hashes it and moves it into place, then drops the oldest."""
         path = self.folder / f"tokens={tokens}"
         unfinished = self.folder / f"tokens={tokens}.unfinished"
@@ -130,8 +135,9 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         _barrier()
-        weights, moments = get_state_dict(module, optimizer)
-        save_sharded({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
+        weights, moments = get_state_dict(stepper.module, stepper.optimizer)
+        state = {"model": weights, "optimizer": moments, _MEMORY: stepper.memory()}
+        save_sharded(state, checkpoint_id=unfinished)
         _barrier()
         if _rank() == 0:
             manifest = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
@@ -143,12 +149,17 @@ class Checkpoints:
                 shutil.rmtree(old)
         _barrier()
 
-    def load(self, path: Path, module: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    def load(self, path: Path, stepper: Stepper) -> None:
         """Read a checkpoint that `latest` found whole, at whatever world size this is."""
+        module, optimizer = stepper.module, stepper.optimizer
         weights, moments = get_state_dict(module, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": moments}
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        places = stepper.memory() | {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
+        memory = {name: tensor for name, tensor in places.items() if f"{_MEMORY}.{name}" in saved}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: memory}
         load_sharded(state, checkpoint_id=path)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        stepper.remember(state[_MEMORY])
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
@@ -156,7 +167,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     def __init__(self, run: FullRun, start: int, resume: Path | None) -> None:
         super().__init__()
+        self.automatic_optimization = False  # the step is `proxy_models`' own, whole
         self.run, self.start, self.resume = run, start, resume
+        self.tokens = start
         self.checkpoints = Checkpoints(run.directory / CHECKPOINTS)
         self.model: Decoder | None = None
         self.final_loss: float | None = None
@@ -191,77 +204,80 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     def train_dataloader(self) -> DataLoader[int]:
         """Nothing but a count of steps: a batch is found by its position."""
-        return DataLoader(range(self.run.n_tokens // self.run.batch_tokens))  # type: ignore[arg-type]
+        return DataLoader(range(self.run.n_steps(self.run.n_tokens) - self.run.n_steps(self.start)))  # type: ignore[arg-type]
 
     def on_fit_start(self) -> None:
-        """Open the data, and go on from the checkpoint."""
+        """Open the data, and go on from the checkpoint.
+
+        Raises:
+            StageError: If the device can't train in the run's precision, or the ranks can't agree on a loss scale.
+        """
         run = self.run
+        precision = run.numerics.precision
+        if reason := unsupported(precision, self.device.type):
+            raise StageError(f"promote: precision {precision} can't be trained here: {reason}")
+        if precision == "fp16" and self.trainer.world_size > 1:
+            raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
         corpus = Corpus.open(run.corpus)
         model = run.numerics.model
         self._stream = TokenStream(tokens=corpus.train, context_length=model.context_length, seed=run.numerics.seed)
         self._held_out = evaluation_sequences(corpus.validation, model.context_length, run.numerics.evaluation_tokens)
+        self._stepper = Stepper(
+            self.decoder,
+            self.optimizers(use_pl_optimizer=False),
+            run.numerics,
+            run.segments[0].recipe,
+            micro_batch=run.micro_batch,
+            rank=self.global_rank,
+            mean=_mean,
+        )
         if self.resume:
-            self.checkpoints.load(self.resume, self.decoder, self._optimizer)
+            self.checkpoints.load(self.resume, self._stepper)
         self._started = time.perf_counter()
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizers(use_pl_optimizer=False)  # type: ignore[no-any-return]
+    def training_step(self, _batch: Tensor, _index: int) -> None:
+        """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
+        run, before = self.run, self.tokens
+        segment = run.segment_at(before)
+        batch = segment.recipe.ramp.batch_at(before)
+        rank, world_size = self.global_rank, self.trainer.world_size
+        sequences = self._stream.batch(before, batch, rank=rank, world_size=world_size).to(self.device)
+        number, rate_factor = run.n_steps(before), segment.rate_factor(before)
+        loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor)
+        if divergence := self._stepper.divergence:
+            raise StageError(f"promote: the run diverged: {divergence.reason}")
+        if not torch.isfinite(loss):
+            raise StageError(f"promote: the run diverged: the training loss is {float(loss)} at step {number}")
+        self.tokens += batch
+        self._record(before, float(loss), float(norm), rate_factor)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens seen before the step that is under way."""
-        return int(self.start + self.trainer.global_step * self.run.batch_tokens)
-
-    def training_step(self, _batch: Tensor, _index: int) -> Tensor:
-        """Loss of this rank's share of the step's batch."""
-        sequences = self._stream.batch(
-            self.tokens, self.run.batch_tokens, rank=self.global_rank, world_size=self.trainer.world_size
-        )
-        seed_step(self.run.numerics, self.tokens, self.global_rank)
-        loss = training_loss(self.decoder, sequences.to(self.device))
-        self._loss = _mean(loss.detach())
-        if not torch.isfinite(self._loss):
-            step = self.tokens // self.run.batch_tokens
-            raise StageError(f"promote: the run diverged: the training loss is {float(self._loss)} at step {step}")
-        return loss
-
-    def configure_gradient_clipping(self, optimizer: Any, *_args: Any, **_options: Any) -> None:
-        """Clip by the global norm, and set the rates of this step."""
-        segment = self.run.segment_at(self.tokens)
-        self._norm = clip(self.decoder.parameters(), segment.recipe.clip_norm)
-        set_rates(optimizer, segment.rate_factor(self.tokens))
-
-    def on_train_batch_end(self, *_args: Any) -> None:
-        """Record, evaluate and save, each in its time."""
+    def _record(self, before: int, loss: float, norm: float, rate_factor: float) -> None:
         run, tokens = self.run, self.tokens
-        before, at_end = tokens - run.batch_tokens, tokens == run.n_tokens
-
-        def passed(every: int) -> bool:
-            return tokens // every > before // every
-
+        at_end = tokens == run.n_tokens
         row = {
             "tokens": tokens,
-            "train_loss": float(self._loss),
-            "grad_norm": float(self._norm),
-            "rate_factor": run.segment_at(before).rate_factor(before),
+            "train_loss": loss,
+            "grad_norm": norm,
+            "rate_factor": rate_factor,
             "seconds": time.perf_counter() - self._started,
+            "spikes": len(self._stepper.spikes),
         }
-        if at_end or passed(run.evaluate_every_tokens):
+        if at_end or passes(run.evaluate_every_tokens, before, tokens):
             row["val_loss"] = self.final_loss = self.evaluate()
         self._rows.append(row)
-        saves = at_end or passed(run.checkpoint_every_tokens)
+        saves = at_end or passes(run.checkpoint_every_tokens, before, tokens)
         if saves or len(self._rows) >= _FLUSH_EVERY:
             self._flush()
         if saves:
-            self.checkpoints.save(self.decoder, self._optimizer, tokens)
+            self.checkpoints.save(self._stepper, tokens)
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the held-out sequences, exactly, whatever the number of ranks."""
+        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32, without dropout."""
         world_size = self.trainer.world_size
         self.decoder.eval()
         total = torch.zeros((), device=self.device)
+        self.decoder.eval()
         for batch in torch.split(self._held_out, _EVALUATION_BATCH * world_size):
             share = torch.tensor_split(batch, world_size)[self.global_rank]
             # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
@@ -304,8 +320,8 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         plugins=plugins,
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices="auto" if plugins else 1,
-        max_steps=(run.n_tokens - start) // run.batch_tokens,
-        precision=_PRECISION[run.numerics.precision],
+        max_epochs=1,
+        use_distributed_sampler=False,  # every rank counts every step
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -49,7 +49,7 @@ def branches(
     jobs = []
     for length in sorted(lengths):
         n_tokens = h.whole_batches(length)
-        segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens)
+        segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
         chain = Chain(numerics=numerics, segments=segments)
         jobs.append(Job(purpose=purpose, label=f"{label}, {n_tokens} tokens", hyperparameters=h, chain=chain))
     return jobs

@@ -36,4 +36,5 @@ class TrialPlan:
         hyperparameters = self.hyperparameters(config)
         stable = self.rung_tokens[rung]
         recipe = hyperparameters.resolve(self.n_tokens)
-        return Chain(numerics=self.numerics, segments=branch(recipe, stable, hyperparameters.annealed_tokens(stable)))
+        annealed = hyperparameters.annealed_tokens(stable)
+        return Chain(numerics=self.numerics, segments=branch(recipe, stable, annealed, hyperparameters.schedule))

@@ -17,7 +17,8 @@ from muscale.ledger import Ledger, Outcome, insert_once
 from muscale.lineage import Chain
 from muscale.tables import segments
 from proxy_models.corpus import Corpus
-from proxy_models.training import SegmentResult, Trainer, TrainState
+from proxy_models.state import TrainState
+from proxy_models.training import SegmentResult, Trainer
 
 OnStep = Callable[[int, float], None]
 _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
@@ -29,17 +30,21 @@ class Worker:
     def __init__(self, directory: Path, *, compiled: bool) -> None:
         self.directory = directory
         self.ledger = Ledger(directory / LEDGER)
-        self.trainer = Trainer(Corpus.open(directory / CORPUS), compiled=compiled)
+        self.trainer = Trainer(Corpus.open(directory / CORPUS), compile=compiled)
 
-    def reach(self, chain: Chain, on_step: OnStep | None = None) -> Outcome:
-        """The outcome at the end of the chain, trained only as far as the ledger does not know it."""
+    def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
+        """The outcome at the end of the chain, trained only as far as the ledger does not know it.
+
+        The state at an annealed end is kept only if training goes on from there, as it does between cycles.
+        """
         if known := self.ledger.outcome(chain):
             return known
-        if chain.parent and (before := self.reach(chain.parent, on_step)).diverged:
+        if chain.parent and (before := self.reach(chain.parent, on_step, goes_on=True)).diverged:
             return before
         with leases.lease(self.ledger, chain.line) as token:
             if not self.ledger.outcome(chain):
-                self._record(chain, token, *self._advance(chain, on_step))
+                keep = goes_on or not chain.anneals
+                self._record(chain, token, *self._advance(chain, on_step), keep=keep)
         return self.reach(chain)
 
     def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
@@ -83,12 +88,12 @@ class Worker:
         path = self.directory / row["state"] if row.get("state") else None
         return TrainState.load(path) if path and path.exists() else None
 
-    def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult) -> None:
+    def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult, *, keep: bool) -> None:
         state = None
-        if result.state and not chain.anneals:
+        if result.state and keep:
             state = f"{STATES}/{chain.key}.pt"
             result.state.save(self.directory / state)
-        self._write_curve(chain, trained_from, result)
+        self._write_curve(chain, result)
         divergence = result.divergence
         row = {
             **chain.row(),
@@ -99,16 +104,15 @@ class Worker:
             "diverged_because": divergence.reason if divergence else None,
             "seconds": result.seconds,
             "state": state,
-            "environment": environment(compiled=self.trainer.compiled),
+            "environment": environment(compiled=result.compiled),
         }
         with self.ledger.write() as connection:
             leases.check_token(connection, chain.line, token)
             connection.execute(insert_once(segments, row))
 
-    def _write_curve(self, chain: Chain, trained_from: int, result: SegmentResult) -> None:
-        batch_tokens = chain.last.recipe.batch_tokens
-        curve = pd.DataFrame({"train_loss": result.train_losses})
-        curve.insert(0, "tokens", trained_from + batch_tokens * (curve.index + 1))
+    def _write_curve(self, chain: Chain, result: SegmentResult) -> None:
+        curve = pd.DataFrame({"tokens": result.curve.tokens, "train_loss": result.train_losses})
+        curve["grad_norm"] = result.curve.grad_norm
         path = self.directory / CURVES / f"{chain.key}.parquet"
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(".unfinished")

@@ -38,7 +38,7 @@ Loop = Callable[[ModelConfig, int], float]  # tokens per second over so many ste
 
 def ours(corpus: Corpus, *, compiled: bool) -> Loop:
     """The platform's loop, its models kept warm as in a sweep."""
-    trainer = Trainer(corpus, compiled=compiled)
+    trainer = Trainer(corpus, compile=compiled)
 
     def run(config: ModelConfig, n_steps: int) -> float:
         numerics = Numerics(model=config, base=config, corpus_key=corpus.key, seed=0, evaluation_tokens=CONTEXT)

@@ -86,7 +86,7 @@ def start_worker(corpus: Path) -> None:
     """One trainer a process."""
     global _trainer
     torch.set_num_threads(1)
-    _trainer = Trainer(Corpus.open(corpus), compiled=False)
+    _trainer = Trainer(Corpus.open(corpus), compile=False)
 
 
 def train(task: Task) -> float:

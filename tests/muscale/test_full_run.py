@@ -91,7 +91,7 @@ def result(run: FullRun) -> float:
 
 
 def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
-    trainer, state, curve, loss = Trainer(corpus, compiled=False), None, [], None
+    trainer, state, curve, loss = Trainer(corpus, compile=False), None, [], None
     for segment in run.segments:
         trained = trainer.train(run.numerics, segment, state)
         state, loss = trained.state, trained.loss

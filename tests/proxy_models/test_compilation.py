@@ -38,13 +38,13 @@ def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each
     numerics = Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=256)
     values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
     segment = stem(values.resolve(100 * BATCH), 8 * BATCH)
-    compiled, eager = Trainer(corpus), Trainer(corpus, compiled=False)
-    assert compiled.compiled
+    compiled, eager = Trainer(corpus, compile=True), Trainer(corpus, compile=False)
 
     def graphs() -> int:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     result = compiled.train(numerics, segment, averaged=True)
+    assert result.compiled
     assert graphs() == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     expected = eager.train(numerics, segment, averaged=True)
@@ -85,7 +85,7 @@ def test_without_a_compiler_the_reason_is_told_and_training_is_eager(
     compilation.missing_compiler.cache_clear()
     try:
         assert compilation.missing_compiler() == "no C++ compiler (g++ or clang++) was found"
-        assert not Trainer(corpus).compiled
+        assert not compilation.decide(True, 10**9)
     finally:
         compilation.missing_compiler.cache_clear()
 

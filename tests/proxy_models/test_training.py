@@ -14,11 +14,13 @@ from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.config import ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.guard import Divergence
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import OptimizerName
-from proxy_models.training import Divergence, SegmentResult, Trainer, TrainState
+from proxy_models.state import TrainState
+from proxy_models.training import SegmentResult, Trainer
 
 BATCH = 4 * 32
 N_TOKENS = 40 * BATCH
@@ -26,7 +28,7 @@ N_TOKENS = 40 * BATCH
 
 @pytest.fixture
 def trainer(corpus: Corpus) -> Trainer:
-    return Trainer(corpus, compiled=False)
+    return Trainer(corpus, compile=False)
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_resuming_from_disk_is_the_uninterrupted_run(
     half.state.save(tmp_path / "states" / "half.pt")
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["half.pt"]
     state = TrainState.load(tmp_path / "states" / "half.pt")
-    resumed = Trainer(corpus, compiled=False).train(numerics, replace(whole, start=7 * BATCH), state)
+    resumed = Trainer(corpus, compile=False).train(numerics, replace(whole, start=7 * BATCH), state)
     assert_same(resumed, uninterrupted)
     assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
 
@@ -136,8 +138,8 @@ def test_a_reused_trainer_is_a_fresh_one(
     family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus
 ) -> None:
     segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
-    fresh = Trainer(corpus, compiled=False).train(numerics, segment, averaged=True)
-    used = Trainer(corpus, compiled=False)
+    fresh = Trainer(corpus, compile=False).train(numerics, segment, averaged=True)
+    used = Trainer(corpus, compile=False)
     other = replace(
         hyperparameters, learning_rate=0.1, init_scale=2.0, embedding_multiplier=3.0, output_multiplier=0.1, beta2=0.5
     )
@@ -292,7 +294,7 @@ def test_dropout_is_a_function_of_the_position_and_absent_from_evaluation(
     assert_same(trainer.train(numerics, replace(whole, start=9 * BATCH), half.state), uninterrupted)
     other = trainer.train(replace(numerics, seed=1), whole)
     assert not np.array_equal(other.train_losses, uninterrupted.train_losses)
-    same_weights = [trainer._evaluate(trainer._model(model), numerics) for _ in range(2)]
+    same_weights = [trainer._evaluate(trainer._warm.get(model, compiled=False), numerics) for _ in range(2)]
     assert same_weights[0] == same_weights[1]
 
 

@@ -1,0 +1,102 @@
+"""Averages of the weights along a run, evaluated at its end beside the last weights; training is not touched.
+
+An average is a weight for each step as a function of the distance to the end, and nothing more: it needs no memory but one
+sum, it is part of no training state, and where rungs lie does not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AVERAGED_SHARE = (
+    0.15  # of the tokens so far: the stretch whose averaged weights a rung ranks by (Hägele et al., section 4.2)
+)
+_HALF_LIVES = 10  # of an exponential average that are summed: what is left out weighs less than 1/1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """Uniform mean over the last `AVERAGED_SHARE` of all tokens: what rungs rank by."""
+
+    def begins(self, end: int, batch_tokens: int) -> int:
+        """Position of the first step whose weights count for the average at `end`."""
+        return int(end * (1 - AVERAGED_SHARE)) // batch_tokens * batch_tokens
+
+    def weight(self, _before_end: int) -> float:
+        """Weight of the step that ended that many tokens before the end."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentialAverage:
+    """Exponential moving average (Polyak and Juditsky, SIAM J. Control Optim. 30, 1992, in its exponential form), by tokens.
+
+    With a batch of B its usual decay per step is 2^(-B / half_life_tokens). The sum is cut off after ten half-lives.
+    """
+
+    half_life_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.half_life_tokens < 1:
+            raise ValueError(f"half_life_tokens must be positive, got {self.half_life_tokens}")
+
+    def begins(self, end: int, batch_tokens: int) -> int:
+        """Position of the first step whose weights count for the average at `end`."""
+        return max(0, end - _HALF_LIVES * self.half_life_tokens) // batch_tokens * batch_tokens
+
+    def weight(self, before_end: int) -> float:
+        """Weight of the step that ended that many tokens before the end."""
+        return float(2 ** (-before_end / self.half_life_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastCheckpoints:
+    """Uniform mean of the weights at the end and at `n - 1` points before it, `every_tokens` apart (Li et al., arXiv 2505.12082).
+
+    Fewer where the run is shorter.
+    """
+
+    n: int
+    every_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.every_tokens < 1:
+            raise ValueError(f"n and every_tokens must be positive, got {self.n} and {self.every_tokens}")
+
+    def begins(self, end: int, batch_tokens: int) -> int:
+        """Position of the first step whose weights count for the average at `end`."""
+        return max(0, end - (self.n - 1) * self.every_tokens - batch_tokens)
+
+    def weight(self, before_end: int) -> float:
+        """Weight of the step that ended that many tokens before the end."""
+        return float(before_end % self.every_tokens == 0 and before_end < self.n * self.every_tokens)
+
+
+Average = Tail | ExponentialAverage | LastCheckpoints
+
+
+class RunningAverage:
+    """The sum of an average's weights along one segment."""
+
+    def __init__(self, average: Average, parameters: Sequence[Tensor], *, end: int, batch_tokens: int) -> None:
+        self.average, self._parameters, self._end = average, list(parameters), end
+        self._begins = average.begins(end, batch_tokens)
+        self._sum = [torch.zeros_like(parameter) for parameter in parameters]
+        self._total = 0.0
+
+    @torch.no_grad()
+    def add(self, tokens: int, batch_tokens: int) -> None:
+        """Count the weights as they are after the step that started at `tokens`."""
+        if tokens >= self._begins and (weight := self.average.weight(self._end - tokens - batch_tokens)):
+            torch._foreach_add_(self._sum, self._parameters, alpha=weight)
+            self._total += weight
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Overwrite the parameters with their average."""
+        for parameter, total in zip(self._parameters, self._sum, strict=True):
+            parameter.copy_(total / self._total)

@@ -1,0 +1,67 @@
+"""A batch that doubles while training goes on: small where the critical batch is small, at the beginning.
+
+Doubling follows Merrill et al. (arXiv 2505.23971), GPT-3 grew its batch linearly (arXiv 2005.14165, appendix B). Every stage
+lasts whole final batches, so that any multiple of the final batch is the end of a step, and with it a place for a rung, a
+branch or a checkpoint. The schedule's factor does not know of the batch: it is the same function of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """Batch of each step as a function of the tokens seen; without doublings it is the same for ever.
+
+    Attributes:
+        batch_tokens: Tokens of a step after the ramp.
+        doublings: Times that the batch doubles; it begins with batch_tokens / 2^doublings.
+        ramp_tokens: Tokens until the last doubling; a multiple of doublings · batch_tokens.
+    """
+
+    batch_tokens: int
+    doublings: int = 0
+    ramp_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.doublings < 0 or (self.doublings == 0) != (self.ramp_tokens == 0):
+            raise ValueError(
+                f"a batch ramp needs doublings and tokens to double in, got {self.doublings} in {self.ramp_tokens}"
+            )
+        if self.batch_tokens % 2**self.doublings:
+            raise ValueError(f"batch_tokens must be a multiple of 2^{self.doublings}, got {self.batch_tokens}")
+        if self.doublings and self.ramp_tokens % (self.doublings * self.batch_tokens):
+            raise ValueError(
+                f"each of the {self.doublings} stages of a batch ramp must last whole batches of {self.batch_tokens} "
+                f"tokens, got {self.ramp_tokens} tokens in all"
+            )
+
+    @property
+    def first_batch_tokens(self) -> int:
+        """Tokens of the first step."""
+        return self.batch_tokens >> self.doublings
+
+    def batch_at(self, tokens: int) -> int:
+        """Tokens of the step that starts after `tokens` tokens."""
+        if tokens >= self.ramp_tokens:
+            return self.batch_tokens
+        return self.first_batch_tokens << (tokens * self.doublings // self.ramp_tokens)
+
+    def n_steps(self, tokens: int) -> int:
+        """Steps that end at or before `tokens`."""
+        if not self.doublings:
+            return tokens // self.batch_tokens
+        stage, count = self.ramp_tokens // self.doublings, 0
+        for doubled in range(self.doublings):
+            within = min(max(tokens - doubled * stage, 0), stage)
+            count += within // (self.first_batch_tokens << doubled)
+        return count + max(tokens - self.ramp_tokens, 0) // self.batch_tokens
+
+    def steps(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """(tokens seen before, tokens of the step) of each step from `start` to `end`."""
+        while start < end:
+            batch = self.batch_at(start)
+            yield start, batch
+            start += batch

@@ -1,0 +1,54 @@
+"""What a training needs to go on exactly, as tensors by name, in memory and on disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Weights, AdamW's moments, and what loss scaling and the guard remember, after `tokens` tokens."""
+
+    tokens: int
+    tensors: dict[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Write to `path`, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+        torch.save({"tokens": self.tokens, "tensors": self.tensors}, unfinished)
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        return cls(**torch.load(path, weights_only=True, map_location="cpu"))
+
+
+def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of the weights and of the optimizer's state by name, as `weight/<name>` and `<kind>/<name>`."""
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        tensors[f"weight/{name}"] = parameter.detach().clone()
+        for kind, value in optimizer.state[parameter].items():
+            tensors[f"{kind}/{name}"] = value.clone()
+    return tensors
+
+
+@torch.no_grad()
+def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Write back what `capture` copied; the tensors stay the caller's."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        states.setdefault(name, {})[kind] = tensor
+    for name, parameter in module.named_parameters():
+        state = states[name]
+        parameter.copy_(state["weight"])
+        optimizer.state[parameter] = {kind: tensor.clone() for kind, tensor in state.items() if kind != "weight"}

@@ -1,0 +1,146 @@
+"""One optimizer step: loss and gradients over micro-batches, norm, guard, rate, update. The lean loop and Lightning take it.
+
+Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. Under
+another micro-batch size or number of ranks they are other draws from the same distribution.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from proxy_models.decoder import Decoder, training_loss
+from proxy_models.guard import Divergence, Guard, Spike
+from proxy_models.hyperparameters import Recipe
+from proxy_models.numerics import Numerics
+from proxy_models.optimizer import clip, set_rates
+from proxy_models.precision import LEAST_SCALE, LossScaler, autocast
+from proxy_models.state import capture, restore
+
+Loss = Callable[[Decoder, Tensor], Tensor]
+GOOD = "good/"  # prefix of the guard's snapshot in a memory
+
+
+def step_seed(seed: int, tokens: int, rank: int) -> int:
+    """Seed of the random numbers that a rank draws in the step after `tokens` tokens."""
+    digest = hashlib.sha256(f"step/{seed}/{tokens}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class Stepper:
+    """Takes the steps of one training; holds what is remembered from one to the next beside weights and moments.
+
+    Attributes:
+        spikes: Steps that the guard left out.
+        divergence: Set by the step that ended the training.
+    """
+
+    def __init__(
+        self,
+        module: Decoder,
+        optimizer: torch.optim.Optimizer,
+        numerics: Numerics,
+        recipe: Recipe,
+        *,
+        loss: Loss = training_loss,
+        micro_batch: int | None = None,
+        rank: int = 0,
+        mean: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> None:
+        """Prepare for the steps of a training.
+
+        Args:
+            module: The model, on its device, sharded or not.
+            optimizer: Of its parameters, each group with its peak rate.
+            numerics: Seed, precision and guard.
+            recipe: Clipping.
+            loss: `training_loss`, or the same compiled.
+            micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
+            rank: Of this process.
+            mean: Mean of a loss over ranks.
+        """
+        self.module, self.optimizer, self.recipe = module, optimizer, recipe
+        self.parameters = list(module.parameters())
+        self.spikes: list[Spike] = []
+        self.divergence: Divergence | None = None
+        self._loss, self._micro_batch, self._rank, self._mean = loss, micro_batch, rank, mean
+        self._device = self.parameters[0].device
+        self._precision, self._seed = numerics.precision, numerics.seed
+        self._random = numerics.model.is_random
+        self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
+        self._guard = Guard(numerics.guard) if numerics.guard else None
+        self._good: dict[str, Tensor] = {}
+
+    def step(self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float) -> tuple[Tensor, Tensor]:
+        """Take step `number`, which starts after `tokens` tokens; returns loss and gradient norm before it.
+
+        Afterwards `divergence` may be set; the weights are then those before the step.
+        """
+        guard = self._guard
+        if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
+            self._good = capture(self.module, self.optimizer)
+        if self._random:
+            torch.manual_seed(step_seed(self._seed, tokens, self._rank))
+        loss = self._mean(self._accumulate(sequences))
+        if self._scaler:
+            self._scaler.unscale(self.optimizer)
+        norm = clip(self.parameters, self.recipe.clip_norm)
+        taken = guard is None or self._passes(guard, number, loss, norm)
+        set_rates(self.optimizer, rate_factor)
+        if self._scaler:
+            self._scaler.step(self.optimizer, take=taken)
+            if self._scaler.scale < LEAST_SCALE:
+                reason = f"the gradients overflow fp16 at every loss scale at step {number}"
+                self.divergence = Divergence(step=number, reason=reason)
+        elif taken:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def _accumulate(self, sequences: Tensor) -> Tensor:
+        """Gradients of the mean loss over the batch, and that loss; each part counts by its sequences."""
+        parts = torch.split(sequences, self._micro_batch) if self._micro_batch else (sequences,)
+        if len(parts) == 1:
+            return self._backward(sequences, 1.0)
+        shares = [self._backward(part, len(part) / len(sequences)) for part in parts]
+        return torch.stack(shares).sum()
+
+    def _backward(self, sequences: Tensor, share: float) -> Tensor:
+        with autocast(self._precision, self._device):
+            loss = self._loss(self.module, sequences)
+        if share != 1:
+            loss = loss * share
+        (self._scaler.scaled(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool:
+        if self._scaler and not bool(torch.isfinite(norm)):
+            return True  # the scaler leaves the step out, and tries a smaller scale
+        verdict = guard.judge(number, float(loss), float(norm))
+        if isinstance(verdict, Divergence):
+            self.divergence = verdict
+        elif verdict:
+            self.spikes.append(verdict)
+            if self._good:
+                restore(self.module, self.optimizer, self._good)
+        return verdict is None
+
+    def memory(self) -> dict[str, Tensor]:
+        """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""
+        tensors = {}
+        if self._scaler:
+            tensors["scaler"] = self._scaler.state()
+        if self._guard:
+            tensors["guard"] = torch.from_numpy(self._guard.memory)
+        return tensors | {f"{GOOD}{name}": tensor for name, tensor in self._good.items()}
+
+    def remember(self, tensors: dict[str, Tensor]) -> None:
+        """Go on with what `memory` gave."""
+        if self._scaler:
+            self._scaler.load(tensors["scaler"])
+        if self._guard:
+            self._guard = Guard(self._guard.settings, tensors["guard"].numpy())
+        self._good = {n.removeprefix(GOOD): tensor for n, tensor in tensors.items() if n.startswith(GOOD)}
