@@ -320,7 +320,7 @@ def test_what_an_error_left_in_a_warm_model_does_not_reach_the_next_training(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("proxy_models.training.clip", interrupted)  # after backward, before the gradients are dropped
+        patch.setattr("proxy_models.step.clip", interrupted)  # after backward, before the gradients are dropped
         with pytest.raises(KeyboardInterrupt):
             trainer.train(numerics, segment)
     assert_same(trainer.train(numerics, segment), expected)
