@@ -11,29 +11,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from proxy_models.documents import in_validation, pieces
+from proxy_models.documents import in_validation
 from proxy_models.exclusive import sole_writer
+from proxy_models.kept_tokenizer import (
+    TrainingText,
+    discard_tokenizer,
+    kept_name,
+    kept_tokenizer,
+    make_tokenizer,
+    tokenizer_name,
+)
 from proxy_models.mixture import MAX_EPOCHS, Mixture
-from proxy_models.sources import EMBEDDED, CorpusError, Source, SourceFile, source_files
+from proxy_models.pass_progress import OnProgress, PassProgress
+from proxy_models.sources import EMBEDDED, CorpusError, Source, source_files
 from proxy_models.token_files import (
     FORMAT,
     MANIFEST,
     STATED,
-    OnProgress,
     TokenFiles,
     hash_of,
     read_manifest,
     recorded_files,
-    replace,
     write_manifest,
     write_token_files,
 )
-from proxy_models.tokenizer import BYTES, BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, Tokens, train_bpe
+from proxy_models.tokenizer import BYTES, Tokenizer, TokenizerSettings, Tokens
 
 __all__ = [
     "EMBEDDED",
@@ -49,9 +56,6 @@ __all__ = [
 
 ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
 SOURCES = "sources"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_MANIFEST = "tokenizer.manifest.json"
-BPE_SAMPLE_BYTES = 512 << 20  # of text, evenly over the sources, that BPE is trained on at most; assumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +148,7 @@ class Corpus:
         """What encoded the text; raises CorpusError if the corpus was given as tokens."""
         if all(files.manifest["tokenizer"] == STATED for files in self.sources.values()):
             raise CorpusError(f"{self.folder}: the corpus was given as tokens, their tokenizer is not known")
-        return _stored_tokenizer(self.folder) or BytesTokenizer()
+        return kept_tokenizer(self.folder)
 
     def epochs(self, n_tokens: int) -> dict[str, float]:
         """How often a run of `n_tokens` sees each source."""
@@ -277,8 +281,8 @@ class _Request:
                 f"{folder}: holds {_described(corpus.mixture)}, not {_described(self.mixture)}; choose another folder, or "
                 f"remove its {MANIFEST} to keep the tokenized sources"
             )
-        made_by = _tokenizer_name(self.tokenizer)
-        if (there := _stored_name(folder)) != made_by:
+        made_by = tokenizer_name(self.tokenizer)
+        if (there := kept_name(folder)) != made_by:
             raise CorpusError(f"{folder}: holds a corpus in tokens of {there}, not of {made_by}; choose another folder")
         for name, files in corpus.sources.items():
             self._compare(files, name)
@@ -310,9 +314,11 @@ class _Request:
 
     def _write(self, folder: Path, on_progress: OnProgress | None) -> Corpus:
         prints = {name: source.fingerprint() for name, source in self.sources.items()}
-        progress = _Progress(on_progress, prints, passes=2 if self.tokenizer.kind == "bpe" else 1)
+        progress = PassProgress(on_progress, prints, passes=2 if self.tokenizer.kind == "bpe" else 1)
+        text = TrainingText(sources=self.sources, files=prints, validation_fraction=self.validation_fraction)
         try:
-            tokenizer = self._make_tokenizer(folder, prints, progress)
+            tokenizer = make_tokenizer(folder, self.tokenizer, text, progress)
+            progress.start_last_pass()
             sizes = {n: source.vocab_size or tokenizer.vocab_size for n, source in self.sources.items()}
             if len(set(sizes.values())) > 1:
                 raise CorpusError(
@@ -336,8 +342,7 @@ class _Request:
                     on_progress=progress.of(name),
                 )
         except CorpusError:
-            for file in (TOKENIZER, TOKENIZER_MANIFEST):
-                (folder / file).unlink(missing_ok=True)
+            discard_tokenizer(folder)
             for name in self.sources:
                 _remove_if_empty(self.folder_of(folder, name), below=folder)
             raise
@@ -347,90 +352,9 @@ class _Request:
             write_manifest(folder, {"format": FORMAT, "key": hash_of(identity), **identity})
         return Corpus.open(folder)
 
-    def _make_tokenizer(self, folder: Path, prints: dict[str, list[SourceFile]], progress: _Progress) -> Tokenizer:
-        """Load or train it, and keep it in the folder."""
-        settings = self.tokenizer
-        if settings.kind == "bytes":
-            return BytesTokenizer()
-        if settings.kind == "file":
-            given = Path(str(settings.path)).expanduser()
-            tokenizer = FileTokenizer(given, settings.end_of_document)
-            content, end, trained_on = given.read_bytes(), tokenizer.end_name, None
-        else:
-            content, end = b"", None
-            trained_on = hash_of(
-                {name: [file.content for file in files] for name, files in prints.items()}
-                | {"validation_fraction": self.validation_fraction}
-            )
-        wanted = {"name": _tokenizer_name(settings), "trained_on": trained_on, "end_of_document": end}
-        path = folder / TOKENIZER_MANIFEST
-        if not path.exists() or json.loads(path.read_text()) != wanted:
-            path.unlink(missing_ok=True)
-            if settings.vocab_size:
-                content = train_bpe(self._sample(prints, progress), settings.vocab_size).encode()
-            replace(folder / TOKENIZER, content)
-            replace(path, json.dumps(wanted, indent=1).encode())
-        progress.end_pass()
-        return FileTokenizer(folder / TOKENIZER, end)
-
-    def _sample(self, prints: dict[str, list[SourceFile]], progress: _Progress) -> Iterator[bytes]:
-        """Training text of all sources, thinned evenly where it is long."""
-        texts = {name: source for name, source in self.sources.items() if source.kind != "tokens"}
-        share = BPE_SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in prints[name]))
-        for name, source in texts.items():
-            tell, done, at = progress.of(name), 0, ""
-            sizes = {file.path: file.bytes for file in prints[name]}
-            for piece in pieces(source, self.validation_fraction):
-                if piece.file != at:
-                    done, at = done + sizes.get(at, 0), piece.file
-                if tell:
-                    tell(done + piece.done_bytes, 0)
-                if piece.split == "train" and (share >= 1 or in_validation(piece.content.hex(), share)):
-                    yield piece.content
-
-
-class _Progress:
-    """Bytes that are done over all sources and passes."""
-
-    def __init__(self, tell: OnProgress | None, prints: Mapping[str, Sequence[SourceFile]], *, passes: int) -> None:
-        self._tell = tell
-        self._sizes = {name: sum(file.bytes for file in files) for name, files in prints.items()}
-        self._passes, self._ended = passes, 0
-
-    def of(self, name: str) -> OnProgress | None:
-        """What a pass over this source tells."""
-        if self._tell is None:
-            return None
-        tell, whole = self._tell, sum(self._sizes.values())
-        names = list(self._sizes)
-        before = sum(self._sizes[other] for other in names[: names.index(name)]) + self._ended * whole
-        return lambda done, _total: tell(before + done, whole * self._passes)
-
-    def end_pass(self) -> None:
-        """The next pass begins, if there is one."""
-        self._ended = self._passes - 1
-
 
 def _described(mixture: Mixture | None) -> str:
     return f"the mixture {json.dumps(mixture.to_dict()['stages'])}" if mixture else "one source"
-
-
-def _tokenizer_name(settings: TokenizerSettings) -> str:
-    if settings.kind == "file":
-        return f"tokenizer.json {FileTokenizer(Path(str(settings.path)).expanduser(), settings.end_of_document).key}"
-    return "bytes" if settings.kind == "bytes" else f"bpe of {settings.vocab_size} ids"
-
-
-def _stored_name(folder: Path) -> str:
-    path = folder / TOKENIZER_MANIFEST
-    return str(json.loads(path.read_text())["name"]) if path.exists() else "bytes"
-
-
-def _stored_tokenizer(folder: Path) -> Tokenizer | None:
-    path = folder / TOKENIZER_MANIFEST
-    if not path.exists():
-        return None
-    return FileTokenizer(folder / TOKENIZER, json.loads(path.read_text())["end_of_document"])
 
 
 def _remove_if_empty(place: Path, *, below: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from proxy_models.documents import Split
+from proxy_models.pass_progress import OnProgress
 from proxy_models.sources import CorpusError, Source, SourceFile
 from proxy_models.tokenization import Block, blocks
 from proxy_models.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
@@ -29,9 +30,6 @@ MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("train", "validation")
 STATED = "stated"  # the tokenizer of a source of tokens
 UNFINISHED = ".unfinished"
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes of the source that are done, and all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,7 @@ def write_token_files(
     for split, path in unfinished.items():
         path.replace(folder / f"{split}.bin")
     made_by = STATED if source.kind == "tokens" else tokenizer.key
-    content_hashes = {split: digest.hexdigest() for split, digest in tally.hashes.items()}
+    content_hashes: dict[str, str] = {split: digest.hexdigest() for split, digest in tally.hashes.items()}
     identity = {"tokenizer": made_by, **content_hashes}
     manifest = {
         "format": FORMAT,
@@ -183,7 +181,7 @@ def write_token_files(
         else {name: tally.text[name] for name in ("documents", "bytes", "words")},
         "sha256": content_hashes,
         "key": hash_of(identity),
-        "files": [asdict(file) | tally.of_file[file.path] for file in files if file.path in tally.of_file],
+        "files": [{**asdict(file), **tally.of_file[file.path]} for file in files if file.path in tally.of_file],
         "empty_files": [asdict(file) for file in files if file.path not in tally.of_file],
     }
     write_manifest(folder, manifest)
