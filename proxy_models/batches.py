@@ -1,4 +1,4 @@
-"""What a step sees is a function of (corpus, seed, tokens seen so far) and of nothing else.
+"""What a step sees is a function of (corpus, seed, tokens seen so far, share) and of nothing else.
 
 The training tokens are cut into sequences, and an epoch visits each once in an order that is computed, not stored: a
 keyed permutation of the sequence numbers. So any step's batch, or any rank's share of it, is found directly, at any
@@ -8,12 +8,19 @@ position of any length of corpus, and a resumed, resharded or replayed run sees 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from proxy_models.corpus import Corpus
+from proxy_models.mixture import Interleaving, Mixture
+from proxy_models.tokenizer import Tokens
 
 _ROUNDS = 4  # of the Feistel network; four make a strong permutation (Luby and Rackoff, SIAM J. Comput. 17, 1988)
 
@@ -50,9 +57,26 @@ def _key(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "little")
 
 
+class Stream(Protocol):
+    """Training batches by position."""
+
+    def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
+        """The sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
+
+        Args:
+            tokens_seen: Position in the run, a multiple of the context length.
+            batch_tokens: Tokens of the whole step; a multiple of context_length · world_size.
+            rank: Which of `world_size` equal, consecutive shares to return.
+            world_size: Number of shares.
+
+        Raises:
+            ValueError: If a number is not such a multiple, or there is no such share.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """Training batches by position.
+    """Training batches of one source.
 
     Attributes:
         tokens: The training split, one dimension, possibly memory-mapped.
@@ -60,7 +84,7 @@ class TokenStream:
         seed: Chooses the order.
     """
 
-    tokens: NDArray[np.uint8]
+    tokens: Tokens
     context_length: int
     seed: int
 
@@ -78,17 +102,9 @@ class TokenStream:
         return whole - 1 if whole > 1 else whole
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
-        """The sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
-
-        Args:
-            tokens_seen: Position in the run, a multiple of the context length.
-            batch_tokens: Tokens of the whole step; a multiple of context_length · world_size.
-            rank: Which of `world_size` equal, consecutive shares to return.
-            world_size: Number of shares.
-        """
-        share = batch_tokens // self.context_length // world_size
-        first = tokens_seen // self.context_length + rank * share
-        return torch.from_numpy(self._sequences(np.arange(first, first + share, dtype=np.uint64)))
+        """The sequences of a step, as `Stream.batch` states."""
+        numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
+        return torch.from_numpy(self._sequences(numbers.astype(np.uint64)))
 
     def _sequences(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
         size = self.sequences_per_epoch
@@ -106,7 +122,123 @@ class TokenStream:
         return sequences
 
 
-def evaluation_sequences(tokens: NDArray[np.uint8], context_length: int, n_tokens: int) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class MixtureStream:
+    """Training batches of several sources, each read in the order of a `TokenStream` of its own.
+
+    Attributes:
+        tokens: The training split of each source.
+        mixture: Its proportions, every end in tokens.
+        context_length: Tokens that a sequence predicts; a sequence holds one more.
+        seed: Chooses the order.
+    """
+
+    tokens: Mapping[str, Tokens]
+    mixture: Mixture
+    context_length: int
+    seed: int
+
+    @cached_property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """One for each of `mixture.names`; the seeds differ, lest sources of one length go in step."""
+        return tuple(
+            TokenStream(
+                tokens=self.tokens[name], context_length=self.context_length, seed=_key("source", self.seed, name)
+            )
+            for name in self.mixture.names
+        )
+
+    @cached_property
+    def interleaving(self) -> Interleaving:
+        """Which source each sequence is from."""
+        return self.mixture.interleave(self.context_length, self.seed)
+
+    def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
+        """The sequences of a step, as `Stream.batch` states."""
+        numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
+        sources, within = self.interleaving.locate(numbers)
+        sequences = np.empty((len(numbers), self.context_length + 1), dtype=np.int64)
+        for source in np.unique(sources):
+            chosen = sources == source
+            sequences[chosen] = self.streams[source]._sequences(within[chosen].astype(np.uint64))
+        return torch.from_numpy(sequences)
+
+
+def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    """Numbers of a share's sequences in the run."""
+    if tokens_seen < 0 or tokens_seen % context_length:
+        raise ValueError(f"tokens_seen must be a multiple of context_length = {context_length}, got {tokens_seen}")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, world_size = {world_size}), got {rank}")
+    if batch_tokens < 1 or batch_tokens % (context_length * world_size):
+        raise ValueError(
+            f"batch_tokens must be a multiple of context_length · world_size = {context_length} · {world_size} "
+            f"= {context_length * world_size}, got {batch_tokens}"
+        )
+    share = batch_tokens // context_length // world_size
+    first = tokens_seen // context_length + rank * share
+    return np.arange(first, first + share, dtype=np.int64)
+
+
+def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_tokens: int | None = None) -> Stream:
+    """The training batches of a corpus, of one source or a mixture.
+
+    Args:
+        corpus: What to read.
+        context_length: Tokens that a sequence predicts.
+        seed: Chooses the order.
+        run_tokens: Tokens of the whole run; needed where a stage ends at a fraction of it.
+
+    Raises:
+        ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
+    """
+    mixture = corpus.mixture
+    if mixture is None:
+        return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed)
+    stream = MixtureStream(
+        tokens={name: files.train for name, files in corpus.sources.items()},
+        mixture=mixture.resolve(run_tokens) if run_tokens is not None else mixture,
+        context_length=context_length,
+        seed=seed,
+    )
+    _ = stream.streams, stream.interleaving  # so that errors come here and not in the first step
+    return stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """Held-out sequences of one source.
+
+    Attributes:
+        sequences: int64 (sequences, context_length + 1).
+        weight: Of its loss in the corpus's; the weights of a corpus sum to 1.
+    """
+
+    sequences: Tensor
+    weight: float
+
+
+def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[str, EvaluationSet]:
+    """Fixed held-out sequences of each source, all sources alike in number, by the source's name.
+
+    The corpus's validation loss is the sum of weight · loss. One source has weight 1 and all `n_tokens`; of a mixture
+    each has an equal part of them, and as weight its share in the last stage, the one that a finished model is for.
+
+    Raises:
+        ValueError: If a source's validation split is shorter than asked for.
+    """
+    n_each = n_tokens // len(corpus.sources)
+    sets = {}
+    for name, weight in corpus.evaluation_weights.items():
+        try:
+            sequences = evaluation_sequences(corpus.sources[name].validation, context_length, n_each)
+        except ValueError as error:
+            raise ValueError(f"source {name}: {error}" if corpus.mixture else str(error)) from error
+        sets[name] = EvaluationSet(sequences=sequences, weight=weight)
+    return sets
+
+
+def evaluation_sequences(tokens: Tokens, context_length: int, n_tokens: int) -> Tensor:
     """Fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
 
     Raises:

@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from proxy_models.batches import TokenStream
+from proxy_models.batches import training_stream
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
@@ -219,7 +219,7 @@ def coordinate_check(
     )
     # Any long horizon: warmup and decay, all that depends on it, are switched off.
     recipe = replace(hyperparameters.resolve(10_000 * hyperparameters.batch_tokens), warmup_tokens=0, weight_decay=0.0)
-    stream = TokenStream(tokens=corpus.train, context_length=family.base.context_length, seed=0)
+    stream = training_stream(corpus, family.base.context_length, seed=0)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
     rows: list[dict[str, Any]] = []
     for depth in depths or (family.base.n_layers,):

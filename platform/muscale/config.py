@@ -10,12 +10,14 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
+from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
+from muscale.strict import StrictTable as _Table
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
@@ -25,18 +27,6 @@ from search_spaces import Space, SpaceError, mup_adamw
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 _FIXED_IN_A_SWEEP = ("batch_tokens", "batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
 MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
-
-
-class CorpusSettings(_Table):
-    """[corpus]: what is trained on, and what is held out of it."""
-
-    source: str = "python-stdlib"  # or a text file, or a folder of them, relative to the study file
-    validation_fraction: Fraction = 0.1
-    evaluation_tokens: PositiveInt = 32_768  # of the held-out split, the same for every run of the study
 
 
 class CheckSettings(_Table):
@@ -240,8 +230,10 @@ def _keys_at(tables: Sequence[str | int]) -> list[str]:
     """The keys that are allowed in a table of the study file."""
     model: Any = StudyConfig
     for table in tables:
-        if isinstance(table, str):
-            model = Stem if table == "stems" else model.model_fields[table].annotation
+        if get_origin(model) in (dict, tuple):
+            model = get_args(model)[0 if isinstance(table, int) else 1]
+        else:
+            model = model.model_fields[table].annotation
     return list(model.model_fields)
 
 
@@ -252,8 +244,8 @@ def _did_you_mean(key: str, allowed: Any) -> str:
 
 def _contradictions(config: StudyConfig) -> list[str]:
     """What no single key can tell: one line each."""
-    problems: list[str] = []
     h, model = config.hyperparameters, config.model
+    problems = config.corpus.contradictions(model.vocab_size)
     first_batch = h.batch_tokens >> h.batch_doublings
     if first_batch % model.context_length:
         problems.append(
@@ -340,4 +332,6 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, ModelConfig | Hyperparameters):
         return value.to_dict()
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
     return [_plain(entry) for entry in value] if isinstance(value, tuple) else value

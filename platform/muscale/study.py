@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import ladder, planning, promotion
+from muscale import data, ladder, planning, promotion
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, finish, staying_cluster
@@ -24,7 +24,7 @@ from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
 from muscale.sweep import SweepResult, collect, run_sweep
-from proxy_models.corpus import EMBEDDED, Corpus, CorpusError, source_files, write_corpus
+from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, ScalingFit, Transfer, fit, fit_horizon_law, fit_transfer
 
@@ -65,44 +65,50 @@ class Study:
     def _claim(self, where: Path) -> None:
         """Check the source and make the directory this study's, before anything else is written."""
         try:
-            source_files(self._source)
-        except CorpusError as error:
-            raise StageError(f"{where}: corpus.source: {error}") from error
+            data.check(self.config.corpus, self.directory, self.config.model.vocab_size)
+        except ValueError as error:
+            raise StageError(f"{where}: {error}") from error
         config = self.config.to_dict()
         identity = {
-            **{f"corpus.{name}": config["corpus"][name] for name in ("source", "validation_fraction")},
-            "tokenizer": "bytes",
+            **self.config.corpus.identity(),
             **{f"model.{name}": value for name, value in config["model"].items()},
             "parametrization": config["parametrization"],
         }
         self.ledger.claim(identity, config)
-
-    @property
-    def _source(self) -> str:
-        source = self.config.corpus.source
-        return source if source == EMBEDDED else str(self.directory / Path(source).expanduser())
 
     # Stages
 
     @cached_property
     def corpus(self) -> Corpus:
         """The token files, written at first use."""
+        settings, vocab_size = self.config.corpus, self.config.model.vocab_size
         try:
-            return write_corpus(
-                self.directory / CORPUS, self._source, validation_fraction=self.config.corpus.validation_fraction
-            )
+            with self.display.stage("corpus") as update:
+
+                def on_progress(done: int, total: int) -> None:
+                    update(done, total, "bytes read")
+
+                corpus = data.write(settings, self.directory, self.directory / CORPUS, vocab_size, on_progress)
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
+        if corpus.vocab_size > vocab_size:
+            raise StageError(
+                f"model.vocab_size: must be at least the corpus's {corpus.vocab_size} ids, got {vocab_size}"
+            )
+        return corpus
 
     @property
     def numerics(self) -> Numerics:
         """What every training of the study shares, at the base shape."""
         config, corpus = self.config, self.corpus
         wanted = config.corpus.evaluation_tokens
-        if wanted > corpus.n_validation_tokens - config.model.context_length:
-            raise StageError(
-                f"corpus.evaluation_tokens: the held-out split has only {corpus.n_validation_tokens} tokens, got {wanted}"
-            )
+        for name, files in corpus.sources.items():
+            of = f" of {name}" if corpus.mixture else ""
+            if wanted // len(corpus.sources) > files.n_validation_tokens - config.model.context_length:
+                raise StageError(
+                    f"corpus.evaluation_tokens: the held-out split{of} has only {files.n_validation_tokens} tokens, got {wanted}"
+                    + (f", shared by {len(corpus.sources)} sources" if corpus.mixture else "")
+                )
         return Numerics(
             model=config.model,
             base=config.model,
@@ -239,13 +245,17 @@ class Study:
             missing_compiler()  # workers' logs are not shown, so what is missing is logged here
         with staying_cluster():
             self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
+            self.display.line(str(self.corpus))
             self.display.line(str(self.check()))
             promotion.gate_check(self.check(), force=force)
             self.display.line(str(self.sweep()))
             self.display.line(str(self.transfer()))
             self.ladder()
             self.display.line(str(self.fit()))
-            self.display.line(str(self.plan()))
+            plan = self.plan()
+            self.display.line(str(plan))
+            for warning in self.corpus.warnings(plan.n_tokens):
+                self.display.line(f"warning: {warning}")
             result = self.promote(force=force)
         self.report()
         return result

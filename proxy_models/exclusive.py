@@ -1,0 +1,39 @@
+"""One writer of a folder at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+LOCK = ".writing"
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold `folder`, which is made if need be, against other processes; waits for the one that holds it.
+
+    The kernel drops the lock of a process that dies. A folder that is empty at the end is removed.
+    """
+    lock = _hold(folder / LOCK)
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink()
+        lock.close()
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
+def _hold(path: Path) -> IO[str]:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # whoever held it before removed the folder, or the file that we waited for
+            lock = path.open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
+                return lock
+            lock.close()

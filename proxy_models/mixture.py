@@ -1,0 +1,225 @@
+"""Several sources in stated proportions, the proportions changing along a run: which source a sequence is from.
+
+A stage repeats one pattern of `SLOTS` slots. Each source has its share of them, spread evenly, so that every stretch of
+a run has the stated proportions up to a sequence or two. The n-th sequence of a run then has a source, and a number
+among that source's sequences, by arithmetic alone: each source is read in its own order, without gaps, at any position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+SLOTS = 10_000  # so that proportions of four decimals are exact
+MAX_EPOCHS = 4.0  # up to here repeated data is almost as good as new (Muennighoff et al., arXiv 2305.16264, section 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stretch of training with fixed proportions.
+
+    Attributes:
+        weights: Of each source, in tokens, on any common scale; 0 leaves a source out.
+        until_tokens: Where the stage ends, in tokens of the run, rounded down to a whole sequence.
+        until_fraction: The same as a fraction of the run, for `Mixture.resolve`. The last stage has neither.
+    """
+
+    weights: Mapping[str, float]
+    until_tokens: int | None = None
+    until_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise ValueError("weights must name at least one source, got none")
+        for name, weight in self.weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(f"the weight of {name} must be a number of at least 0, got {weight}")
+        if not sum(self.weights.values()) > 0:
+            raise ValueError("the weights must not all be 0")
+        if self.until_tokens is not None and self.until_fraction is not None:
+            raise ValueError("until_tokens and until_fraction exclude each other")
+        if self.until_tokens is not None and self.until_tokens < 1:
+            raise ValueError(f"until_tokens must be at least 1, got {self.until_tokens}")
+        if self.until_fraction is not None and not 0 < self.until_fraction < 1:
+            raise ValueError(f"until_fraction must lie between 0 and 1, got {self.until_fraction}")
+        for name, slots in self.slots.items():
+            if self.weights[name] and not slots:
+                raise ValueError(
+                    f"the weight of {name} must be at least {1 / SLOTS:g} of the sum, "
+                    f"got {self.weights[name] / sum(self.weights.values()):.3g}"
+                )
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """Of every `SLOTS` sequences, how many are of each source: rounded by the largest remainder."""
+        total = sum(map(Fraction, self.weights.values()))
+        exact = {name: Fraction(weight) / total * SLOTS for name, weight in self.weights.items()}
+        slots = {name: math.floor(share) for name, share in exact.items()}
+        by_remainder = sorted(exact, key=lambda name: slots[name] - exact[name])
+        for name in by_remainder[: SLOTS - sum(slots.values())]:
+            slots[name] += 1
+        return slots
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each source in the stage's tokens, as it is realized."""
+        return {name: slots / SLOTS for name, slots in self.slots.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a run is made of: one stage, or a curriculum of several."""
+
+    stages: tuple[Stage, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a mixture needs at least one stage, got none")
+        names = set(self.stages[0].weights)
+        for number, stage in enumerate(self.stages):
+            if set(stage.weights) != names:
+                raise ValueError(
+                    f"every stage must weigh the same sources: stage 0 has {', '.join(sorted(names))}, "
+                    f"stage {number} has {', '.join(sorted(stage.weights))}"
+                )
+            ends = stage.until_tokens is not None or stage.until_fraction is not None
+            if ends == (stage is self.stages[-1]):
+                rule = "the last stage must have no end" if ends else "a stage before the last must have an end"
+                raise ValueError(f"{rule}, until_tokens or until_fraction, got stage {number} of {len(self.stages)}")
+        for ends_at in (
+            [stage.until_tokens for stage in self.stages if stage.until_tokens is not None],
+            [stage.until_fraction for stage in self.stages if stage.until_fraction is not None],
+        ):
+            if list(ends_at) != sorted(set(ends_at)):
+                raise ValueError(f"stages must end one after another, got {ends_at}")
+
+    @classmethod
+    def constant(cls, weights: Mapping[str, float]) -> Self:
+        """The same proportions all along."""
+        return cls(stages=(Stage(weights=dict(weights)),))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources, sorted."""
+        return tuple(sorted(self.stages[0].weights))
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every end is stated in tokens, so that position alone decides."""
+        return all(stage.until_fraction is None for stage in self.stages)
+
+    def resolve(self, n_tokens: int) -> Self:
+        """With every end in tokens, for a run of `n_tokens`.
+
+        Raises:
+            ValueError: If the stages don't end one after another in that run.
+        """
+        return type(self)(
+            stages=tuple(
+                stage
+                if stage.until_fraction is None
+                else Stage(weights=stage.weights, until_tokens=max(1, round(stage.until_fraction * n_tokens)))
+                for stage in self.stages
+            )
+        )
+
+    def tokens(self, n_tokens: int) -> dict[str, float]:
+        """Tokens of each source in a run of `n_tokens`."""
+        ends = [min(stage.until_tokens or n_tokens, n_tokens) for stage in self.resolve(n_tokens).stages]
+        lengths = np.diff([0, *ends]).tolist()
+        return {
+            name: sum(length * stage.shares[name] for length, stage in zip(lengths, self.stages, strict=True))
+            for name in self.names
+        }
+
+    def interleave(self, context_length: int, seed: int) -> Interleaving:
+        """Which source each sequence of `context_length` tokens is from.
+
+        Raises:
+            ValueError: If an end is a fraction: what follows then depends on the run's length.
+        """
+        if not self.is_resolved:
+            raise ValueError("until_fraction needs the run's length: call resolve(n_tokens) first")
+        starts = [0, *(stage.until_tokens // context_length for stage in self.stages[:-1] if stage.until_tokens)]
+        return Interleaving(
+            starts=np.array(starts, dtype=np.int64),
+            patterns=tuple(_pattern(stage, self.names, f"{seed}/{number}") for number, stage in enumerate(self.stages)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "stages": [
+                {"weights": dict(stage.weights)}
+                | ({"until_tokens": stage.until_tokens} if stage.until_tokens is not None else {})
+                | ({"until_fraction": stage.until_fraction} if stage.until_fraction is not None else {})
+                for stage in self.stages
+            ]
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(stages=tuple(Stage(**stage) for stage in values["stages"]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Interleaving:
+    """The source of each sequence, and its number among that source's sequences.
+
+    Attributes:
+        starts: First sequence of each stage, int64 (stages,).
+        patterns: Source of each slot by its place in `Mixture.names`, int64 (SLOTS,) for each stage.
+    """
+
+    starts: NDArray[np.int64]
+    patterns: tuple[NDArray[np.int64], ...]
+
+    @cached_property
+    def _before(self) -> tuple[NDArray[np.int64], ...]:
+        """Sequences of each source before each slot, (SLOTS + 1, sources) for each stage."""
+        n_sources = max(int(pattern.max()) for pattern in self.patterns) + 1
+        counts = [pattern[:, None] == np.arange(n_sources) for pattern in self.patterns]
+        return tuple(np.concatenate([np.zeros((1, n_sources), np.int64), np.cumsum(c, axis=0)]) for c in counts)
+
+    @cached_property
+    def _firsts(self) -> tuple[NDArray[np.int64], ...]:
+        """Sequences of each source before each stage."""
+        firsts = [np.zeros_like(self._before[0][0])]
+        for length, before in zip(np.diff(self.starts), self._before, strict=False):
+            firsts.append(firsts[-1] + length // SLOTS * before[-1] + before[length % SLOTS])
+        return tuple(firsts)
+
+    def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and number within the source of each sequence of the run, both of the shape of `numbers`."""
+        sources, within = np.empty_like(numbers), np.empty_like(numbers)
+        stages = np.searchsorted(self.starts, numbers, side="right") - 1
+        for stage in np.unique(stages):
+            chosen = stages == stage
+            rounds, slots = np.divmod(numbers[chosen] - self.starts[stage], SLOTS)
+            source = self.patterns[stage][slots]
+            sources[chosen] = source
+            before = self._before[stage]
+            within[chosen] = self._firsts[stage][source] + rounds * before[-1][source] + before[slots, source]
+        return sources, within
+
+
+def _pattern(stage: Stage, names: tuple[str, ...], seed: str) -> NDArray[np.int64]:
+    """Each source's slots at even distances from an offset of its own, in the order of their places."""
+    places, sources = [], []
+    for number, name in enumerate(names):
+        slots = stage.slots[name]
+        digest = hashlib.sha256(f"pattern/{seed}/{name}".encode()).digest()
+        offset = int.from_bytes(digest[:8], "little") / 2**64
+        places.append((np.arange(slots) + offset) / max(1, slots))
+        sources.append(np.full(slots, number))
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return np.concatenate(sources)[order].astype(np.int64)

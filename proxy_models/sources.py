@@ -1,0 +1,175 @@
+"""Where a corpus comes from: which files a source names, and the hashes that identify them.
+
+A source is named by a path and the kind of file that lies there. Reading its text is `documents`' part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+EMBEDDED = "python-stdlib"
+Kind = Literal["text", "jsonl", "parquet", "huggingface", "tokens"]
+TokenDtype = Literal["uint8", "uint16", "uint32"]
+
+_NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
+_PATTERNS: dict[Kind, str] = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "tokens": "*.bin"}
+
+
+class CorpusError(ValueError):
+    """Data that can't be read or written; the message names the file, the place, the rule and the value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file of a source as it was when it was hashed.
+
+    Attributes:
+        path: Relative to the source's root, with forward slashes.
+        bytes: Its size.
+        modified_ns: Its time of modification; where it and the size are as before, the hash is taken to be.
+        sha256: Of its content.
+    """
+
+    path: str
+    bytes: int
+    modified_ns: int
+    sha256: str
+
+    @property
+    def content(self) -> tuple[str, int, str]:
+        """What identifies the content, wherever and whenever it was written."""
+        return self.path, self.bytes, self.sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Text, or tokens, to be read.
+
+    Attributes:
+        path: `python-stdlib`, a file, or a folder.
+        kind: "text": each file is a document in UTF-8. "jsonl": each line of the `*.jsonl` files is an object.
+            "parquet": each row of the `*.parquet` files is a document. "huggingface": a folder that the datasets
+            library's `save_to_disk` wrote. "tokens": little-endian token ids, one after another, in `*.bin` files.
+        field: Which field or column holds the text; for jsonl, parquet and huggingface.
+        dtype: Of the ids; for tokens, where it must be stated.
+        vocab_size: Ids lie below it; for tokens, where it must be stated.
+    """
+
+    path: str
+    kind: Kind = "text"
+    field: str = "text"
+    dtype: TokenDtype | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
+        if self.path == EMBEDDED and self.kind != "text":
+            raise ValueError(f'the source {EMBEDDED} is of kind "text", got {self.kind!r}')
+        if not self.field:
+            raise ValueError("field must be a name, got ''")
+        if self.kind == "tokens":
+            if self.dtype not in get_args(TokenDtype):
+                raise ValueError(
+                    f"a source of tokens needs a dtype of {', '.join(get_args(TokenDtype))}, got {self.dtype!r}"
+                )
+            if self.vocab_size is None or self.vocab_size < 1:
+                raise ValueError(f"a source of tokens needs a vocab_size of at least 1, got {self.vocab_size}")
+        elif self.dtype is not None or self.vocab_size is not None:
+            raise ValueError(f'dtype and vocab_size are for kind "tokens", got them for {self.kind!r}')
+
+    def __str__(self) -> str:
+        """The path, with what else it takes to read it."""
+        settings = {"jsonl": f", field {self.field}", "parquet": f", column {self.field}"}
+        settings |= {"huggingface": f", column {self.field}", "tokens": f" of {self.dtype}"}
+        return self.path if self.kind == "text" else f"{self.path} ({self.kind}{settings[self.kind]})"
+
+    def files(self) -> tuple[Path, list[Path]]:
+        """The root and the files, sorted by path; those of a saved data set in the order that it states.
+
+        Raises:
+            CorpusError: If there is no such source or it holds no file of its kind.
+        """
+        if self.path == EMBEDDED:
+            root = Path(sysconfig.get_path("stdlib"))
+            found = [p for p in sorted(root.rglob("*.py")) if not _NOT_THE_LIBRARY & set(p.relative_to(root).parts)]
+        else:
+            root = Path(self.path).expanduser()
+            if self.kind == "huggingface":
+                found = _saved_files(root)
+            elif root.is_file():
+                root, found = root.parent, [root]
+            elif root.is_dir():
+                pattern = _PATTERNS[self.kind]
+                found = [p for p in sorted(root.rglob(pattern)) if p.is_file() and not p.name.startswith(".")]
+            else:
+                raise CorpusError(f"{root}: no such file or folder")
+        if not found:
+            wanted = _PATTERNS.get(self.kind, "*")
+            raise CorpusError(f"{root}: the corpus is empty, no file {'' if wanted == '*' else wanted + ' '}lies there")
+        return root, found
+
+    def fingerprint(self, known: Iterable[SourceFile] = ()) -> list[SourceFile]:
+        """Every file with its size and hash.
+
+        Args:
+            known: Earlier fingerprints; a file of the same size and time of modification is not read again.
+
+        Raises:
+            CorpusError: If a file can't be read.
+        """
+        root, files = self.files()
+        before = {file.path: file for file in known}
+        fingerprints = []
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            try:
+                found, old = path.stat(), before.get(name)
+                if old and (old.bytes, old.modified_ns) == (found.st_size, found.st_mtime_ns):
+                    digest = old.sha256
+                else:
+                    with path.open("rb") as content:
+                        digest = hashlib.file_digest(content, "sha256").hexdigest()
+            except OSError as error:
+                raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
+            fingerprints.append(
+                SourceFile(path=name, bytes=found.st_size, modified_ns=found.st_mtime_ns, sha256=digest)
+            )
+        return fingerprints
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that matter for its kind, as plain values."""
+        relevant = {"text": (), "tokens": ("dtype", "vocab_size")}.get(self.kind, ("field",))
+        return {name: value for name, value in asdict(self).items() if name in ("path", "kind", *relevant)}
+
+
+def source_files(source: str) -> tuple[Path, list[Path]]:
+    """The root and the sorted text files of a source: the standard library's own modules, a folder, or one file.
+
+    Raises:
+        CorpusError: If there is no such source or it holds no file.
+    """
+    return Source(path=source).files()
+
+
+def _saved_files(root: Path) -> list[Path]:
+    """The Arrow files of one data set that `save_to_disk` wrote, in its order."""
+    if (splits := root / "dataset_dict.json").is_file():
+        try:
+            names = ", ".join(json.loads(splits.read_text())["splits"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorpusError(f"{splits}: not the list of splits of a saved data set ({error})") from error
+        raise CorpusError(f"{root}: holds several data sets ({names}); name the folder of one of them")
+    state = root / "state.json"
+    try:
+        return [root / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+    except OSError as error:
+        raise CorpusError(f"{state}: can't be read ({error.strerror}); save_to_disk writes one") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{state}: not the state of a saved data set ({error})") from error
