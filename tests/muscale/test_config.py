@@ -99,7 +99,7 @@ def test_an_override_needs_a_key_and_a_value(make_study: MakeStudy) -> None:
 
 MIXED = """
 [corpus]
-evaluation_tokens = 2048
+evaluation_tokens = 1024
 tokenizer = "bpe"
 
 [corpus.sources.words]

@@ -91,8 +91,8 @@ def test_long_documents_are_cut_between_characters(
     (folder / "b.jsonl").write_text(json.dumps({"text": text * 5}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE_BYTES", cut)
-        for path, kind in (("a.txt", "text"), ("b.jsonl", "jsonl")):
-            found = list(pieces(Source(path=str(folder / path), kind=kind), 0.25))
+        for source in (Source(path=str(folder / "a.txt")), Source(path=str(folder / "b.jsonl"), kind="jsonl")):
+            found = list(pieces(source, 0.25))
             assert b"".join(piece.content for piece in found) == text.encode() * 5
             assert max(len(piece.content) for piece in found) <= 2 * cut
             for piece in found:
@@ -140,9 +140,9 @@ def test_bad_data_is_told_with_file_place_rule_and_value(
 
 @pytest.mark.parametrize("kept", [0.5, 0.95])
 def test_a_truncated_table_is_refused(kept: float, tmp_path: Path) -> None:
-    for kind in ("parquet", "huggingface"):
+    names: dict[Kind, str] = {"parquet": "b.parquet", "huggingface": "data-00001-of-00002.arrow"}
+    for kind, path in names.items():
         WRITERS[kind](tmp_path)
-    for path, kind in (("b.parquet", "parquet"), ("data-00001-of-00002.arrow", "huggingface")):
         content = (tmp_path / path).read_bytes()
         (tmp_path / path).write_bytes(content[: int(len(content) * kept)])
         with pytest.raises(CorpusError, match=f"{path}: can't be read"):
