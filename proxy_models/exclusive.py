@@ -31,9 +31,12 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def _hold(path: Path) -> IO[str]:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # whoever held it before removed the folder, or the file that we waited for
+        try:
             lock = path.open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        except FileNotFoundError:  # the last holder removed the folder just now
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
-            lock.close()
+        lock.close()  # the last holder removed the file that we waited for

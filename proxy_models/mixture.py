@@ -91,7 +91,7 @@ class Mixture:
                     f"stage {number} has {', '.join(sorted(stage.weights))}"
                 )
             ends = stage.until_tokens is not None or stage.until_fraction is not None
-            if ends == (stage is self.stages[-1]):
+            if ends == (number == len(self.stages) - 1):
                 rule = "the last stage must have no end" if ends else "a stage before the last must have an end"
                 raise ValueError(f"{rule}, until_tokens or until_fraction, got stage {number} of {len(self.stages)}")
         for ends_at in (

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from muscale import StudyConfig, StudyFileError
+from muscale import Study, StudyConfig, StudyFileError
+from muscale.data import CorpusSettings
+from muscale.errors import StageError
+from proxy_models.tokenizer import train_bpe
 
 MakeStudy = Callable[..., Path]
 
@@ -49,6 +52,18 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("transfer.widths=[20]", "transfer.widths: d_model must be a multiple of head_dim=16, got 20"),
         ("promote.workers=3", "promote.workers: must divide the 8 sequences of a batch, got 3"),
         ("plan.compute_flops=1e9", r"plan.compute_flops: must exceed the largest ladder run's .* got 1e\+09"),
+        ("corpus.kind=csv", "study.toml: corpus.kind: .*'text', 'jsonl', .* got 'csv'"),
+        ("corpus.feild=text", r"corpus.feild: unknown key \(value 'text'\); did you mean field\?"),
+        ("corpus.dtype=uint8", "study.toml: corpus: dtype and vocab_size are for kind \"tokens\", got them for 'text'"),
+        (
+            "corpus.kind=tokens",
+            "study.toml: corpus: a source of tokens needs a dtype of uint8, uint16, uint32, got None",
+        ),
+        ("corpus.end_of_document=x", "corpus.tokenizer: end_of_document is for \"file\", got 'x' for 'bytes'"),
+        ("model.vocab_size=100", "model.vocab_size: must be at least 256, for the tokenizer bytes, got 100"),
+        ("corpus.tokenizer=bpe", "model.vocab_size: must be at least 257, for 256 bytes and the token .* got 256"),
+        ('corpus.sources={a={path="text"}}', "corpus.source: must not stand beside corpus.sources, got 'text'"),
+        ("corpus.stages=[{weights={a=1}}]", "corpus.stages: need corpus.sources, which they weigh"),
         ("extra.key=1", "study.toml: extra: unknown key"),
         ("name=", "study.toml: name: String should have at least 1 character, got ''"),
     ],
@@ -80,3 +95,109 @@ def test_an_override_needs_a_key_and_a_value(make_study: MakeStudy) -> None:
     with pytest.raises(StudyFileError, match="--set sweep.trials: write table.key=value"):
         StudyConfig.read(make_study(), ["sweep.trials"])
     assert StudyConfig.read(make_study("b"), ["sweep.searcher=tpe"]).sweep.searcher == "tpe"
+
+
+MIXED = """
+[corpus]
+evaluation_tokens = 1024
+tokenizer = "bpe"
+
+[corpus.sources.words]
+path = "text"
+
+[corpus.sources.lines]
+path = "lines.jsonl"
+kind = "jsonl"
+field = "content"
+
+[[corpus.stages]]
+until_tokens = 4096
+weights = { words = 0.75, lines = 0.25 }
+
+[[corpus.stages]]
+weights = { words = 0.5, lines = 0.5 }
+
+[model]
+vocab_size = 300
+"""
+
+
+@pytest.fixture
+def mixed(make_study: MakeStudy) -> Path:
+    path = make_study()
+    _, rest = path.read_text().split("[model]")
+    path.write_text('name = "mixed"\n' + MIXED + rest)
+    lines = [json.dumps({"content": f"{number} green bottles on the wall"}) + "\n" for number in range(900)]
+    (path.parent / "lines.jsonl").write_text("".join(lines))
+    return path
+
+
+def test_a_mixture_is_written_from_the_study_file(mixed: Path) -> None:
+    study = Study.open(mixed, quiet=True)
+    corpus = study.corpus
+    assert corpus.vocab_size == 300
+    assert set(corpus.sources) == {"words", "lines"}
+    assert corpus.mixture is not None
+    assert corpus.mixture.stages[0].until_tokens == 4096
+    assert study.numerics.corpus_key == corpus.key
+    assert Study.open(mixed, quiet=True).corpus == corpus
+    json.dumps(study.config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("corpus.sources.lines.weight=1.0", "corpus.sources.lines.weight: must not be stated beside corpus.stages"),
+        ("corpus.stages=[]", "corpus.sources.words.weight: missing, a value is required"),
+        ("corpus.sources.lines.pth=1", r"corpus.sources.lines.pth: unknown key \(value 1\); did you mean path\?"),
+        ("corpus.stages=[{weigths={words=1}}]", r"corpus.stages.0.weigths: unknown key .*; did you mean weights\?"),
+        (
+            "corpus.stages=[{weights={words=1}}]",
+            "corpus.stages: stage 0 must weigh the sources lines, words, got words",
+        ),
+        (
+            "corpus.stages=[{weights={words=1, lines=-1}}]",
+            "corpus.stages.0.weights.lines: .*greater than or equal to 0",
+        ),
+        ("corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}]", "the last stage must have no end"),
+        ("model.vocab_size=256", "model.vocab_size: must be at least 257"),
+    ],
+)
+def test_a_faulty_mixture_is_told_with_key_rule_and_value(mixed: Path, override: str, message: str) -> None:
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(mixed, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "corpus.sources.lines.path=nowhere",
+            "study.toml: corpus.sources.lines.path: .*nowhere: no such file or folder",
+        ),
+        ("corpus.tokenizer=lines.jsonl", "study.toml: corpus.tokenizer: .*lines.jsonl: not a tokenizer.json"),
+        ("corpus.tokenizer=small.json", "study.toml: model.vocab_size: must be at least the 310 ids of .* got 300"),
+    ],
+)
+def test_files_are_looked_at_before_anything_is_written(mixed: Path, override: str, message: str) -> None:
+    text = (mixed.parent / "lines.jsonl").read_bytes() + b"".join(
+        path.read_bytes() for path in sorted((mixed.parent / "text").iterdir())
+    )
+    (mixed.parent / "small.json").write_text(train_bpe([text], 310))
+    with pytest.raises(StageError, match=message):
+        Study.open(mixed, [override], quiet=True)
+    assert not (mixed.parent / "corpus").exists()
+
+
+def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
+    with pytest.raises(StageError, match="held-out split of lines has only .* got 40000, shared by 2 sources"):
+        _ = Study.open(mixed, ["corpus.evaluation_tokens=40000"], quiet=True).numerics
+
+
+def test_the_identity_of_a_plain_corpus_names_three_things_only() -> None:
+    assert CorpusSettings(source="text").identity() == {
+        "corpus.source": "text",
+        "corpus.validation_fraction": 0.1,
+        "tokenizer": "bytes",
+    }
+    assert CorpusSettings(source="a", kind="jsonl").identity()["corpus.kind"] == "jsonl"
