@@ -14,9 +14,7 @@ BATCH = 64
 @st.composite
 def ramps(draw: st.DrawFn) -> BatchRamp:
     doublings = draw(st.integers(0, 4))
-    return BatchRamp(
-        batch_tokens=BATCH, doublings=doublings, ramp_tokens=doublings * draw(st.integers(1, 5)) * BATCH
-    )
+    return BatchRamp(batch_tokens=BATCH, doublings=doublings, ramp_tokens=doublings * draw(st.integers(1, 5)) * BATCH)
 
 
 def test_the_batch_doubles_in_equal_stages() -> None:

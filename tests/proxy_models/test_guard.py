@@ -61,12 +61,8 @@ def test_repeated_spikes_end_the_run_and_rare_ones_do_not() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_ends_the_run_from_the_first_step_on(value: float) -> None:
-    assert Guard(SETTINGS).judge(0, value, 1.0) == Divergence(
-        step=0, reason=f"the training loss is {value} at step 0"
-    )
-    assert Guard(SETTINGS).judge(0, 1.0, value) == Divergence(
-        step=0, reason=f"the gradient norm is {value} at step 0"
-    )
+    assert Guard(SETTINGS).judge(0, value, 1.0) == Divergence(step=0, reason=f"the training loss is {value} at step 0")
+    assert Guard(SETTINGS).judge(0, 1.0, value) == Divergence(step=0, reason=f"the gradient norm is {value} at step 0")
 
 
 @given(n=st.integers(0, 40))

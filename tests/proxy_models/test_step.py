@@ -58,7 +58,9 @@ def test_the_loss_of_a_step_is_the_training_loss() -> None:
 
 
 def test_random_numbers_are_a_function_of_seed_tokens_and_rank() -> None:
-    assert len({step_seed(*place) for place in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 1), (0, 1, 11))}) == 6
+    assert (
+        len({step_seed(*place) for place in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 1), (0, 1, 11))}) == 6
+    )
     random = replace(NUMERICS, model=replace(MODEL, mlp_dropout=0.5), base=replace(MODEL, mlp_dropout=0.5))
     torch.manual_seed(1)
     first = take(stepper(random))
