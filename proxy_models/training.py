@@ -126,8 +126,8 @@ class Trainer:
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
         compiled = compilation.decide(self._compile, self._planned_tokens or segment.end - segment.start)
-        warm = self._warm.get(numerics.model, compiled=compiled)
-        with torch.random.fork_rng(enabled=numerics.model.is_random):
+        with torch.random.fork_rng(devices=()):  # the caller's random numbers are not ours
+            warm = self._warm.get(numerics.model, compiled=compiled)
             return self._run(warm, compiled, numerics, segment, state, wanted, observation, on_step)
 
     def _run(

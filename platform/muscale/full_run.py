@@ -243,15 +243,17 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         rank, world_size = self.global_rank, self.trainer.world_size
         sequences = self._stream.batch(before, batch, rank=rank, world_size=world_size).to(self.device)
         number, rate_factor = run.n_steps(before), segment.rate_factor(before)
+        spikes = len(self._stepper.spikes)
         loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor)
         if divergence := self._stepper.divergence:
             raise StageError(f"promote: the run diverged: {divergence.reason}")
         if not torch.isfinite(loss):
             raise StageError(f"promote: the run diverged: the training loss is {float(loss)} at step {number}")
         self.tokens += batch
-        self._record(before, float(loss), float(norm), rate_factor)
+        left_out = len(self._stepper.spikes) > spikes
+        self._record(before, float(loss), float(norm), rate_factor, left_out)
 
-    def _record(self, before: int, loss: float, norm: float, rate_factor: float) -> None:
+    def _record(self, before: int, loss: float, norm: float, rate_factor: float, left_out: bool) -> None:
         run, tokens = self.run, self.tokens
         at_end = tokens == run.n_tokens
         row = {
@@ -260,7 +262,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             "grad_norm": norm,
             "rate_factor": rate_factor,
             "seconds": time.perf_counter() - self._started,
-            "spikes": len(self._stepper.spikes),
+            "left_out": left_out,
         }
         if at_end or passes(run.evaluate_every_tokens, before, tokens):
             row["val_loss"] = self.final_loss = self.evaluate()

@@ -51,6 +51,9 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("sweep.n_tokens=768", "sweep.n_tokens: the smallest of 2 rungs would have 256 tokens"),
         ("transfer.widths=[20]", "transfer.widths: d_model must be a multiple of head_dim=16, got 20"),
         ("promote.workers=3", "promote.workers: must divide the 8 sequences of a batch, got 3"),
+        ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
+        ("hyperparameters.schedule=cosine", 'schedule: rungs, .* need "wsd" or "wsd_linear", .*, got .cosine.'),
+        ("hyperparameters.cycles=3", 'cycles is a setting of cosine_cycles: schedule "wsd" would ignore 3'),
         ("plan.compute_flops=1e9", r"plan.compute_flops: must exceed the largest ladder run's .* got 1e\+09"),
         ("corpus.kind=csv", "study.toml: corpus.kind: .*'text', 'jsonl', .* got 'csv'"),
         ("corpus.feild=text", r"corpus.feild: unknown key \(value 'text'\); did you mean field\?"),
@@ -71,6 +74,11 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
 def test_a_fault_is_told_with_file_key_rule_and_value(make_study: MakeStudy, override: str, message: str) -> None:
     with pytest.raises(StudyFileError, match=message):
         StudyConfig.read(make_study(), [override])
+
+
+def test_a_linear_cooldown_is_searched_like_any_other(make_study: MakeStudy) -> None:
+    config = StudyConfig.read(make_study(), ["hyperparameters.schedule=wsd_linear"])
+    assert config.hyperparameters.schedule == "wsd_linear"
 
 
 def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeStudy, tmp_path: Path) -> None:

@@ -7,14 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from muscale.errors import StageError
 from muscale.full_run import CHECKPOINTS, Checkpoints, FullRun, train
 from muscale.layout import METRICS, RESULT
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics
 from proxy_models.training import Trainer
@@ -114,6 +117,9 @@ def interrupt_after_first_checkpoint(run: FullRun) -> None:
 def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resume_at_another_world_size(
     run: FullRun, corpus: Corpus
 ) -> None:
+    # With a guard, its snapshot is sharded too; with micro-batches, gradients are gathered part by part.
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
+    run = replace(run, numerics=replace(run.numerics, guard=guard), micro_batch=3)
     curve, loss = lean(run, corpus)
     assert curve[-1] < curve[0]
     one_unit = replace(run, directory=run.directory.with_name("one_unit"))
@@ -136,6 +142,68 @@ def test_one_process_equals_the_lean_loop_and_a_finished_run_is_not_trained_agai
     np.testing.assert_allclose(losses(run), curve, rtol=1e-6)
     assert first["loss"] == pytest.approx(loss, rel=1e-6)
     assert train(run) == first
+
+
+def varied(run: FullRun, **numerics: Any) -> FullRun:
+    """The run with dropout, a loss of its own for training, a batch ramp and cycles."""
+    model, base = (
+        replace(config, mlp_dropout=0.1, stochastic_depth=0.2, label_smoothing=0.1, z_loss=1e-4)
+        for config in (run.numerics.model, run.numerics.base)
+    )
+    values = Hyperparameters(
+        learning_rate=0.01, batch_tokens=BATCH, schedule="cosine_cycles", batch_doublings=2, batch_ramp_tokens=4 * BATCH
+    )
+    numerics = {"model": model, "base": base, **numerics}
+    return replace(run, numerics=replace(run.numerics, **numerics), segments=chain(values, BATCH * STEPS))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_option_means_the_same_to_both_loops(run: FullRun, corpus: Corpus, precision: str) -> None:
+    run = varied(run, precision=precision)
+    curve, loss = lean(run, corpus)
+    assert len(curve) == 8 + 4 + 12
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+def test_micro_batches_change_nothing_but_rounding(run: FullRun, tmp_path: Path) -> None:
+    whole = train(run)["loss"]
+    parts = replace(run, micro_batch=3, directory=tmp_path / "parts")  # 8 sequences: 3 + 3 + 2
+    assert train(parts)["loss"] == pytest.approx(whole, rel=1e-4)
+    np.testing.assert_allclose(losses(parts), losses(run), rtol=1e-4)
+
+
+def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, corpus: Corpus) -> None:
+    # So high a rate, and so touchy a guard, that steps are left out before and after the checkpoint.
+    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
+    values = Hyperparameters(learning_rate=3.0, batch_tokens=BATCH, schedule="linear")
+    run = replace(run, numerics=replace(run.numerics, guard=guard), segments=chain(values, BATCH * STEPS))
+    curve, loss = lean(run, corpus)
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    left_out = [row["left_out"] for row in map(json.loads, (run.directory / METRICS).read_text().splitlines())]
+    assert True in left_out[:12]
+    assert True in left_out[12:]
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
+    values = Hyperparameters(learning_rate=1e30, batch_tokens=BATCH)
+    broken = replace(run, segments=chain(values, BATCH * STEPS))
+    with pytest.raises(StageError, match=r"the run diverged: the training loss is nan at step \d"):
+        train(broken)
+    guarded = replace(broken, numerics=replace(run.numerics, guard=GuardSettings()))
+    with pytest.raises(StageError, match=r"the run diverged: the .* is nan at step \d"):
+        train(guarded)
 
 
 def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> None:

@@ -4,15 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
-from muscale.layout import CORPUS
+from muscale.layout import CORPUS, CURVES
 from muscale.lineage import Chain
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters, branch, stem
+from proxy_models.hyperparameters import Hyperparameters, branch, chain, stem
 from proxy_models.numerics import Numerics
 
 BATCH = 128
@@ -71,6 +72,25 @@ def test_a_pruned_state_is_trained_again_to_the_same_loss(worker: Worker, numeri
     worker.ledger.forget_state(parent.key)
     assert worker.reach(chain).loss is not None
     assert worker.ledger.segment(parent.key) == {**row, "state": None}
+
+
+def test_a_cycle_goes_on_from_the_kept_end_of_the_one_before_it(worker: Worker, numerics: Numerics) -> None:
+    values = Hyperparameters(
+        learning_rate=0.01, batch_tokens=BATCH, schedule="cosine_cycles", batch_doublings=1, batch_ramp_tokens=BATCH
+    )
+    cycles = Chain(numerics=numerics, segments=chain(values, 20 * BATCH))
+    assert cycles.anneals
+    assert cycles.parent is not None
+    assert cycles.parent.anneals
+    assert worker.reach(cycles).loss is not None
+    first, second = (worker.ledger.segment(part.key) for part in (cycles.parent, cycles))
+    assert first is not None
+    assert second is not None
+    assert first["state"]
+    assert second["state"] is None
+    assert second["trained_from"] == 10 * BATCH
+    curve = pd.read_parquet(worker.directory / CURVES / f"{cycles.parent.key}.parquet")
+    assert curve["tokens"].tolist() == [BATCH // 2, *(BATCH * n for n in range(1, 11))]
 
 
 def test_a_divergence_is_a_result_of_the_run_and_of_every_longer_one(worker: Worker, numerics: Numerics) -> None:

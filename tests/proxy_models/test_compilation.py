@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.utils
 
 from proxy_models import compilation
+from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters, stem
@@ -88,6 +89,30 @@ def test_without_a_compiler_the_reason_is_told_and_training_is_eager(
         assert not compilation.decide(True, 10**9)
     finally:
         compilation.missing_compiler.cache_clear()
+
+
+def test_auto_compiles_where_the_planned_tokens_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "missing_compiler", lambda: None)
+    assert [compilation.decide("auto", n_tokens) for n_tokens in (10**5, 10**6, 10**7)] == [False, False, True]
+    assert [compilation.decide(wanted, 1) for wanted in (True, False)] == [True, False]
+
+
+def test_auto_goes_by_the_plan_of_the_process_and_else_by_the_segment(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def decide(_compile: Compile, n_tokens: int) -> bool:
+        asked.append(n_tokens)
+        return False
+
+    monkeypatch.setattr(compilation, "decide", decide)
+    model = ModelConfig(d_model=16, n_layers=1, context_length=32)
+    numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=256)
+    segment = stem(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH).resolve(100 * BATCH), 2 * BATCH)
+    Trainer(corpus).train(numerics, segment)
+    Trainer(corpus, planned_tokens=10**9).train(numerics, segment)
+    assert asked == [2 * BATCH, 10**9]
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
-from proxy_models.schedule import Constant, Cooldown, CosineDecay, LinearDecay
+from proxy_models.hyperparameters import Hyperparameters, Recipe, Segment, branch, chain, stem
+from proxy_models.schedule import (
+    Constant,
+    Cooldown,
+    CosineCycle,
+    CosineDecay,
+    ExponentialDecay,
+    InverseSqrt,
+    LinearCooldown,
+    LinearDecay,
+    ScheduleName,
+    StepDecay,
+)
 
 BATCH = 512
 
@@ -79,6 +91,75 @@ def test_schedules_that_know_their_horizon_are_one_segment(schedule: str, kind: 
     assert segment.phase == kind(warmup_tokens=2 * BATCH, end=40 * BATCH)
 
 
+def test_settings_of_a_schedule_reach_its_phase() -> None:
+    (cosine,) = chain(hyperparameters(schedule="cosine", final_fraction=0.0), 40 * BATCH)
+    assert cosine.phase == CosineDecay(warmup_tokens=2 * BATCH, end=40 * BATCH, final_fraction=0.0)
+    (exponential,) = chain(hyperparameters(schedule="exponential", final_fraction=0.02), 40 * BATCH)
+    assert exponential.phase == ExponentialDecay(warmup_tokens=2 * BATCH, end=40 * BATCH, final_fraction=0.02)
+    (step,) = chain(hyperparameters(schedule="step", milestones=(0.5, 0.75), step_factor=0.5), 40 * BATCH)
+    milestones = (20 * BATCH, 30 * BATCH)
+    assert step.phase == StepDecay(warmup_tokens=2 * BATCH, end=40 * BATCH, milestones=milestones, step_factor=0.5)
+    (constant,) = chain(hyperparameters(schedule="constant"), 40 * BATCH)
+    assert constant.phase == Constant(warmup_tokens=2 * BATCH)
+
+
+def test_schedules_with_a_cooldown_have_a_stem_that_lengths_share() -> None:
+    for schedule, kind in (("wsd_linear", Constant), ("inverse_sqrt", InverseSqrt)):
+        values = hyperparameters(schedule=schedule)
+        start, cooldown = chain(values, 40 * BATCH)
+        assert start.phase == kind(warmup_tokens=2 * BATCH)
+        assert isinstance(cooldown.phase, LinearCooldown)
+        assert (start.end, cooldown.end) == (34 * BATCH, 40 * BATCH)
+        # The rate does not jump where the cooldown begins, and its last step still moves.
+        assert cooldown.rate_factor(34 * BATCH) == start.rate_factor(34 * BATCH)
+        assert 0 < cooldown.rate_factor(39 * BATCH) < 0.2
+    with pytest.raises(ValueError, match='is branched under "wsd", "wsd_linear" or "inverse_sqrt", got "cosine"'):
+        branch(values.resolve(40 * BATCH), 34 * BATCH, 40 * BATCH, "cosine")
+
+
+def test_cycles_follow_each_other_without_a_jump() -> None:
+    segments = chain(hyperparameters(schedule="cosine_cycles", cycles=3, final_fraction=0.2), 41 * BATCH)
+    assert [(s.start // BATCH, s.end // BATCH) for s in segments] == [(0, 13), (13, 27), (27, 41)]
+    phases = [segment.phase for segment in segments]
+    assert all(isinstance(phase, CosineCycle) for phase in phases)
+    factors = [s.rate_factor(tokens) for s in segments for tokens in range(s.start, s.end, BATCH)]
+    assert [factors[n] for n in (1, 14, 28)] == pytest.approx([1, 1, 1])
+    assert [factors[n] for n in (0, 13, 27)] == pytest.approx([0.5, 0.6, 0.6])
+    assert 0.2 < factors[-1] < 0.25
+    with pytest.raises(ValueError, match="does not fit into a cycle of 1024: lower warmup_fraction or cycles"):
+        chain(hyperparameters(schedule="cosine_cycles", cycles=20), 40 * BATCH)
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_every_schedule_is_a_chain_without_gaps_that_never_stands_still(schedule: ScheduleName) -> None:
+    segments = chain(hyperparameters(schedule=schedule), 60 * BATCH)
+    assert [segment.start for segment in segments] == [0, *(segment.end for segment in segments[:-1])]
+    assert segments[-1].end == 60 * BATCH
+    factors = [segment.rate_factor(tokens) for segment in segments for tokens, _ in segment.steps()]
+    assert len(factors) == 60
+    assert max(factors) == 1
+    assert min(factors) > 0
+
+
+def test_a_batch_ramp_is_resolved_into_whole_batches_and_leaves_the_segments_where_they_are() -> None:
+    plain = chain(hyperparameters(), 100 * BATCH)
+    ramped = chain(hyperparameters(batch_doublings=2, batch_ramp_tokens=11 * BATCH), 100 * BATCH)
+    assert [(s.start, s.end) for s in ramped] == [(s.start, s.end) for s in plain]
+    assert ramped[0].recipe.batch_ramp_tokens == 2 * 6 * BATCH
+    assert [batch for _, batch in ramped[0].steps()][:37:12] == [BATCH // 4, BATCH // 4, BATCH // 2, BATCH]
+    assert ramped[0].n_steps == 24 + 12 + 73
+    # The same function of the tokens: both have warmed up when the step that ends at 5 batches is taken.
+    assert ramped[0].rate_factor(5 * BATCH - BATCH // 4) == plain[0].rate_factor(4 * BATCH) == 1
+    assert ramped[0].rate_factor(0) == pytest.approx(plain[0].rate_factor(0) / 4)
+
+
+def test_hyperparameters_and_recipes_survive_json() -> None:
+    values = hyperparameters(schedule="step", milestones=(0.5, 0.9), batch_doublings=1, batch_ramp_tokens=BATCH)
+    assert Hyperparameters(**json.loads(json.dumps(values.to_dict()))) == values
+    recipe = values.resolve(100 * BATCH)
+    assert Recipe(**json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
 def test_the_shortest_run_still_cools_down() -> None:
     segments = chain(hyperparameters(warmup_fraction=0.0), 2 * BATCH)
     assert [segment.n_steps for segment in segments] == [1, 1]
@@ -98,6 +179,17 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"warmup_fraction": -0.1}, "warmup_fraction must lie in"),
         ({"cooldown_fraction": 0.0}, r"cooldown_fraction must lie in \(0, 1\), got 0"),
         ({"warmup_floor_tokens": -1}, "warmup_floor_tokens must not be negative"),
+        ({"schedule": "triangle"}, "schedule must be one of wsd, wsd_linear, .*, got 'triangle'"),
+        ({"final_fraction": 0.2}, 'final_fraction is a setting of cosine and .*: schedule "wsd" would ignore 0.2'),
+        ({"schedule": "linear", "cycles": 3}, 'cycles is a setting of cosine_cycles: schedule "linear" would ignore 3'),
+        ({"schedule": "cosine", "final_fraction": 1.0}, r"final_fraction must lie in \[0, 1\)"),
+        ({"schedule": "exponential", "final_fraction": 0.0}, "above 0 for an exponential, got 0.0"),
+        ({"schedule": "step", "milestones": (0.9, 0.8)}, "milestones must rise"),
+        ({"schedule": "step", "milestones": (0.5, 1.0)}, r"milestones must .* lie in \(0, 1\)"),
+        ({"schedule": "step", "step_factor": 1.0}, r"step_factor must lie in \(0, 1\), got 1.0"),
+        ({"schedule": "cosine_cycles", "cycles": 0}, "cycles must be at least 1, got 0"),
+        ({"batch_doublings": 1}, "needs batch_doublings and batch_ramp_tokens, got 1 and 0"),
+        ({"batch_doublings": 10, "batch_ramp_tokens": 1}, r"must be a multiple of 2\^10 to double so often, got 512"),
     ],
 )
 def test_values_out_of_range_are_refused(change: dict[str, Any], rule: str) -> None:
@@ -108,6 +200,8 @@ def test_values_out_of_range_are_refused(change: dict[str, Any], rule: str) -> N
 def test_a_warmup_longer_than_the_stable_part_is_refused() -> None:
     with pytest.raises(ValueError, match=f"a warmup of {9 * BATCH} tokens does not fit .* {10 * BATCH} tokens"):
         hyperparameters(warmup_floor_tokens=9 * BATCH).resolve(10 * BATCH)
+    with pytest.raises(ValueError, match=f"a batch ramp of {9 * BATCH} tokens does not fit .* {10 * BATCH} tokens"):
+        hyperparameters(batch_doublings=1, batch_ramp_tokens=9 * BATCH).resolve(10 * BATCH)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (2, 1), (-1, 1), (0, 0.5), (0.5, 1)])

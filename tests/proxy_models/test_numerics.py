@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from proxy_models.config import ModelConfig
+from proxy_models.guard import GuardSettings
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import parametrize
 
@@ -25,18 +26,21 @@ NUMERICS = Numerics(model=replace(BASE, d_model=64), base=BASE, corpus_key="abc"
         {"scheme": "standard"},
         {"depth_exponent": 0.5},
         {"precision": "bf16"},
+        {"guard": GuardSettings()},
         {"semantics": 0},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: str(next(iter(change))),
 )
 def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
     assert replace(NUMERICS, **change).key != NUMERICS.key
 
 
-def test_numerics_and_their_key_survive_json() -> None:
-    again = Numerics.from_dict(json.loads(json.dumps(NUMERICS.to_dict())))
-    assert again == NUMERICS
-    assert again.key == NUMERICS.key
+@pytest.mark.parametrize("guard", [None, GuardSettings(action="rewind", window=9)])
+def test_numerics_and_their_key_survive_json(guard: GuardSettings | None) -> None:
+    numerics = replace(NUMERICS, guard=guard)
+    again = Numerics.from_dict(json.loads(json.dumps(numerics.to_dict())))
+    assert again == numerics
+    assert again.key == numerics.key
 
 
 def test_the_table_is_of_this_shape_and_scheme() -> None:

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from proxy_models.schedule import (
     Constant,
     Cooldown,
+    CosineCycle,
     CosineDecay,
+    ExponentialDecay,
+    InverseSqrt,
+    LinearCooldown,
     LinearDecay,
     Phase,
+    StepDecay,
     phase_from_dict,
     phase_to_dict,
     warmup_factor,
@@ -24,6 +29,11 @@ PHASES: list[Phase] = [
     Cooldown(start=200, end=300),
     LinearDecay(warmup_tokens=50, end=300),
     CosineDecay(warmup_tokens=50, end=300),
+    LinearCooldown(start=200, end=300, start_factor=0.5),
+    ExponentialDecay(warmup_tokens=50, end=300, final_fraction=0.01),
+    StepDecay(warmup_tokens=50, end=300, milestones=(210, 250), step_factor=0.3),
+    InverseSqrt(warmup_tokens=50),
+    CosineCycle(start=200, end=300, warmup_tokens=30, start_factor=0.1, final_fraction=0.1),
 ]
 
 
@@ -54,6 +64,39 @@ def test_linear_and_cosine_decay_pass_their_middle_and_their_end() -> None:
     for phase in (linear, cosine):
         assert phase.factor(0, BATCH) == pytest.approx(0.1)
         assert phase.factor(90, BATCH) == 1
+
+
+def test_exponential_decay_loses_the_same_share_in_equal_tokens() -> None:
+    phase = ExponentialDecay(warmup_tokens=100, end=300, final_fraction=0.01)
+    assert [phase.factor(tokens, BATCH) for tokens in (90, 100, 200, 300)] == pytest.approx([1, 1, 0.1, 0.01])
+
+
+def test_step_decay_falls_with_the_step_that_starts_at_a_milestone() -> None:
+    phase = StepDecay(warmup_tokens=100, end=300, milestones=(200, 250), step_factor=0.1)
+    factors = [phase.factor(tokens, BATCH) for tokens in (0, 100, 190, 200, 240, 250, 290)]
+    assert factors == pytest.approx([0.1, 1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_the_inverse_square_root_peaks_at_the_end_of_its_warmup_and_halves_at_four_warmups() -> None:
+    phase = InverseSqrt(warmup_tokens=100)
+    assert [phase.factor(end - BATCH, BATCH) for end in (50, 100, 400, 1600)] == pytest.approx([0.5, 1, 0.5, 0.25])
+    with pytest.raises(ValueError, match="one is needed, got 0"):
+        InverseSqrt(warmup_tokens=0)
+
+
+def test_a_linear_cooldown_starts_where_the_phase_before_it_was() -> None:
+    phase = LinearCooldown(start=200, end=300, start_factor=0.4)
+    assert [phase.factor(tokens, BATCH) for tokens in (200, 250, 300)] == pytest.approx([0.4, 0.2, 0])
+
+
+def test_a_later_cycle_warms_up_from_where_the_one_before_it_ended() -> None:
+    first = CosineCycle(start=0, end=200, warmup_tokens=40, start_factor=0.0, final_fraction=0.1)
+    assert [first.factor(tokens, BATCH) for tokens in range(0, 200, BATCH)] == [
+        CosineDecay(warmup_tokens=40, end=200).factor(tokens, BATCH) for tokens in range(0, 200, BATCH)
+    ]
+    second = CosineCycle(start=200, end=400, warmup_tokens=40, start_factor=0.1, final_fraction=0.1)
+    factors = [second.factor(tokens, BATCH) for tokens in (200, 230, 240, 320, 400)]
+    assert factors == pytest.approx([0.325, 1, 1, 0.55, 0.1])
 
 
 @given(phase=st.sampled_from(PHASES), step=st.integers(20, 29))

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from proxy_models.averaging import ExponentialAverage, LastCheckpoints
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.config import ModelFamily
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.guard import Divergence
+from proxy_models.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.guard import Divergence, GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
+from proxy_models.metrics import Observation
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import OptimizerName
 from proxy_models.state import TrainState
+from proxy_models.step import step_seed
 from proxy_models.training import SegmentResult, Trainer
 
 BATCH = 4 * 32
@@ -54,7 +57,8 @@ def assert_same(one: SegmentResult, other: SegmentResult) -> None:
     assert one.state.tokens == other.state.tokens
     assert one.state.tensors.keys() == other.state.tensors.keys()
     for name, tensor in one.state.tensors.items():
-        assert torch.equal(tensor, other.state.tensors[name]), name
+        told, expected = (t.nan_to_num(nan=-1.0) for t in (tensor, other.state.tensors[name]))  # a guard's gaps are NaN
+        assert torch.equal(told, expected), name
     assert (one.loss, one.averaged_loss) == (other.loss, other.averaged_loss)
 
 
@@ -108,19 +112,206 @@ def test_a_branch_from_a_rung_is_the_run_planned_for_that_length(
     assert_same(trainer.train(numerics, branch(recipe, rung, n_tokens)[1], at_rung.state), planned)
 
 
+def dropping(numerics: Numerics) -> Numerics:
+    """The same with every kind of randomness, and a loss of its own for training."""
+    model = replace(
+        numerics.model,
+        attention_dropout=0.1,
+        mlp_dropout=0.1,
+        embedding_dropout=0.1,
+        stochastic_depth=0.2,
+        label_smoothing=0.1,
+        z_loss=1e-4,
+    )
+    return replace(numerics, model=model, base=model)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "change"),
+    [
+        ("cosine", {}),
+        ("exponential", {"random": True}),
+        ("step", {"precision": "bf16"}),
+        ("linear", {"precision": "fp16"}),
+        (
+            "linear",
+            {"guard": GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=3)},
+        ),
+        ("linear", {"ramp": True}),
+    ],
+    ids=["plain", "random", "bf16", "fp16", "guarded", "ramp"],
+)
 def test_resuming_from_disk_is_the_uninterrupted_run(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus, tmp_path: Path
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    corpus: Corpus,
+    tmp_path: Path,
+    schedule: Any,
+    change: dict[str, Any],
 ) -> None:
-    (whole,) = chain(replace(hyperparameters, schedule="cosine"), 20 * BATCH)
+    if change.pop("random", False):
+        numerics = dropping(numerics)
+    ramp: dict[str, Any] = {"batch_doublings": 2, "batch_ramp_tokens": 8 * BATCH} if change.pop("ramp", False) else {}
+    numerics = replace(numerics, **change)
+    # With the guard: so high a rate, and so touchy, that some of the twenty steps are left out.
+    learning_rate = 0.3 if numerics.guard else 0.01
+    (whole,) = chain(replace(hyperparameters, learning_rate=learning_rate, schedule=schedule, **ramp), 20 * BATCH)
     uninterrupted = trainer.train(numerics, whole)
+    assert (len(uninterrupted.spikes) > 0) == bool(numerics.guard)
     half = trainer.train(numerics, replace(whole, end=7 * BATCH))
     assert half.state is not None
     half.state.save(tmp_path / "states" / "half.pt")
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["half.pt"]
     state = TrainState.load(tmp_path / "states" / "half.pt")
+    torch.manual_seed(1234)  # the process that goes on is in another state
     resumed = Trainer(corpus, compile=False).train(numerics, replace(whole, start=7 * BATCH), state)
     assert_same(resumed, uninterrupted)
     assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
+    assert half.spikes + resumed.spikes == uninterrupted.spikes
+
+
+def test_training_minimises_the_training_loss_and_evaluation_is_next_token_loss_without_dropout(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    random = dropping(numerics)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    result = trainer.train(random, stem(recipe, BATCH))
+    assert torch.equal(torch.get_rng_state(), before)
+    model = Decoder(random.model)
+    initialize(model, random.parametrization, recipe, seed=0)
+    stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=0)
+    torch.manual_seed(step_seed(0, 0, 0))
+    assert result.train_losses[0] == training_loss(model, stream.batch(0, BATCH)).item()
+    assert result.state is not None
+    model.load_state_dict(
+        {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}
+    )
+    model.eval()
+    with torch.no_grad():
+        expected = next_token_loss(model, evaluation_sequences(trainer.corpus.validation, 32, 16 * 32)).item()
+    assert result.loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_learn_like_fp32_and_are_not_it(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, precision: Any
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 20 * BATCH)
+    exact, rounded = (trainer.train(replace(numerics, precision=p), segment) for p in ("fp32", precision))
+    assert rounded.train_losses == pytest.approx(exact.train_losses, rel=0.02)
+    assert rounded.loss != exact.loss
+
+
+def test_micro_batches_train_the_same_run(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 10 * BATCH)
+    whole = trainer.train(numerics, segment)
+    for micro_batch in (1, 3):  # 4 sequences: 1 + 1 + 1 + 1 and 3 + 1
+        parts = Trainer(corpus, compile=False, micro_batch=micro_batch).train(numerics, segment)
+        assert parts.train_losses == pytest.approx(whole.train_losses, rel=1e-4)
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
+    with pytest.raises(ValueError, match="micro_batch must be at least 1 sequence, got 0"):
+        Trainer(corpus, micro_batch=0)
+
+
+def test_a_batch_ramp_sees_every_sequence_once_in_order(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    batch = TokenStream.batch
+
+    def note(stream: TokenStream, tokens_seen: int, batch_tokens: int) -> torch.Tensor:
+        seen.append((tokens_seen, batch_tokens))
+        return batch(stream, tokens_seen, batch_tokens)
+
+    monkeypatch.setattr(TokenStream, "batch", note)
+    ramp = replace(hyperparameters, batch_doublings=2, batch_ramp_tokens=4 * BATCH)
+    result = trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
+    assert [size for _, size in seen] == [32] * 8 + [64] * 4 + [128] * 2
+    assert [tokens for tokens, _ in seen[1:]] == result.curve.tokens[:-1].tolist()
+    with pytest.raises(ValueError, match="must be a multiple of context_length=32, got 16"):
+        ramp = replace(ramp, batch_doublings=3)
+        trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
+
+
+def test_other_averages_are_evaluated_beside_the_last_weights(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    three, last = LastCheckpoints(n=3, every_tokens=BATCH), LastCheckpoints(n=1, every_tokens=BATCH)
+    slow = ExponentialAverage(half_life_tokens=4 * BATCH)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True, averages=(three, last, slow))
+    # The last three of twenty steps are the last 15 %.
+    assert result.average_losses[three] == pytest.approx(result.averaged_loss, rel=1e-6)
+    assert result.average_losses[last] == result.loss
+    assert result.average_losses[slow] > result.average_losses[three]
+    plain = trainer.train(numerics, stem(recipe, 20 * BATCH))
+    assert_same(replace(result, averaged_loss=None), plain)
+    late = replace(stem(recipe, 30 * BATCH), start=20 * BATCH)
+    with pytest.raises(ValueError, match="begins at 0 tokens, before the segment's start at 2560$"):
+        trainer.train(numerics, late, result.state, averages=(slow,))
+    with pytest.raises(ValueError, match="every_tokens must be a multiple of batch_tokens=128, got 100"):
+        trainer.train(numerics, late, result.state, averages=(LastCheckpoints(n=2, every_tokens=100),))
+
+
+def test_observing_a_run_leaves_it_as_it_is(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
+    observation = Observation(evaluate_every_tokens=4 * BATCH, layers_every_tokens=6 * BATCH)
+    random = dropping(numerics)
+    watched = trainer.train(random, segment, observation=observation)
+    plain = trainer.train(random, segment)
+    assert_same(watched, plain)
+    assert np.array_equal(watched.train_losses, plain.train_losses)
+    curve = watched.curve
+    assert curve.tokens.tolist() == [BATCH * (n + 1) for n in range(12)]
+    assert (np.flatnonzero(np.isfinite(curve.val_loss)) + 1).tolist() == [4, 8, 12]
+    assert curve.val_loss[-1] == watched.loss
+    assert (curve.grad_norm > 0).all()
+    assert curve.rate_factor.tolist() == [segment.rate_factor(BATCH * n) for n in range(12)]
+    assert (np.diff(curve.seconds) > 0).all()
+    layers = curve.layers
+    assert set(layers["tokens"]) == {6 * BATCH, 12 * BATCH}
+    assert set(layers["quantity"]) == {"activation", "update"}
+    updates = layers[(layers["quantity"] == "update") & (layers["name"] == "readout.weight")]
+    # AdamW's steps are of the size of the rate.
+    assert updates["rms"].to_numpy() == pytest.approx(0.01, rel=0.5)
+
+
+def test_an_interrupted_step_leaves_nothing_behind(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 4 * BATCH)
+    expected = trainer.train(numerics, segment)
+
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("proxy_models.step.clip", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(numerics, segment)
+    assert_same(trainer.train(numerics, segment), expected)
+
+
+def test_the_guard_ends_a_run_at_once_and_leaves_a_quiet_one_alone(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    guarded = replace(numerics, guard=GuardSettings())
+    segment = stem(hyperparameters.resolve(200 * BATCH), 40 * BATCH)
+    quiet = trainer.train(guarded, segment)
+    assert quiet.spikes == ()
+    assert quiet.loss == trainer.train(numerics, segment).loss
+    loud = stem(replace(hyperparameters, learning_rate=1e30).resolve(200 * BATCH), 40 * BATCH)
+    result = trainer.train(guarded, loud)
+    assert result.divergence is not None
+    assert (result.state, result.loss) == (None, None)
+    assert len(result.train_losses) == result.divergence.step + 1 < 10
 
 
 def test_a_state_is_not_changed_by_going_on_from_it(

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from muscale.trial import NUMBER, TrialPlan
+from proxy_models.config import ModelConfig
+from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.numerics import Numerics
+from proxy_models.schedule import ScheduleName
+
+BATCH = 128
+MODEL = ModelConfig(d_model=32, n_layers=1, context_length=32)
+NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="none", seed=0, evaluation_tokens=512)
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "wsd_linear"])
+def test_the_last_branch_of_a_trial_is_its_whole_run_under_its_schedule(schedule: ScheduleName) -> None:
+    defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, schedule=schedule)
+    plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=(40 * BATCH, 85 * BATCH))
+    config = {"learning_rate": 0.02, NUMBER: 3}
+    whole = plan.branch(config, 1)
+    assert whole.segments == chain(plan.hyperparameters(config), 100 * BATCH)
+    assert whole.parent is not None
+    assert whole.parent.key == plan.rung(config, 1).key
+    assert plan.branch(config, 0).stem == whole.stem
