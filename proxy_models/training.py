@@ -30,6 +30,7 @@ from proxy_models.state import TrainState, capture, restore
 from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels
 
+_NO_OBSERVATION = Observation()
 _CHECK_EVERY = 32  # steps between looks at whether the loss is still finite
 
 
@@ -105,7 +106,7 @@ class Trainer:
         *,
         averaged: bool = False,
         averages: Sequence[Average] = (),
-        observation: Observation = Observation(),  # noqa: B008 - frozen
+        observation: Observation = _NO_OBSERVATION,
         on_step: Callable[[int, float], None] | None = None,
     ) -> SegmentResult:
         """Train one segment from `state` (None: from the initial values) and evaluate at its end.
@@ -155,7 +156,7 @@ class Trainer:
             RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=recipe.batch_tokens)
             for average in wanted
         ]
-        first, divergence, recorder = recipe.ramp.n_steps(segment.start), None, Recorder()
+        first, divergence, recorder = recipe.ramp.n_steps(segment.start), None, Recorder(segment.start)
         for number, (tokens, batch) in enumerate(segment.steps(), start=first):
             sequences, after = stream.batch(tokens, batch), tokens + batch
             rate_factor = segment.rate_factor(tokens)
