@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AVERAGED_SHARE = (
-    0.15  # of the tokens so far: the stretch whose averaged weights a rung ranks by (Hägele et al., section 4.2)
-)
+AVERAGED_SHARE = 0.15
+"""Of the tokens so far: the stretch whose averaged weights a rung ranks by (measured here; as Hägele et al., arXiv 2405.18392,
+section 4, average a stretch without cooldown)."""
 _HALF_LIVES = 10  # of an exponential average that are summed: what is left out weighs less than 1/1000
 
 

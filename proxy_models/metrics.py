@@ -47,6 +47,7 @@ class Curve:
     """One entry a step, in the order of training.
 
     Attributes:
+        start: Tokens seen before the first step.
         tokens: Tokens seen after the step.
         train_loss: What the step minimised, on its batch before the step, nats per token; with label smoothing or z-loss it
             is not the validation loss's kind.
@@ -58,6 +59,7 @@ class Curve:
         layers: Columns tokens, name, quantity ("activation", before the step, or "update"), rms.
     """
 
+    start: int
     tokens: NDArray[np.int64]
     train_loss: NDArray[np.float32]
     grad_norm: NDArray[np.float32]
@@ -81,8 +83,7 @@ class Curve:
             peak_flops: FLOP/s of the device in the run's precision; with both, the column `mfu` tells the share that was
                 used (Chowdhery et al., arXiv 2204.02311, appendix B).
         """
-        taken = np.diff(self.tokens, prepend=2 * self.tokens[0] - self.tokens[1] if len(self.tokens) > 1 else 0)
-        rate = taken / np.maximum(np.diff(self.seconds, prepend=0.0), 1e-9)
+        rate = np.diff(self.tokens, prepend=self.start) / np.maximum(np.diff(self.seconds, prepend=0.0), 1e-9)
         columns = {
             "tokens": self.tokens,
             "train_loss": self.train_loss,
@@ -101,7 +102,8 @@ class Curve:
 class Recorder:
     """Collects a curve; losses and norms stay tensors until somebody looks, so that no step waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
+        self._start = start
         self.losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._steps: list[tuple[int, float, float]] = []
@@ -139,6 +141,7 @@ class Recorder:
         """What was collected."""
         tokens, factors, seconds = zip(*self._steps, strict=True)
         return Curve(
+            start=self._start,
             tokens=np.array(tokens, dtype=np.int64),
             train_loss=torch.stack(self.losses).float().cpu().numpy(),
             grad_norm=torch.stack(self._norms).float().cpu().numpy(),

@@ -72,7 +72,7 @@ class InverseSqrt:
 
 @dataclass(frozen=True, kw_only=True)
 class Cooldown:
-    """From 1 at `start` to 0 at `end` as 1 - sqrt(progress) (Hägele et al., section 4.1)."""
+    """From 1 at `start` to 0 at `end` as 1 - sqrt(progress) (Hägele et al., section 3)."""
 
     start: int
     end: int
@@ -86,7 +86,7 @@ class Cooldown:
 class LinearCooldown:
     """Linearly from `start_factor` at `start` to 0 at `end`.
 
-    After a constant phase: Hägele et al., section 3.1. After an inverse square root: Zhai et al., arXiv 2106.04560.
+    After a constant phase: Hägele et al., section 3. After an inverse square root: Zhai et al., arXiv 2106.04560.
     """
 
     start: int

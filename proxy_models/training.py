@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proxy_models import compilation
 from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, RunningAverage, Tail
-from proxy_models.batches import TokenStream, evaluation_sequences
+from proxy_models.batches import EvaluationSet, evaluation_sets, training_stream
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.guard import Divergence, Spike
@@ -30,6 +30,7 @@ from proxy_models.state import TrainState, capture, restore
 from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels
 
+_NO_OBSERVATION = Observation()
 _CHECK_EVERY = 32  # steps between looks at whether the loss is still finite
 
 
@@ -95,7 +96,7 @@ class Trainer:
         if compile and compilation.missing_compiler() is None:
             compilation.configure()
         self._warm = WarmModels()
-        self._evaluation: dict[tuple[int, int], Tensor] = {}
+        self._evaluation: dict[tuple[int, int], dict[str, EvaluationSet]] = {}
 
     def train(
         self,
@@ -105,7 +106,7 @@ class Trainer:
         *,
         averaged: bool = False,
         averages: Sequence[Average] = (),
-        observation: Observation = Observation(),  # noqa: B008 - frozen
+        observation: Observation = _NO_OBSERVATION,
         on_step: Callable[[int, float], None] | None = None,
     ) -> SegmentResult:
         """Train one segment from `state` (None: from the initial values) and evaluate at its end.
@@ -150,12 +151,12 @@ class Trainer:
         if state:
             restore(module, optimizer, state.tensors)
             stepper.remember(state.tensors)
-        stream = TokenStream(tokens=self.corpus.train, context_length=numerics.model.context_length, seed=numerics.seed)
+        stream = training_stream(self.corpus, numerics.model.context_length, numerics.seed)
         sums = [
             RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=recipe.batch_tokens)
             for average in wanted
         ]
-        first, divergence, recorder = recipe.ramp.n_steps(segment.start), None, Recorder()
+        first, divergence, recorder = recipe.ramp.n_steps(segment.start), None, Recorder(segment.start)
         for number, (tokens, batch) in enumerate(segment.steps(), start=first):
             sequences, after = stream.batch(tokens, batch), tokens + batch
             rate_factor = segment.rate_factor(tokens)
@@ -240,8 +241,8 @@ class Trainer:
     def _evaluate(self, warm: WarmModel, numerics: Numerics) -> float:
         size = (numerics.model.context_length, numerics.evaluation_tokens)
         if size not in self._evaluation:
-            self._evaluation[size] = evaluation_sequences(self.corpus.validation, *size)
-        return warm.evaluate(self._evaluation[size])
+            self._evaluation[size] = evaluation_sets(self.corpus, *size)
+        return sum(held_out.weight * warm.evaluate(held_out.sequences) for held_out in self._evaluation[size].values())
 
 
 def _divergence(losses: list[Tensor], first: int) -> Divergence | None:

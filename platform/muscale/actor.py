@@ -12,6 +12,7 @@ from muscale.ledger import Outcome
 from muscale.lineage import Chain
 from muscale.trial import TrialPlan
 from muscale.worker import Worker
+from proxy_models.compilation import Compile
 
 WORST_LOSS = 1e9  # finite, as Tune's searchers and schedulers refuse NaN; the adapters replace it
 
@@ -19,7 +20,7 @@ WORST_LOSS = 1e9  # finite, as Tune's searchers and schedulers refuse NaN; the a
 class TrainingActor:
     """A worker in a process of its own."""
 
-    def __init__(self, directory: Path, compiled: bool, threads: int) -> None:
+    def __init__(self, directory: Path, compiled: Compile, threads: int) -> None:
         torch.set_num_threads(threads)
         self._worker = Worker(directory, compiled=compiled)
 
@@ -32,7 +33,7 @@ class Trial(tune.Trainable):
     """A trial of a sweep: each step trains to the next rung and reports the averaged weights' loss there."""
 
     def setup(  # type: ignore[override]
-        self, config: dict[str, Any], *, plan: TrialPlan, directory: Path, compiled: bool, threads: int
+        self, config: dict[str, Any], *, plan: TrialPlan, directory: Path, compiled: Compile, threads: int
     ) -> None:
         """Start a trial in a fresh process."""
         torch.set_num_threads(threads)

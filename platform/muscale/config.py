@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.strict import StrictTable as _Table
+from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
@@ -109,7 +110,9 @@ class ResourceSettings(_Table):
     workers: PositiveInt = 2  # trainings at a time
     cpus_per_worker: PositiveInt = 1
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
-    compile: bool = False  # torch.compile costs about 7 s a shape and worker, so it pays for long proxies only
+    compile: Compile = (
+        False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
+    )
 
 
 class StudyConfig(_Table):

@@ -32,7 +32,7 @@ from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
-from proxy_models.batches import TokenStream, evaluation_sequences
+from proxy_models.batches import evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Segment
@@ -220,8 +220,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
         corpus = Corpus.open(run.corpus)
         model = run.numerics.model
-        self._stream = TokenStream(tokens=corpus.train, context_length=model.context_length, seed=run.numerics.seed)
-        self._held_out = evaluation_sequences(corpus.validation, model.context_length, run.numerics.evaluation_tokens)
+        self._stream = training_stream(corpus, model.context_length, run.numerics.seed)
+        self._held_out = evaluation_sets(corpus, model.context_length, run.numerics.evaluation_tokens)
         self._stepper = Stepper(
             self.decoder,
             self.optimizers(use_pl_optimizer=False),
@@ -277,18 +277,19 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
     def evaluate(self) -> float:
         """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32, without dropout."""
         world_size = self.trainer.world_size
-        self.decoder.eval()
         total = torch.zeros((), device=self.device)
         self.decoder.eval()
-        for batch in torch.split(self._held_out, _EVALUATION_BATCH * world_size):
-            share = torch.tensor_split(batch, world_size)[self.global_rank]
-            # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
-            loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
-            total += loss * len(share)
+        for held_out in self._held_out.values():
+            weight = held_out.weight / len(held_out.sequences)
+            for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * world_size):
+                share = torch.tensor_split(batch, world_size)[self.global_rank]
+                # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
+                loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
+                total += weight * len(share) * loss
         self.decoder.train()
         if world_size > 1:
             dist.all_reduce(total)
-        return float(total) / len(self._held_out)
+        return float(total)
 
     def _flush(self) -> None:
         if self.global_rank == 0:

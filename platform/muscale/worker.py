@@ -16,6 +16,7 @@ from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, Outcome, insert_once
 from muscale.lineage import Chain
 from muscale.tables import segments
+from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.state import TrainState
 from proxy_models.training import SegmentResult, Trainer
@@ -27,7 +28,7 @@ _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may hav
 class Worker:
     """Trains chains of one study in this process; keeps its models warm from one to the next."""
 
-    def __init__(self, directory: Path, *, compiled: bool) -> None:
+    def __init__(self, directory: Path, *, compiled: Compile) -> None:
         self.directory = directory
         self.ledger = Ledger(directory / LEDGER)
         self.trainer = Trainer(Corpus.open(directory / CORPUS), compile=compiled)

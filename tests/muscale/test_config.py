@@ -81,6 +81,12 @@ def test_a_linear_cooldown_is_searched_like_any_other(make_study: MakeStudy) -> 
     assert config.hyperparameters.schedule == "wsd_linear"
 
 
+def test_compilation_may_be_left_to_the_length_of_a_run(make_study: MakeStudy) -> None:
+    assert StudyConfig.read(make_study(), ["resources.compile=auto"]).resources.compile == "auto"
+    with pytest.raises(StudyFileError, match="resources.compile"):
+        StudyConfig.read(make_study("b"), ["resources.compile=sometimes"])
+
+
 def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeStudy, tmp_path: Path) -> None:
     path = make_study()
     path.write_text(path.read_text().replace("batch_tokens = 256\n", ""))

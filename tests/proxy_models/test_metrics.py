@@ -16,6 +16,7 @@ MODEL = ModelConfig(d_model=32, n_layers=2, context_length=16, mlp_dropout=0.5)
 
 def curve() -> Curve:
     return Curve(
+        start=0,
         tokens=np.array([100, 200, 400]),
         train_loss=np.array([5, 4, 3], dtype=np.float32),
         grad_norm=np.ones(3, dtype=np.float32),
@@ -47,7 +48,7 @@ def test_a_multiple_is_passed_once() -> None:
 def test_a_recorder_counts_no_time_while_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 1.0, 6.0, 7.0])
     monkeypatch.setattr("proxy_models.metrics.time.perf_counter", lambda: next(now))
-    recorder = Recorder()
+    recorder = Recorder(0)
     recorder.add(10, torch.tensor(5.0), torch.tensor(1.0), 0.5)
     with recorder.stopped():
         recorder.add_val_loss(10, 4.5)

@@ -12,7 +12,7 @@ from proxy_models.decoder import Decoder, training_loss
 from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
-from proxy_models.optimizer import adamw, initialize
+from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.state import capture, restore
 from proxy_models.step import Stepper, step_seed
 
@@ -27,8 +27,10 @@ def batch(number: int = 0) -> Tensor:
 
 def stepper(numerics: Numerics = NUMERICS, **options: Any) -> Stepper:
     module = Decoder(numerics.model)
-    initialize(module, numerics.parametrization, RECIPE, seed=numerics.seed)
-    return Stepper(module, adamw(module, numerics.parametrization, RECIPE), numerics, RECIPE, **options)
+    initialize(module, numerics.parametrization(RECIPE.optimizer), RECIPE, seed=numerics.seed)
+    return Stepper(
+        module, make_optimizer(module, numerics.parametrization(RECIPE.optimizer), RECIPE), numerics, RECIPE, **options
+    )
 
 
 def take(one: Stepper, number: int = 0, sequences: Tensor | None = None) -> tuple[float, float]:
