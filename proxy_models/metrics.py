@@ -6,7 +6,7 @@ Observing changes no bit of the training: what is measured besides the step itse
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,8 +102,16 @@ class Curve:
 class Recorder:
     """Collects a curve; losses and norms stay tensors until somebody looks, so that no step waits for them."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
+    def __init__(self, start: int, module: nn.Module, observation: Observation, evaluate: Callable[[], float]) -> None:
+        """Begin, and start the clock.
+
+        Args:
+            start: Tokens seen before the first step.
+            module: What is trained.
+            observation: What to measure besides the steps.
+            evaluate: Validation loss of the module as it is.
+        """
+        self._start, self._module, self._observation, self._evaluate = start, module, observation, evaluate
         self.losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._steps: list[tuple[int, float, float]] = []
@@ -117,17 +125,27 @@ class Recorder:
         self._norms.append(norm)
         self._steps.append((tokens, rate_factor, time.perf_counter() - self._started))
 
-    def add_val_loss(self, tokens: int, loss: float) -> None:
-        """Note the validation loss after the step that ended at `tokens`."""
-        self._val_losses[tokens] = loss
+    @contextmanager
+    def observing(self, tokens: int, after: int, sequences: Tensor) -> Iterator[None]:
+        """Around the step from `tokens` to `after`: measure what is due. The time of measuring does not count."""
+        layers = passes(self._observation.layers_every_tokens, tokens, after)
+        if layers:
+            with self._stopped():
+                self._add_layers(after, "activation", activation_rms(self._module, sequences))
+                before = {name: parameter.detach().clone() for name, parameter in self._module.named_parameters()}
+        yield
+        if layers:
+            with self._stopped():
+                self._add_layers(after, "update", update_rms(self._module, before))
+        if passes(self._observation.evaluate_every_tokens, tokens, after):
+            with self._stopped():
+                self._val_losses[after] = self._evaluate()
 
-    def add_layers(self, tokens: int, quantity: str, rms: dict[str, float]) -> None:
-        """Note a size for each name."""
+    def _add_layers(self, tokens: int, quantity: str, rms: dict[str, float]) -> None:
         self._layers += [{"tokens": tokens, "name": n, "quantity": quantity, "rms": value} for n, value in rms.items()]
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Time inside does not count."""
+    def _stopped(self) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self._started += time.perf_counter() - began

@@ -117,7 +117,7 @@ class Stepper:
         return loss.detach()
 
     def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool:
-        if self._scaler and not bool(torch.isfinite(norm)):
+        if self._scaler and bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm)):
             return True  # the scaler leaves the step out, and tries a smaller scale
         verdict = guard.judge(number, float(loss), float(norm))
         if isinstance(verdict, Divergence):

@@ -22,7 +22,7 @@ from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.guard import Divergence, Spike
 from proxy_models.hyperparameters import Segment
-from proxy_models.metrics import Curve, Observation, Recorder, activation_rms, passes, update_rms
+from proxy_models.metrics import Curve, Observation, Recorder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
@@ -129,78 +129,28 @@ class Trainer:
         compiled = compilation.decide(self._compile, self._planned_tokens or segment.end - segment.start)
         with torch.random.fork_rng(devices=()):  # the caller's random numbers are not ours
             warm = self._warm.get(numerics.model, compiled=compiled)
-            return self._run(warm, compiled, numerics, segment, state, wanted, observation, on_step)
-
-    def _run(
-        self,
-        warm: WarmModel,
-        compiled: bool,
-        numerics: Numerics,
-        segment: Segment,
-        state: TrainState | None,
-        wanted: Sequence[Average],
-        observation: Observation,
-        on_step: Callable[[int, float], None] | None,
-    ) -> SegmentResult:
-        recipe, module = segment.recipe, warm.module
-        module.train()
-        module.zero_grad()  # an exception may have left gradients here
-        initialize(module, numerics.parametrization(recipe.optimizer), recipe, seed=numerics.seed)
-        optimizer = make_optimizer(module, numerics.parametrization(recipe.optimizer), recipe)
-        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
-        if state:
-            restore(module, optimizer, state.tensors)
-            stepper.remember(state.tensors)
-        stream = training_stream(self.corpus, numerics.model.context_length, numerics.seed)
-        sums = [
-            RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=recipe.batch_tokens)
-            for average in wanted
-        ]
-        first, divergence, recorder = recipe.ramp.n_steps(segment.start), None, Recorder(segment.start)
-        for number, (tokens, batch) in enumerate(segment.steps(), start=first):
-            sequences, after = stream.batch(tokens, batch), tokens + batch
-            rate_factor = segment.rate_factor(tokens)
-            before = None
-            if passes(observation.layers_every_tokens, tokens, after):
-                with recorder.stopped():
-                    recorder.add_layers(after, "activation", activation_rms(module, sequences))
-                    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-            loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
-            recorder.add(after, loss, norm, rate_factor)
-            for running in sums:
-                running.add(tokens, batch)
-            if before or passes(observation.evaluate_every_tokens, tokens, after):
-                with recorder.stopped():
-                    if before:
-                        recorder.add_layers(after, "update", update_rms(module, before))
-                    if passes(observation.evaluate_every_tokens, tokens, after):
-                        recorder.add_val_loss(after, self._evaluate(warm, numerics))
-            if divergence := stepper.divergence:
-                break
-            if (number + 1 - first) % _CHECK_EVERY == 0 or after == segment.end:
-                if divergence := _divergence(recorder.losses, first):
-                    break
-                if on_step:
-                    on_step(after, float(loss))
+            stepper = self._prepare(warm, numerics, segment, state)
+            sums = [
+                RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)
+                for average in wanted
+            ]
+            recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics))
+            divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step)
         seconds = recorder.seconds
-        loss_at_end: float | None = None
+        end: TrainState | None = None
+        loss: float | None = None
         losses: dict[Average, float] = {}
+        if not divergence and not math.isfinite(loss := self._evaluate(warm, numerics)):
+            last = segment.recipe.ramp.n_steps(segment.end)
+            divergence, loss = Divergence(step=last, reason="the validation loss is not finite"), None
         if not divergence:
-            loss_at_end = self._evaluate(warm, numerics)
-            if not math.isfinite(loss_at_end):
-                divergence = Divergence(
-                    step=recipe.ramp.n_steps(segment.end), reason="the validation loss is not finite"
-                )
-        if divergence:
-            end, loss_at_end = None, None
-        else:
-            end = TrainState(tokens=segment.end, tensors=capture(module, optimizer) | stepper.memory())
+            end = TrainState(tokens=segment.end, tensors=capture(warm.module, stepper.optimizer) | stepper.memory())
             for running in sums:
                 running.write()
                 losses[running.average] = self._evaluate(warm, numerics)
         return SegmentResult(
             state=end,
-            loss=loss_at_end,
+            loss=loss,
             averaged_loss=losses.pop(Tail(), None),
             average_losses=losses,
             curve=recorder.curve(),
@@ -209,6 +159,49 @@ class Trainer:
             seconds=seconds,
             compiled=compiled,
         )
+
+    def _prepare(self, warm: WarmModel, numerics: Numerics, segment: Segment, state: TrainState | None) -> Stepper:
+        """Write the initial values or the state into the warm model, and give it an optimizer in the same state."""
+        module, recipe = warm.module, segment.recipe
+        module.train()
+        module.zero_grad()  # an exception may have left gradients here
+        parametrization = numerics.parametrization(recipe.optimizer)
+        initialize(module, parametrization, recipe, seed=numerics.seed)
+        optimizer = make_optimizer(module, parametrization, recipe)
+        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
+        if state:
+            restore(module, optimizer, state.tensors)
+            stepper.remember(state.tensors)
+        return stepper
+
+    def _walk(
+        self,
+        numerics: Numerics,
+        segment: Segment,
+        stepper: Stepper,
+        sums: Sequence[RunningAverage],
+        recorder: Recorder,
+        on_step: Callable[[int, float], None] | None,
+    ) -> Divergence | None:
+        """Take the steps of the segment, to its end or to a divergence."""
+        stream = training_stream(self.corpus, numerics.model.context_length, numerics.seed)
+        first = segment.recipe.ramp.n_steps(segment.start)
+        for number, (tokens, batch) in enumerate(segment.steps(), start=first):
+            sequences, after = stream.batch(tokens, batch), tokens + batch
+            rate_factor = segment.rate_factor(tokens)
+            with recorder.observing(tokens, after, sequences):
+                loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
+                recorder.add(after, loss, norm, rate_factor)
+            for running in sums:
+                running.add(tokens, batch)
+            if stepper.divergence:
+                return stepper.divergence
+            if (number + 1 - first) % _CHECK_EVERY == 0 or after == segment.end:
+                if divergence := _divergence(recorder.losses, first):
+                    return divergence
+                if on_step:
+                    on_step(after, float(loss))
+        return None
 
     def _validate(
         self, numerics: Numerics, segment: Segment, state: TrainState | None, wanted: Sequence[Average]

@@ -1,17 +1,15 @@
 """The full-size run: plain Lightning with FSDP2, on the definitions that trained the proxies.
 
 It knows nothing of Ray: the same function runs inside a Ray Train worker, under torchrun, or alone in one process. Batches are
-found by position, so a run resumed at another world size sees the same tokens. Checkpoints are sharded
-(`torch.distributed.checkpoint`), hashed, and moved into place whole; one whose hashes do not hold is never opened.
+found by position, so a run resumed at another world size sees the same tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import StageError
@@ -40,20 +35,15 @@ from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
-from proxy_models.state import capture
-from proxy_models.step import GOOD, Stepper
+from proxy_models.step import Stepper
 
 L = import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
-CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
-_MEMORY = "memory"  # of the stepper, in a checkpoint
 MIN_UNIT_PARAMS = 1_000_000
 """A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
-_KEEP = 2
 _EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
 
@@ -112,54 +102,6 @@ class ShardedStrategy(ModelParallelStrategy):
     @root_device.setter
     def root_device(self, device: torch.device) -> None:
         self._chosen_device = device
-
-
-class Checkpoints:
-    """Sharded checkpoints of one run: `tokens=<n>` holds the state after n tokens and a manifest of its files' hashes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def latest(self) -> tuple[int, Path] | None:
-        """Tokens and path of the newest checkpoint whose hashes hold, or None."""
-        found = sorted(
-            ((int(path.name.removeprefix("tokens=")), path) for path in self.folder.glob("tokens=*[0-9]")), reverse=True
-        )
-        return next(((tokens, path) for tokens, path in found if _is_whole(path)), None)
-
-    def save(self, stepper: Stepper, tokens: int) -> None:
-        """Write the state of all ranks; rank 0 hashes it and moves it into place, then drops the oldest."""
-        path = self.folder / f"tokens={tokens}"
-        unfinished = self.folder / f"tokens={tokens}.unfinished"
-        if _rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        _barrier()
-        weights, moments = get_state_dict(stepper.module, stepper.optimizer)
-        state = {"model": weights, "optimizer": moments, _MEMORY: stepper.memory()}
-        save_sharded(state, checkpoint_id=unfinished)
-        _barrier()
-        if _rank() == 0:
-            manifest = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
-            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            shutil.rmtree(path, ignore_errors=True)
-            unfinished.rename(path)
-            kept = sorted(self.folder.glob("tokens=*[0-9]"), key=lambda p: int(p.name.removeprefix("tokens=")))
-            for old in kept[:-_KEEP]:
-                shutil.rmtree(old)
-        _barrier()
-
-    def load(self, path: Path, stepper: Stepper) -> None:
-        """Read a checkpoint that `latest` found whole, at whatever world size this is."""
-        module, optimizer = stepper.module, stepper.optimizer
-        weights, moments = get_state_dict(module, optimizer)
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
-        places = stepper.memory() | {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
-        memory = {name: tensor for name, tensor in places.items() if f"{_MEMORY}.{name}" in saved}
-        state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: memory}
-        load_sharded(state, checkpoint_id=path)
-        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        stepper.remember(state[_MEMORY])
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
@@ -266,6 +208,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         }
         if at_end or passes(run.evaluate_every_tokens, before, tokens):
             row["val_loss"] = self.final_loss = self.evaluate()
+            if not math.isfinite(self.final_loss):
+                step = run.n_steps(tokens)
+                raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
         self._rows.append(row)
         saves = at_end or passes(run.checkpoint_every_tokens, before, tokens)
         if saves or len(self._rows) >= _FLUSH_EVERY:
@@ -372,31 +317,9 @@ def _whole_rows(metrics: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        return all(_sha256(checkpoint / name) == digest for name, digest in manifest.items())
-    except (OSError, ValueError):
-        return False
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _launched_rank() -> int:
     """This process's rank before or after the process group exists."""
-    return _rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _mean(loss: Tensor) -> Tensor:

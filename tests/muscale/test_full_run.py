@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.errors import StageError
-from muscale.full_run import CHECKPOINTS, Checkpoints, FullRun, train
+from muscale.full_run import FullRun, train
 from muscale.layout import METRICS, RESULT
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus, write_corpus
 from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters, chain, stem
 from proxy_models.numerics import Numerics
 from proxy_models.training import Trainer
 
@@ -159,7 +160,7 @@ def varied(run: FullRun, **numerics: Any) -> FullRun:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_option_means_the_same_to_both_loops(run: FullRun, corpus: Corpus, precision: str) -> None:
-    run = varied(run, precision=precision)
+    run = replace(varied(run, precision=precision), evaluate_every_tokens=BATCH * 3)
     curve, loss = lean(run, corpus)
     assert len(curve) == 8 + 4 + 12
     whole = train(run)
@@ -201,6 +202,9 @@ def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
     broken = replace(run, segments=chain(values, BATCH * STEPS))
     with pytest.raises(StageError, match=r"the run diverged: the training loss is nan at step \d"):
         train(broken)
+    short = (stem(values.resolve(BATCH * STEPS), BATCH),)
+    with pytest.raises(StageError, match="the run diverged: the validation loss is not finite at step 1"):
+        train(replace(run, segments=short))
     guarded = replace(broken, numerics=replace(run.numerics, guard=GuardSettings()))
     with pytest.raises(StageError, match=r"the run diverged: the .* is nan at step \d"):
         train(guarded)

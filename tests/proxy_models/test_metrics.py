@@ -45,13 +45,12 @@ def test_a_multiple_is_passed_once() -> None:
         Observation(layers_every_tokens=0)
 
 
-def test_a_recorder_counts_no_time_while_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_does_not_count_the_time_of_observing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 1.0, 6.0, 7.0])
     monkeypatch.setattr("proxy_models.metrics.time.perf_counter", lambda: next(now))
-    recorder = Recorder(0)
-    recorder.add(10, torch.tensor(5.0), torch.tensor(1.0), 0.5)
-    with recorder.stopped():
-        recorder.add_val_loss(10, 4.5)
+    recorder = Recorder(0, torch.nn.Linear(1, 1), Observation(evaluate_every_tokens=10), lambda: 4.5)
+    with recorder.observing(0, 10, torch.zeros(0)):
+        recorder.add(10, torch.tensor(5.0), torch.tensor(1.0), 0.5)
     recorder.add(20, torch.tensor(4.0), torch.tensor(2.0), 1.0)
     curve = recorder.curve()
     assert curve.seconds.tolist() == [1, 2]

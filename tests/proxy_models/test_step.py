@@ -11,7 +11,7 @@ from proxy_models.config import ModelConfig
 from proxy_models.decoder import Decoder, training_loss
 from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
+from proxy_models.numerics import Numerics, Precision
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.state import capture, restore
 from proxy_models.step import Stepper, step_seed
@@ -85,11 +85,11 @@ class Faulty:
         return training_loss(module, sequences) * self.scale
 
 
-def guarded(**settings: Any) -> tuple[Stepper, Faulty]:
+def guarded(precision: Precision = "fp32", **settings: Any) -> tuple[Stepper, Faulty]:
     """A stepper that has taken 12 quiet steps."""
     fault = Faulty()
     guard = GuardSettings(**{"window": 8, "threshold": 30.0, "max_spikes": 1, "snapshot_every": 5, **settings})
-    one = stepper(replace(NUMERICS, guard=guard), loss=fault)
+    one = stepper(replace(NUMERICS, guard=guard, precision=precision), loss=fault)
     for number in range(12):
         take(one, number)
     assert not one.spikes
@@ -127,8 +127,9 @@ def test_repeated_spikes_are_divergence() -> None:
     assert one.divergence.reason.startswith("2 spikes within 8 steps")
 
 
-def test_a_loss_that_is_no_number_is_divergence_and_changes_nothing() -> None:
-    one, fault = guarded()
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_no_number_is_divergence_and_changes_nothing(precision: Precision) -> None:
+    one, fault = guarded(precision)
     before = weights(one)
     fault.scale = float("nan")
     take(one, 12)
