@@ -105,9 +105,12 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
     }[stage]
     log = (study.parent / f"{stage}.log").open("w")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    # A shell's background job ignores SIGINT, which children inherit; a handler they do not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     driver = subprocess.Popen(
         [sys.executable, "-m", "muscale", "run", str(study), "--force"], stdout=log, stderr=log, env=environment
     )
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 180
     while not reached():  # type: ignore[no-untyped-call]
         log.flush()
