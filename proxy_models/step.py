@@ -17,6 +17,7 @@ from proxy_models.guard import Divergence, Guard, Spike
 from proxy_models.hyperparameters import Recipe
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, set_rates
+from proxy_models.parametrization import Parametrization
 from proxy_models.precision import LEAST_SCALE, LossScaler, autocast
 from proxy_models.state import capture, restore
 
@@ -68,11 +69,16 @@ class Stepper:
         self.divergence: Divergence | None = None
         self._loss, self._micro_batch, self._rank, self._mean = loss, micro_batch, rank, mean
         self._device = self.parameters[0].device
-        self._precision, self._seed = numerics.precision, numerics.seed
+        self._numerics, self._precision, self._seed = numerics, numerics.precision, numerics.seed
         self._random = numerics.model.is_random
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
         self._guard = Guard(numerics.guard) if numerics.guard else None
         self._good: dict[str, Tensor] = {}
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The table that the training follows."""
+        return self._numerics.parametrization(self.recipe.optimizer)
 
     def step(self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float) -> tuple[Tensor, Tensor]:
         """Take step `number`, which starts after `tokens` tokens; returns loss and gradient norm before it.

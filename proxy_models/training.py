@@ -121,8 +121,9 @@ class Trainer:
             on_step: Called now and then with (tokens seen, training loss).
 
         Raises:
-            ValueError: If the state does not end where the segment starts, or an average begins before it,
-                or `numerics` is of another corpus or of a precision that this device does not have.
+            ValueError: If the state does not end where the segment starts or was trained under another table, an
+                average begins before it, or `numerics` is of another corpus or of a precision that this device does not
+                have.
         """
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
@@ -144,7 +145,11 @@ class Trainer:
             last = segment.recipe.ramp.n_steps(segment.end)
             divergence, loss = Divergence(step=last, reason="the validation loss is not finite"), None
         if not divergence:
-            end = TrainState(tokens=segment.end, tensors=capture(warm.module, stepper.optimizer) | stepper.memory())
+            end = TrainState(
+                tokens=segment.end,
+                parametrization=stepper.parametrization,
+                tensors=capture(warm.module, stepper.optimizer) | stepper.memory(),
+            )
             for running in sums:
                 running.write()
                 losses[running.average] = self._evaluate(warm, numerics)
@@ -210,6 +215,8 @@ class Trainer:
         recipe = segment.recipe
         if at != segment.start:
             raise ValueError(f"the segment starts at {segment.start} tokens but the state ends at {at}")
+        if state:
+            numerics.parametrization(recipe.optimizer).require(state.parametrization)
         for average in wanted:
             if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
                 rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"

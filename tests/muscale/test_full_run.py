@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muscale.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.checkpoints import CHECKPOINTS, MANIFEST, PARAMETRIZATION, Checkpoints
 from muscale.errors import StageError
 from muscale.full_run import FullRun, train
 from muscale.layout import METRICS, RESULT
@@ -222,3 +222,18 @@ def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> N
     shard.write_bytes(torn)
     assert checkpoints.latest() is None
     assert train(run)["resumed_from"] == 0
+
+
+def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: FullRun) -> None:
+    train(run)
+    interrupt_after_first_checkpoint(run)
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    table = json.loads((newest[1] / PARAMETRIZATION).read_text())
+    assert table == run.numerics.parametrization("adamw").to_dict()
+    assert PARAMETRIZATION in json.loads((newest[1] / MANIFEST).read_text())
+    rebased = replace(run, numerics=replace(run.numerics, base=run.numerics.model))
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 2.0 there and 1.0"
+    ):
+        train(rebased)

@@ -427,6 +427,25 @@ def test_a_state_of_another_position_is_refused(
         trainer.train(numerics, late)
 
 
+def test_a_state_trained_under_another_table_is_refused_also_from_disk(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, family: ModelFamily, tmp_path: Path
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
+    assert state is not None
+    state.save(tmp_path / "state.pt")
+    assert TrainState.load(tmp_path / "state.pt").parametrization == numerics.parametrization("adamw")
+    later = replace(stem(recipe, 10 * BATCH), start=5 * BATCH)
+    rebased = replace(numerics, base=family.at(width=16))
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 1.0 there and 2.0"
+    ):
+        trainer.train(rebased, later, TrainState.load(tmp_path / "state.pt"))
+    other = replace(later, recipe=replace(recipe, optimizer="lion"))
+    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and lion here"):
+        trainer.train(numerics, other, state)
+
+
 def test_rungs_too_near_to_each_other_to_average_between_are_refused(
     trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
 ) -> None:
