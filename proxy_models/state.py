@@ -53,6 +53,11 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return tensors
 
 
+def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but the optimizer's state, that in a guard's snapshot included: what another optimizer goes on with."""
+    return {key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] == "weight"}
+
+
 @torch.no_grad()
 def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Write back what `capture` copied; the tensors stay the caller's."""

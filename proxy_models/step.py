@@ -19,7 +19,7 @@ from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, set_rates
 from proxy_models.parametrization import Parametrization
 from proxy_models.precision import LEAST_SCALE, LossScaler, autocast
-from proxy_models.state import capture, restore
+from proxy_models.state import capture, restore, without_moments
 
 Loss = Callable[[Decoder, Tensor], Tensor]
 GOOD = "good/"  # prefix of the guard's snapshot in a memory
@@ -133,6 +133,11 @@ class Stepper:
             if self._good:
                 restore(self.module, self.optimizer, self._good)
         return verdict is None
+
+    def swap(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        """Go on with another optimizer under its recipe; of the guard's snapshot the weights stay."""
+        self.optimizer, self.recipe = optimizer, recipe
+        self._good = without_moments(self._good)
 
     def memory(self) -> dict[str, Tensor]:
         """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""

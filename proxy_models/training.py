@@ -26,7 +26,7 @@ from proxy_models.metrics import Curve, Observation, Recorder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
-from proxy_models.state import TrainState, capture, restore
+from proxy_models.state import TrainState, capture, restore, without_moments
 from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels
 
@@ -114,7 +114,7 @@ class Trainer:
         Args:
             numerics: Model, data, seed, precision, guard.
             segment: What to train; starts where `state` ends.
-            state: Where to go on.
+            state: Where to go on; without its moments if the segment begins with a swap of the optimizer.
             averaged: Also evaluate the weights averaged over the last stretch.
             averages: Also evaluate these averages.
             observation: What else to measure along the way.
@@ -175,8 +175,10 @@ class Trainer:
         optimizer = make_optimizer(module, parametrization, recipe)
         stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
         if state:
-            restore(module, optimizer, state.tensors)
-            stepper.remember(state.tensors)
+            same = state.parametrization.optimizer == recipe.optimizer
+            tensors = state.tensors if same else without_moments(state.tensors)
+            restore(module, optimizer, tensors)
+            stepper.remember(tensors)
         return stepper
 
     def _walk(
@@ -216,7 +218,8 @@ class Trainer:
         if at != segment.start:
             raise ValueError(f"the segment starts at {segment.start} tokens but the state ends at {at}")
         if state:
-            numerics.parametrization(recipe.optimizer).require(state.parametrization)
+            optimizer = state.parametrization.optimizer if segment.begins_with_swap else recipe.optimizer
+            numerics.parametrization(optimizer).require(state.parametrization)
         for average in wanted:
             if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
                 rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"

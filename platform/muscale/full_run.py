@@ -30,7 +30,7 @@ from muscale.layout import METRICS, RESULT
 from proxy_models.batches import evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.hyperparameters import Segment
+from proxy_models.hyperparameters import Recipe, Segment
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
@@ -83,6 +83,10 @@ class FullRun:
     def segment_at(self, tokens: int) -> Segment:
         """The segment of the step that starts after `tokens` tokens."""
         return next(segment for segment in self.segments if segment.start <= tokens < segment.end)
+
+    def recipe_before(self, tokens: int) -> Recipe:
+        """The recipe of the step that ends at `tokens`; at 0 that of the first step."""
+        return self.segment_at(max(tokens - 1, 0)).recipe
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -140,8 +144,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         return self.model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, its groups by name, after sharding."""
-        recipe = self.run.segments[0].recipe
+        """The optimizer of the last step before the start, whose moments a checkpoint holds, even one at a swap."""
+        return self._make_optimizer(self.run.recipe_before(self.start))
+
+    def _make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
+        """A recipe's optimizer, its groups by name, after sharding."""
         return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
@@ -168,7 +175,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             self.decoder,
             self.optimizers(use_pl_optimizer=False),
             run.numerics,
-            run.segments[0].recipe,
+            run.recipe_before(self.start),
             micro_batch=run.micro_batch,
             rank=self.global_rank,
             mean=_mean,
@@ -181,6 +188,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
         run, before = self.run, self.tokens
         segment = run.segment_at(before)
+        if segment.recipe.optimizer != self._stepper.recipe.optimizer:
+            self._swap(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
         rank, world_size = self.global_rank, self.trainer.world_size
         sequences = self._stream.batch(before, batch, rank=rank, world_size=world_size).to(self.device)
@@ -194,6 +203,12 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.tokens += batch
         left_out = len(self._stepper.spikes) > spikes
         self._record(before, float(loss), float(norm), rate_factor, left_out)
+
+    def _swap(self, recipe: Recipe) -> None:
+        """Let another optimizer take over; Lightning drops the one before it, and with it its moments."""
+        optimizer = self._make_optimizer(recipe)
+        self.trainer.optimizers = [optimizer]
+        self._stepper.swap(optimizer, recipe)
 
     def _record(self, before: int, loss: float, norm: float, rate_factor: float, left_out: bool) -> None:
         run, tokens = self.run, self.tokens

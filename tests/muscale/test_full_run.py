@@ -21,6 +21,7 @@ from proxy_models.corpus import Corpus, write_corpus
 from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, chain, stem
 from proxy_models.numerics import Numerics
+from proxy_models.parametrization import OptimizerName
 from proxy_models.training import Trainer
 
 BATCH, STEPS = 256, 16
@@ -195,6 +196,50 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
     assert train(run)["resumed_from"] == BATCH * 12
     assert losses(run) == curve
     assert result(run) == whole["loss"]
+
+
+def swapped(run: FullRun, optimizer: OptimizerName, fraction: float) -> FullRun:
+    values = Hyperparameters(
+        learning_rate=0.01,
+        batch_tokens=BATCH,
+        swap_optimizer=optimizer,
+        swap_fraction=fraction,
+        swap_learning_rate=0.003,
+        warmup_fraction=0.1,
+    )
+    return replace(run, segments=chain(values, BATCH * STEPS))
+
+
+@pytest.mark.parametrize("at_step", [8, 12, 13])
+@pytest.mark.parametrize("optimizer", ["muon", "lion"])
+def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_before_it(
+    run: FullRun, corpus: Corpus, optimizer: OptimizerName, at_step: int
+) -> None:
+    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
+    run = swapped(replace(run, numerics=replace(run.numerics, guard=guard)), optimizer, at_step / STEPS)
+    curve, loss = lean(run, corpus)
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    interrupt_after_first_checkpoint(run)
+    kept = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert kept is not None
+    table = json.loads((kept[1] / PARAMETRIZATION).read_text())
+    assert table["optimizer"] == (optimizer if at_step < 12 else "adamw")
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+def test_two_sharded_ranks_swap_the_optimizer_and_resume_at_another_world_size(run: FullRun, corpus: Corpus) -> None:
+    run = swapped(run, "muon", 0.5)
+    curve, loss = lean(run, corpus)
+    train_on(run, 2)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    assert result(run) == pytest.approx(loss, rel=1e-4)
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
 
 
 def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
