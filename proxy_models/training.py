@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proxy_models import compilation
 from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, RunningAverage, Tail
-from proxy_models.batches import EvaluationSet, evaluation_sets, training_stream
+from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.guard import Divergence, Spike
@@ -41,6 +41,7 @@ class SegmentResult:
     Attributes:
         state: The state at its end; None after a divergence.
         loss: Validation loss of the last weights, nats per token; None after a divergence.
+        source_losses: The same of each source of a mixture; empty for one source alone and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
         average_losses: Validation loss of each other average that was asked for.
         curve: What was measured at each step.
@@ -52,6 +53,7 @@ class SegmentResult:
 
     state: TrainState | None = field(repr=False)
     loss: float | None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     averaged_loss: float | None
     average_losses: Mapping[Average, float] = field(default_factory=dict)
     curve: Curve = field(repr=False)
@@ -140,10 +142,15 @@ class Trainer:
         seconds = recorder.seconds
         end: TrainState | None = None
         loss: float | None = None
+        source_losses: dict[str, float] = {}
         losses: dict[Average, float] = {}
-        if not divergence and not math.isfinite(loss := self._evaluate(warm, numerics)):
-            last = segment.recipe.ramp.n_steps(segment.end)
-            divergence, loss = Divergence(step=last, reason="the validation loss is not finite"), None
+        if not divergence:
+            source_losses = self._source_losses(warm, numerics)
+            loss = corpus_loss(self._held_out(numerics), source_losses)
+            if not math.isfinite(loss):
+                last = segment.recipe.ramp.n_steps(segment.end)
+                divergence = Divergence(step=last, reason="the validation loss is not finite")
+                loss, source_losses = None, {}
         if not divergence:
             end = TrainState(
                 tokens=segment.end,
@@ -156,6 +163,7 @@ class Trainer:
         return SegmentResult(
             state=end,
             loss=loss,
+            source_losses=source_losses if self.corpus.mixture else {},
             averaged_loss=losses.pop(Tail(), None),
             average_losses=losses,
             curve=recorder.curve(),
@@ -242,10 +250,16 @@ class Trainer:
             )
 
     def _evaluate(self, warm: WarmModel, numerics: Numerics) -> float:
+        return corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics))
+
+    def _source_losses(self, warm: WarmModel, numerics: Numerics) -> dict[str, float]:
+        return {name: warm.evaluate(held_out.sequences) for name, held_out in self._held_out(numerics).items()}
+
+    def _held_out(self, numerics: Numerics) -> dict[str, EvaluationSet]:
         size = (numerics.model.context_length, numerics.evaluation_tokens)
         if size not in self._evaluation:
             self._evaluation[size] = evaluation_sets(self.corpus, *size)
-        return sum(held_out.weight * warm.evaluate(held_out.sequences) for held_out in self._evaluation[size].values())
+        return self._evaluation[size]
 
 
 def _divergence(losses: list[Tensor], first: int) -> Divergence | None:

@@ -101,6 +101,7 @@ class Worker:
             **chain.row(),
             "trained_from": trained_from,
             "loss": result.loss,
+            "source_losses": dict(result.source_losses),
             "averaged_loss": result.averaged_loss,
             "diverged_at_step": divergence.step if divergence else None,
             "diverged_because": divergence.reason if divergence else None,

@@ -17,11 +17,13 @@ from muscale.errors import StageError
 from muscale.full_run import FullRun, train
 from muscale.layout import METRICS, RESULT
 from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, chain, stem
+from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import OptimizerName
+from proxy_models.sources import Source
 from proxy_models.training import Trainer
 
 BATCH, STEPS = 256, 16
@@ -282,3 +284,30 @@ def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: Ful
         ValueError, match=r"another parametrization: embedding.weight's width_mult is 2.0 there and 1.0"
     ):
         train(rebased)
+
+
+def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_result(run: FullRun, tmp_path: Path) -> None:
+    for name, letters in (("near", "abc"), ("far", "vwxyz")):
+        (tmp_path / name).mkdir()
+        generator = np.random.default_rng(0)
+        for number in range(30):
+            (tmp_path / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
+    sources = {name: Source(path=str(tmp_path / name)) for name in ("near", "far")}
+    mixed = write_mixture(tmp_path / "mixed", sources, Mixture.constant({"near": 0.6, "far": 0.4}))
+    numerics = replace(run.numerics, corpus_key=mixed.key)
+    run = replace(run, numerics=numerics, corpus=mixed.folder, evaluate_every_tokens=BATCH * 4)
+    whole = train(run)
+    parts = whole["source_losses"]
+    assert whole["loss"] == pytest.approx(0.6 * parts["near"] + 0.4 * parts["far"], rel=1e-6)
+    state, trainer = None, Trainer(mixed, compile=False)
+    for segment in run.segments:
+        trained = trainer.train(run.numerics, segment, state)
+        state = trained.state
+    assert parts == pytest.approx(trained.source_losses, rel=1e-6)
+    rows = [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
+    evaluated = [row for row in rows if "val_loss" in row]
+    assert [row["tokens"] for row in evaluated] == [BATCH * n for n in (4, 8, 12, 16)]
+    assert all(row["source_losses"].keys() == {"near", "far"} for row in evaluated)
+    (run.directory / RESULT).unlink()  # killed between its last checkpoint and its result
+    again = train(run)
+    assert (again["loss"], again["source_losses"]) == (whole["loss"], parts)

@@ -14,14 +14,16 @@ import torch
 from proxy_models.averaging import ExponentialAverage, LastCheckpoints
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.config import ModelFamily
-from proxy_models.corpus import Corpus
+from proxy_models.corpus import Corpus, write_mixture
 from proxy_models.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.guard import Divergence, GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
 from proxy_models.metrics import Observation
+from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import OptimizerName
+from proxy_models.sources import Source
 from proxy_models.state import TrainState
 from proxy_models.step import step_seed
 from proxy_models.training import SegmentResult, Trainer
@@ -445,6 +447,48 @@ def test_a_state_trained_under_another_table_is_refused_also_from_disk(
     other = replace(later, recipe=replace(recipe, optimizer="lion"))
     with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and lion here"):
         trainer.train(numerics, other, state)
+
+
+@pytest.fixture(scope="module")
+def mixed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    root = tmp_path_factory.mktemp("mixed")
+    (root / "digits").mkdir()
+    for number in range(40):
+        (root / "digits" / f"{number}.txt").write_text(" ".join(str(number * n) for n in range(200)))
+    sources = {"words": Source(path=corpus.manifest["source"]["path"]), "digits": Source(path=str(root / "digits"))}
+    mixture = Mixture.constant({"words": 0.75, "digits": 0.25})
+    return write_mixture(root / "tokens", sources, mixture, validation_fraction=0.25)
+
+
+def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_the_loss(
+    mixed: Corpus, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    trainer = Trainer(mixed, compile=False)
+    numerics = replace(numerics, corpus_key=mixed.key)
+    segment = stem(hyperparameters.resolve(N_TOKENS), 10 * BATCH)
+    result = trainer.train(numerics, segment, averaged=True)
+    assert result.state is not None
+    model = Decoder(numerics.model)
+    initialize(model, numerics.parametrization("adamw"), segment.recipe, seed=0)
+    model.load_state_dict(
+        {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}
+    )
+    assert result.source_losses.keys() == {"words", "digits"}
+    for name, files in mixed.sources.items():
+        with torch.no_grad():
+            expected = next_token_loss(model, evaluation_sequences(files.validation, 32, 8 * 32)).item()
+        assert result.source_losses[name] == pytest.approx(expected, rel=1e-6)
+    parts = result.source_losses
+    assert result.loss == 0.75 * parts["words"] + 0.25 * parts["digits"]
+    assert parts["words"] != pytest.approx(parts["digits"], rel=0.01)
+    loud = stem(replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS), BATCH)
+    assert trainer.train(numerics, loud).source_losses == {}
+
+
+def test_one_source_alone_has_no_losses_by_source(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    assert trainer.train(numerics, stem(hyperparameters.resolve(N_TOKENS), BATCH)).source_losses == {}
 
 
 def test_rungs_too_near_to_each_other_to_average_between_are_refused(
