@@ -218,11 +218,16 @@ class EvaluationSet:
     weight: float
 
 
+def corpus_loss(sets: Mapping[str, EvaluationSet], source_losses: Mapping[str, float]) -> float:
+    """The corpus's validation loss: the sum of weight · loss over its sources."""
+    return sum(held_out.weight * source_losses[name] for name, held_out in sets.items())
+
+
 def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[str, EvaluationSet]:
     """Fixed held-out sequences of each source, all sources alike in number, by the source's name.
 
-    The corpus's validation loss is the sum of weight · loss. One source has weight 1 and all `n_tokens`; of a mixture
-    each has an equal part of them, and as weight its share in the last stage, the one that a finished model is for.
+    One source has weight 1 and all `n_tokens`; of a mixture each has an equal part of them, and as weight its share in the
+    last stage, the one that a finished model is for.
 
     Raises:
         ValueError: If a source's validation split is shorter than asked for.

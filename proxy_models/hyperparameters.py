@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from proxy_models.schedule import (
     LinearCooldown,
     LinearDecay,
     Phase,
+    Rewarmed,
     ScheduleName,
     StepDecay,
 )
@@ -59,6 +60,10 @@ class Hyperparameters:
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
         embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout.
+        swap_optimizer: One that takes over on the way, with fresh moments and another warmup; None: none does. The timescale
+            of the decay stays, and so do all other values.
+        swap_fraction: Share of the run's tokens after which it does.
+        swap_learning_rate: Its peak rate at the base shape; the rest of the schedule is the same.
     """
 
     learning_rate: float
@@ -85,6 +90,9 @@ class Hyperparameters:
     attention_multiplier: float = 1.0
     embedding_rate: float = 1.0
     output_rate: float = 1.0
+    swap_optimizer: OptimizerName | None = None
+    swap_fraction: float = 0.0
+    swap_learning_rate: float = 0.0
 
     def __post_init__(self) -> None:
         positive = ("learning_rate", "batch_tokens", "init_scale", "weight_decay_tau", "eps", "clip_norm")
@@ -100,6 +108,7 @@ class Hyperparameters:
         if self.warmup_floor_tokens < 0:
             raise ValueError(f"warmup_floor_tokens must not be negative, got {self.warmup_floor_tokens}")
         self._validate_schedule()
+        self._validate_swap()
         if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
             self.batch_ramp_tokens
         ):
@@ -133,6 +142,16 @@ class Hyperparameters:
             raise ValueError(f"step_factor must lie in (0, 1), got {self.step_factor}")
         if self.cycles < 1:
             raise ValueError(f"cycles must be at least 1, got {self.cycles}")
+
+    def _validate_swap(self) -> None:
+        if self.swap_optimizer == self.optimizer:
+            raise ValueError(f"swap_optimizer must be another than optimizer, got {self.optimizer!r} for both")
+        needed = (self.swap_fraction, self.swap_learning_rate)
+        if any(not (value > 0 if self.swap_optimizer else value == 0) for value in needed):
+            raise ValueError(
+                f"a swap needs swap_optimizer, swap_fraction and swap_learning_rate, got {self.swap_optimizer!r}, "
+                f"{self.swap_fraction} and {self.swap_learning_rate}"
+            )
 
     def whole_batches(self, n_tokens: float) -> int:
         """The multiple of `batch_tokens` nearest to `n_tokens`, at least one batch."""
@@ -217,6 +236,11 @@ class Recipe:
             batch_tokens=self.batch_tokens, doublings=self.batch_doublings, ramp_tokens=self.batch_ramp_tokens
         )
 
+    def swapped(self, optimizer: OptimizerName, learning_rate: float) -> Recipe:
+        """The recipe that another optimizer goes on with: rate · decay, and so the decay's timescale, stays."""
+        decay = self.weight_decay * self.learning_rate / learning_rate
+        return replace(self, optimizer=optimizer, learning_rate=learning_rate, weight_decay=decay)
+
     def weight_decay_tau(self, n_tokens: int) -> float:
         """B / (eta·lambda·D) of a run that ends at `n_tokens`."""
         return self.batch_tokens / (self.learning_rate * self.weight_decay * n_tokens)
@@ -251,6 +275,11 @@ class Segment:
     def steps(self) -> Iterator[tuple[int, int]]:
         """(tokens seen before, tokens of the step) of each step."""
         return self.recipe.ramp.steps(self.start, self.end)
+
+    @property
+    def begins_with_swap(self) -> bool:
+        """Whether its recipe's optimizer takes over from another at its start."""
+        return isinstance(self.phase, Rewarmed) and self.phase.start == self.start
 
     def rate_factor(self, tokens: int) -> float:
         """Schedule factor of the step that starts after `tokens` tokens of the run."""
@@ -290,9 +319,19 @@ def chain(hyperparameters: Hyperparameters, n_tokens: int) -> tuple[Segment, ...
     """The segments of a run of `n_tokens` (whole batches) to its end, annealed unless the schedule is "constant".
 
     Raises:
-        ValueError: If the run is too short for its warmup, batch ramp and cooldown, or its cycles for their warmups.
+        ValueError: If the run is too short for its warmup, batch ramp and cooldown, its cycles for their warmups, or what
+            lies before or after a swap of the optimizer for the warmup there.
     """
     h = hyperparameters
+    segments = _scheduled(h, n_tokens)
+    if h.swap_optimizer is None:
+        return segments
+    recipe = segments[0].recipe.swapped(h.swap_optimizer, h.swap_learning_rate)
+    return _swapped(segments, recipe, h.whole_batches(n_tokens * h.swap_fraction))
+
+
+def _scheduled(h: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
+    """The run under one optimizer."""
     recipe = h.resolve(n_tokens)
     warmup, final_fraction = recipe.warmup_tokens, h.final_fraction
     phase: Phase
@@ -339,3 +378,25 @@ def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -
         )
         for start, end in pairwise(ends)
     )
+
+
+def _swapped(segments: tuple[Segment, ...], recipe: Recipe, swap: int) -> tuple[Segment, ...]:
+    """The same run, cut after `swap` tokens, and from there on under another optimizer's recipe."""
+    n_tokens, warmup = segments[-1].end, recipe.warmup_tokens
+    if not warmup <= swap < n_tokens - warmup:
+        raise ValueError(
+            f"a swap after {swap} tokens leaves a warmup of {warmup} no room before or after it in a run of {n_tokens}: "
+            "change swap_fraction"
+        )
+    before = [replace(segment, end=min(segment.end, swap)) for segment in segments if segment.start < swap]
+    after = [
+        replace(
+            segment,
+            recipe=recipe,
+            phase=Rewarmed(phase=segment.phase, start=swap, warmup_tokens=warmup),
+            start=max(segment.start, swap),
+        )
+        for segment in segments
+        if segment.end > swap
+    ]
+    return (*before, *after)

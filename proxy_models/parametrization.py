@@ -71,6 +71,8 @@ class TensorClass(StrEnum):
     TIED = "tied"
 
 
+_TOLD = 3  # differences between two tables that an error lists
+
 _IN_BLOCK = {TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
 _MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
 _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
@@ -139,7 +141,13 @@ class Parametrization:
 
     def to_dict(self) -> dict[str, Any]:
         """The table as plain values, for a checkpoint."""
-        return asdict(self)
+        rules = {name: {**asdict(rule), "tensor_class": rule.tensor_class.value} for name, rule in self.rules.items()}
+        return {
+            "scheme": self.scheme,
+            "optimizer": self.optimizer,
+            "rules": rules,
+            "multipliers": asdict(self.multipliers),
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -150,6 +158,28 @@ class Parametrization:
         }
         multipliers = ForwardMultipliers(**values["multipliers"])
         return cls(scheme=values["scheme"], optimizer=values["optimizer"], rules=rules, multipliers=multipliers)
+
+    def require(self, saved: Parametrization) -> None:
+        """Refuse to go on from what was trained under another table.
+
+        Raises:
+            ValueError: Naming the parameters and fields that differ.
+        """
+        here, there = self._entries(), saved._entries()
+        odd = [name for name in here | there if here.get(name) != there.get(name)]
+        if odd:
+            told = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in odd[:_TOLD])
+            more = f"; and {len(odd) - _TOLD} more" if len(odd) > _TOLD else ""
+            raise ValueError(f"the state was trained under another parametrization: {told}{more}")
+
+    def _entries(self) -> dict[str, Any]:
+        """Every value of the table by where it stands."""
+        plain = self.to_dict()
+        entries = {"scheme": self.scheme, "optimizer": self.optimizer}
+        entries |= {
+            f"{name}'s {field}": value for name, rule in plain["rules"].items() for field, value in rule.items()
+        }
+        return entries | {f"the multiplier {name}": value for name, value in plain["multipliers"].items()}
 
     def __str__(self) -> str:
         """One aligned line for each kind of tensor."""

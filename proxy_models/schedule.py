@@ -178,6 +178,25 @@ class CosineCycle:
         return (self.start_factor + (1 - self.start_factor) * warm) * decayed
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewarmed:
+    """What is left of a phase for an optimizer that takes over at `start`: its factor times a linear warmup from there."""
+
+    phase: Phase
+    start: int
+    warmup_tokens: int
+
+    @property
+    def end(self) -> int | None:
+        """Where the phase's rate has come down, None for one that goes on for ever."""
+        return getattr(self.phase, "end", None)
+
+    def factor(self, tokens: int, batch_tokens: int) -> float:
+        """Factor on the rate."""
+        rewarmed = warmup_factor(tokens - self.start, batch_tokens, self.warmup_tokens)
+        return rewarmed * self.phase.factor(tokens, batch_tokens)
+
+
 Phase = (
     Constant
     | InverseSqrt
@@ -188,6 +207,7 @@ Phase = (
     | ExponentialDecay
     | StepDecay
     | CosineCycle
+    | Rewarmed
 )
 _KINDS: tuple[type[Phase], ...] = (
     Constant,
@@ -199,15 +219,18 @@ _KINDS: tuple[type[Phase], ...] = (
     ExponentialDecay,
     StepDecay,
     CosineCycle,
+    Rewarmed,
 )
 
 
 def phase_to_dict(phase: Phase) -> dict[str, Any]:
     """The phase as plain values, its kind under "kind"."""
-    return {"kind": type(phase).__name__, **asdict(phase)}
+    inner = {"phase": phase_to_dict(phase.phase)} if isinstance(phase, Rewarmed) else {}
+    return {"kind": type(phase).__name__, **asdict(phase), **inner}
 
 
 def phase_from_dict(values: dict[str, Any]) -> Phase:
     """Rebuild what `phase_to_dict` wrote."""
     kinds = {kind.__name__: kind for kind in _KINDS}
-    return kinds[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})
+    inner = {"phase": phase_from_dict(values["phase"])} if "phase" in values else {}
+    return kinds[values["kind"]](**{name: value for name, value in {**values, **inner}.items() if name != "kind"})

@@ -10,25 +10,37 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from proxy_models.parametrization import Parametrization
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Weights, AdamW's moments, and what loss scaling and the guard remember, after `tokens` tokens."""
+    """Where a training stands.
+
+    Attributes:
+        tokens: Tokens seen.
+        parametrization: The table that it was trained under.
+        tensors: Weights, the optimizer's moments, and what loss scaling and the guard remember.
+    """
 
     tokens: int
+    parametrization: Parametrization
     tensors: dict[str, Tensor]
 
     def save(self, path: Path) -> None:
         """Write to `path`, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        torch.save({"tokens": self.tokens, "tensors": self.tensors}, unfinished)
+        table = self.parametrization.to_dict()
+        torch.save({"tokens": self.tokens, "parametrization": table, "tensors": self.tensors}, unfinished)
         unfinished.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
-        return cls(**torch.load(path, weights_only=True, map_location="cpu"))
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        table = Parametrization.from_dict(saved["parametrization"])
+        return cls(tokens=saved["tokens"], parametrization=table, tensors=saved["tensors"])
 
 
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -39,6 +51,11 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
         for kind, value in optimizer.state[parameter].items():
             tensors[f"{kind}/{name}"] = value.clone()
     return tensors
+
+
+def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but the optimizer's state, that in a guard's snapshot included: what another optimizer goes on with."""
+    return {key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] == "weight"}
 
 
 @torch.no_grad()

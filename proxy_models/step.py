@@ -17,8 +17,9 @@ from proxy_models.guard import Divergence, Guard, Spike
 from proxy_models.hyperparameters import Recipe
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, set_rates
+from proxy_models.parametrization import Parametrization
 from proxy_models.precision import LEAST_SCALE, LossScaler, autocast
-from proxy_models.state import capture, restore
+from proxy_models.state import capture, restore, without_moments
 
 Loss = Callable[[Decoder, Tensor], Tensor]
 GOOD = "good/"  # prefix of the guard's snapshot in a memory
@@ -68,11 +69,16 @@ class Stepper:
         self.divergence: Divergence | None = None
         self._loss, self._micro_batch, self._rank, self._mean = loss, micro_batch, rank, mean
         self._device = self.parameters[0].device
-        self._precision, self._seed = numerics.precision, numerics.seed
+        self._numerics, self._precision, self._seed = numerics, numerics.precision, numerics.seed
         self._random = numerics.model.is_random
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
         self._guard = Guard(numerics.guard) if numerics.guard else None
         self._good: dict[str, Tensor] = {}
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The table that the training follows."""
+        return self._numerics.parametrization(self.recipe.optimizer)
 
     def step(self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float) -> tuple[Tensor, Tensor]:
         """Take step `number`, which starts after `tokens` tokens; returns loss and gradient norm before it.
@@ -127,6 +133,11 @@ class Stepper:
             if self._good:
                 restore(self.module, self.optimizer, self._good)
         return verdict is None
+
+    def swap(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        """Go on with another optimizer under its recipe; of the guard's snapshot the weights stay."""
+        self.optimizer, self.recipe = optimizer, recipe
+        self._good = without_moments(self._good)
 
     def memory(self) -> dict[str, Tensor]:
         """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""

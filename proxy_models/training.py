@@ -17,7 +17,7 @@ from torch import Tensor
 
 from proxy_models import compilation
 from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, RunningAverage, Tail
-from proxy_models.batches import EvaluationSet, evaluation_sets, training_stream
+from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.guard import Divergence, Spike
@@ -26,7 +26,7 @@ from proxy_models.metrics import Curve, Observation, Recorder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
-from proxy_models.state import TrainState, capture, restore
+from proxy_models.state import TrainState, capture, restore, without_moments
 from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels
 
@@ -41,6 +41,7 @@ class SegmentResult:
     Attributes:
         state: The state at its end; None after a divergence.
         loss: Validation loss of the last weights, nats per token; None after a divergence.
+        source_losses: The same of each source of a mixture; empty for one source alone and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
         average_losses: Validation loss of each other average that was asked for.
         curve: What was measured at each step.
@@ -52,6 +53,7 @@ class SegmentResult:
 
     state: TrainState | None = field(repr=False)
     loss: float | None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     averaged_loss: float | None
     average_losses: Mapping[Average, float] = field(default_factory=dict)
     curve: Curve = field(repr=False)
@@ -114,15 +116,16 @@ class Trainer:
         Args:
             numerics: Model, data, seed, precision, guard.
             segment: What to train; starts where `state` ends.
-            state: Where to go on.
+            state: Where to go on; without its moments if the segment begins with a swap of the optimizer.
             averaged: Also evaluate the weights averaged over the last stretch.
             averages: Also evaluate these averages.
             observation: What else to measure along the way.
             on_step: Called now and then with (tokens seen, training loss).
 
         Raises:
-            ValueError: If the state does not end where the segment starts, or an average begins before it,
-                or `numerics` is of another corpus or of a precision that this device does not have.
+            ValueError: If the state does not end where the segment starts or was trained under another table, an
+                average begins before it, or `numerics` is of another corpus or of a precision that this device does not
+                have.
         """
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
@@ -139,18 +142,28 @@ class Trainer:
         seconds = recorder.seconds
         end: TrainState | None = None
         loss: float | None = None
+        source_losses: dict[str, float] = {}
         losses: dict[Average, float] = {}
-        if not divergence and not math.isfinite(loss := self._evaluate(warm, numerics)):
-            last = segment.recipe.ramp.n_steps(segment.end)
-            divergence, loss = Divergence(step=last, reason="the validation loss is not finite"), None
         if not divergence:
-            end = TrainState(tokens=segment.end, tensors=capture(warm.module, stepper.optimizer) | stepper.memory())
+            source_losses = self._source_losses(warm, numerics)
+            loss = corpus_loss(self._held_out(numerics), source_losses)
+            if not math.isfinite(loss):
+                last = segment.recipe.ramp.n_steps(segment.end)
+                divergence = Divergence(step=last, reason="the validation loss is not finite")
+                loss, source_losses = None, {}
+        if not divergence:
+            end = TrainState(
+                tokens=segment.end,
+                parametrization=stepper.parametrization,
+                tensors=capture(warm.module, stepper.optimizer) | stepper.memory(),
+            )
             for running in sums:
                 running.write()
                 losses[running.average] = self._evaluate(warm, numerics)
         return SegmentResult(
             state=end,
             loss=loss,
+            source_losses=source_losses if self.corpus.mixture else {},
             averaged_loss=losses.pop(Tail(), None),
             average_losses=losses,
             curve=recorder.curve(),
@@ -170,8 +183,10 @@ class Trainer:
         optimizer = make_optimizer(module, parametrization, recipe)
         stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
         if state:
-            restore(module, optimizer, state.tensors)
-            stepper.remember(state.tensors)
+            same = state.parametrization.optimizer == recipe.optimizer
+            tensors = state.tensors if same else without_moments(state.tensors)
+            restore(module, optimizer, tensors)
+            stepper.remember(tensors)
         return stepper
 
     def _walk(
@@ -210,6 +225,9 @@ class Trainer:
         recipe = segment.recipe
         if at != segment.start:
             raise ValueError(f"the segment starts at {segment.start} tokens but the state ends at {at}")
+        if state:
+            optimizer = state.parametrization.optimizer if segment.begins_with_swap else recipe.optimizer
+            numerics.parametrization(optimizer).require(state.parametrization)
         for average in wanted:
             if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
                 rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
@@ -232,10 +250,16 @@ class Trainer:
             )
 
     def _evaluate(self, warm: WarmModel, numerics: Numerics) -> float:
+        return corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics))
+
+    def _source_losses(self, warm: WarmModel, numerics: Numerics) -> dict[str, float]:
+        return {name: warm.evaluate(held_out.sequences) for name, held_out in self._held_out(numerics).items()}
+
+    def _held_out(self, numerics: Numerics) -> dict[str, EvaluationSet]:
         size = (numerics.model.context_length, numerics.evaluation_tokens)
         if size not in self._evaluation:
             self._evaluation[size] = evaluation_sets(self.corpus, *size)
-        return sum(held_out.weight * warm.evaluate(held_out.sequences) for held_out in self._evaluation[size].values())
+        return self._evaluation[size]
 
 
 def _divergence(losses: list[Tensor], first: int) -> Divergence | None:

@@ -1,6 +1,6 @@
 """Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), hashed, and moved into place whole.
 
-One whose hashes do not hold is never opened.
+The parametrization's table lies beside the shards. A checkpoint whose hashes do not hold is never opened.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from proxy_models.parametrization import Parametrization
 from proxy_models.state import capture
 from proxy_models.step import GOOD, Stepper
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
+PARAMETRIZATION = "parametrization.json"
 _MEMORY = "memory"  # of the stepper, in a checkpoint
 _KEEP = 2
 
@@ -52,6 +54,7 @@ class Checkpoints:
         save_sharded(state, checkpoint_id=unfinished)
         _barrier()
         if _rank() == 0:
+            (unfinished / PARAMETRIZATION).write_text(json.dumps(stepper.parametrization.to_dict(), indent=1))
             manifest = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
             (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
             shutil.rmtree(path, ignore_errors=True)
@@ -62,7 +65,13 @@ class Checkpoints:
         _barrier()
 
     def load(self, path: Path, stepper: Stepper) -> None:
-        """Read a checkpoint that `latest` found whole, at whatever world size this is."""
+        """Read a checkpoint that `latest` found whole, at whatever world size this is.
+
+        Raises:
+            ValueError: If it was trained under another table than the stepper's.
+        """
+        table = json.loads((path / PARAMETRIZATION).read_text())
+        stepper.parametrization.require(Parametrization.from_dict(table))
         module, optimizer = stepper.module, stepper.optimizer
         weights, moments = get_state_dict(module, optimizer)
         saved = FileSystemReader(path).read_metadata().state_dict_metadata

@@ -147,7 +147,7 @@ def runs(study: Path, *, options: Options = Options()) -> int:
     """Print the ledger's runs as a table."""
 
     def table(opened: Study) -> Any:
-        hidden = ["hyperparameters", "numerics", "segment", "environment", "diverged_because"]
+        hidden = ["hyperparameters", "source_losses", "numerics", "segment", "environment", "diverged_because"]
         return opened.runs().drop(columns=hidden)
 
     return _stage(study, options, table, "runs")

@@ -27,6 +27,7 @@ from search_spaces import Space, SpaceError, mup_adamw
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 _FIXED_IN_A_SWEEP = ("batch_tokens", "batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
+_NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
 MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
 
 
@@ -284,6 +285,10 @@ def _contradictions(config: StudyConfig) -> list[str]:
             problems.append(f"sweep.space.{name}: not a hyperparameter of the training")
         elif name in _FIXED_IN_A_SWEEP:
             problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
+        elif name.startswith("swap_"):
+            problems.append(f"sweep.space.{name}: {_NO_SWAP}")
+    if h.swap_optimizer:
+        problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
     if h.schedule not in ("wsd", "wsd_linear"):
         problems.append(
             'hyperparameters.schedule: rungs, branches and ladders need "wsd" or "wsd_linear", which have a stem that runs of '

@@ -27,10 +27,10 @@ from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
-from proxy_models.batches import evaluation_sets, training_stream
+from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.hyperparameters import Segment
+from proxy_models.hyperparameters import Recipe, Segment
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
@@ -84,6 +84,10 @@ class FullRun:
         """The segment of the step that starts after `tokens` tokens."""
         return next(segment for segment in self.segments if segment.start <= tokens < segment.end)
 
+    def recipe_before(self, tokens: int) -> Recipe:
+        """The recipe of the step that ends at `tokens`; at 0 that of the first step."""
+        return self.segment_at(max(tokens - 1, 0)).recipe
+
 
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's model-parallel strategy with all ranks in the data dimension, on a device that the launcher may choose."""
@@ -114,8 +118,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.tokens = start
         self.checkpoints = Checkpoints(run.directory / CHECKPOINTS)
         self.model: Decoder | None = None
-        self.final_loss: float | None = None
-        self._rows: list[dict[str, float]] = []
+        self.evaluation: dict[str, Any] = {}
+        self._rows: list[dict[str, Any]] = []
 
     def configure_model(self) -> None:
         """Build the decoder, shard it, large blocks each by itself, and write its initial values, which sharding does not change."""
@@ -140,8 +144,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         return self.model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, its groups by name, after sharding."""
-        recipe = self.run.segments[0].recipe
+        """The optimizer of the last step before the start, whose moments a checkpoint holds, even one at a swap."""
+        return self._make_optimizer(self.run.recipe_before(self.start))
+
+    def _make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
+        """A recipe's optimizer, its groups by name, after sharding."""
         return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
@@ -160,15 +167,15 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             raise StageError(f"promote: precision {precision} can't be trained here: {reason}")
         if precision == "fp16" and self.trainer.world_size > 1:
             raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
-        corpus = Corpus.open(run.corpus)
+        self._corpus = Corpus.open(run.corpus)
         model = run.numerics.model
-        self._stream = training_stream(corpus, model.context_length, run.numerics.seed)
-        self._held_out = evaluation_sets(corpus, model.context_length, run.numerics.evaluation_tokens)
+        self._stream = training_stream(self._corpus, model.context_length, run.numerics.seed)
+        self._held_out = evaluation_sets(self._corpus, model.context_length, run.numerics.evaluation_tokens)
         self._stepper = Stepper(
             self.decoder,
             self.optimizers(use_pl_optimizer=False),
             run.numerics,
-            run.segments[0].recipe,
+            run.recipe_before(self.start),
             micro_batch=run.micro_batch,
             rank=self.global_rank,
             mean=_mean,
@@ -181,6 +188,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
         run, before = self.run, self.tokens
         segment = run.segment_at(before)
+        if segment.recipe.optimizer != self._stepper.recipe.optimizer:
+            self._swap(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
         rank, world_size = self.global_rank, self.trainer.world_size
         sequences = self._stream.batch(before, batch, rank=rank, world_size=world_size).to(self.device)
@@ -195,6 +204,12 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         left_out = len(self._stepper.spikes) > spikes
         self._record(before, float(loss), float(norm), rate_factor, left_out)
 
+    def _swap(self, recipe: Recipe) -> None:
+        """Let another optimizer take over; Lightning drops the one before it, and with it its moments."""
+        optimizer = self._make_optimizer(recipe)
+        self.trainer.optimizers = [optimizer]
+        self._stepper.swap(optimizer, recipe)
+
     def _record(self, before: int, loss: float, norm: float, rate_factor: float, left_out: bool) -> None:
         run, tokens = self.run, self.tokens
         at_end = tokens == run.n_tokens
@@ -207,8 +222,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             "left_out": left_out,
         }
         if at_end or passes(run.evaluate_every_tokens, before, tokens):
-            row["val_loss"] = self.final_loss = self.evaluate()
-            if not math.isfinite(self.final_loss):
+            self.evaluation = self.evaluate()
+            row |= self.evaluation
+            if not math.isfinite(row["val_loss"]):
                 step = run.n_steps(tokens)
                 raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
         self._rows.append(row)
@@ -219,22 +235,27 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             self.checkpoints.save(self._stepper, tokens)
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32, without dropout."""
+    def evaluate(self) -> dict[str, Any]:
+        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32, without dropout.
+
+        Returns:
+            `val_loss`, and of a mixture `source_losses` by name; nats per token.
+        """
         world_size = self.trainer.world_size
-        total = torch.zeros((), device=self.device)
+        sums = torch.zeros(len(self._held_out), device=self.device)
         self.decoder.eval()
-        for held_out in self._held_out.values():
-            weight = held_out.weight / len(held_out.sequences)
+        for source, held_out in enumerate(self._held_out.values()):
             for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * world_size):
                 share = torch.tensor_split(batch, world_size)[self.global_rank]
                 # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
                 loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
-                total += weight * len(share) * loss
+                sums[source] += len(share) / len(held_out.sequences) * loss
         self.decoder.train()
         if world_size > 1:
-            dist.all_reduce(total)
-        return float(total)
+            dist.all_reduce(sums)
+        losses = dict(zip(self._held_out, sums.tolist(), strict=True))
+        sources = losses if self._corpus.mixture else {}
+        return {"val_loss": corpus_loss(self._held_out, losses), "source_losses": sources}
 
     def _flush(self) -> None:
         if self.global_rank == 0:
@@ -252,7 +273,8 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         plugins: Lightning's, such as the launcher's environment.
 
     Returns:
-        `loss` (validation, nats per token), `tokens`, `resumed_from` (tokens), `seconds` of this attempt, `environment`.
+        `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
+        `seconds` of this attempt, `environment`.
 
     Raises:
         StageError: If the run diverges.
@@ -280,9 +302,10 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     started = time.perf_counter()
     if start < run.n_tokens:
         trainer.fit(module)
-    loss = module.final_loss if start < run.n_tokens else _last_evaluation(run.directory / METRICS)
+    evaluation = module.evaluation if start < run.n_tokens else _last_row(run.directory / METRICS)
     result = {
-        "loss": loss,
+        "loss": evaluation["val_loss"],
+        "source_losses": evaluation["source_losses"],
         "tokens": run.n_tokens,
         "resumed_from": start,
         "seconds": time.perf_counter() - started,
@@ -295,8 +318,8 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     return result
 
 
-def _last_evaluation(metrics: Path) -> float:
-    return float(json.loads(metrics.read_text().splitlines()[-1])["val_loss"])
+def _last_row(metrics: Path) -> dict[str, Any]:
+    return dict(json.loads(metrics.read_text().splitlines()[-1]))
 
 
 def _drop_metrics_after(metrics: Path, tokens: int) -> None:

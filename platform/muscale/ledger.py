@@ -172,10 +172,11 @@ class Ledger:
     def runs(self) -> pd.DataFrame:
         """Every run with its result: a row each, oldest first.
 
-        `loss` is the validation loss in nats per token at the annealed end, NaN where the run diverged; `n_params` leaves
-        the embedding table out; `compute_flops` is 6·N·D.
+        `loss` is the validation loss in nats per token at the annealed end, NaN where the run diverged; `source_losses` are
+        those of a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
         """
-        outcome = ("loss", "diverged_at_step", "diverged_because", "seconds", "numerics", "segment", "environment")
+        measured = ("loss", "source_losses", "diverged_at_step", "diverged_because", "seconds")
+        outcome = (*measured, "numerics", "segment", "environment")
         query = (
             sa.select(runs, *(segments.c[name] for name in outcome))
             .join(segments, runs.c.key == segments.c.key)

@@ -163,6 +163,7 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
         **chain.row(),
         trained_from=0,
         loss=outcome["loss"],
+        source_losses=outcome["source_losses"],
         seconds=outcome["seconds"],
         environment=outcome["environment"],
     )

@@ -35,6 +35,7 @@ segments = sa.Table(
     ),  # tokens; earlier ones were trained by another row of the line
     sa.Column("tokens", sa.Integer, nullable=False),
     sa.Column("loss", sa.Float),  # validation, last weights, nats per token; null after a divergence
+    sa.Column("source_losses", sa.JSON, nullable=False),  # the same of each source of a mixture, by name
     sa.Column("averaged_loss", sa.Float),
     sa.Column("diverged_at_step", sa.Integer),
     sa.Column("diverged_because", sa.String),

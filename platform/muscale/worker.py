@@ -55,7 +55,8 @@ class Worker:
             state = self._state(chain.parent)
         start = state.tokens if state else 0
         remainder = replace(chain.last, start=start)
-        return start, self.trainer.train(chain.numerics, remainder, state, averaged=not chain.anneals, on_step=on_step)
+        averaged = chain.parent is None and not chain.anneals  # rungs, which are ranked by it, lie on stems
+        return start, self.trainer.train(chain.numerics, remainder, state, averaged=averaged, on_step=on_step)
 
     def _nearest_state(self, chain: Chain) -> TrainState | None:
         """The latest kept state on the chain's own line, before its end."""
@@ -100,6 +101,7 @@ class Worker:
             **chain.row(),
             "trained_from": trained_from,
             "loss": result.loss,
+            "source_losses": dict(result.source_losses),
             "averaged_loss": result.averaged_loss,
             "diverged_at_step": divergence.step if divergence else None,
             "diverged_because": divergence.reason if divergence else None,

@@ -76,6 +76,16 @@ def test_a_fault_is_told_with_file_key_rule_and_value(make_study: MakeStudy, ove
         StudyConfig.read(make_study(), [override])
 
 
+def test_a_study_has_no_swap_of_the_optimizer(make_study: MakeStudy) -> None:
+    settings = {"swap_optimizer": "muon", "swap_fraction": "0.5", "swap_learning_rate": "0.01"}
+    swap = [f"hyperparameters.{name}={value}" for name, value in settings.items()]
+    with pytest.raises(StudyFileError, match=r"hyperparameters.swap_optimizer: .* for a single run; .*, got 'muon'"):
+        StudyConfig.read(make_study(), swap)
+    searched = 'sweep.space.swap_fraction={distribution="log_uniform", low=0.1, high=0.9}'
+    with pytest.raises(StudyFileError, match=r"sweep.space.swap_fraction: .* for a single run"):
+        StudyConfig.read(make_study("b"), [searched])
+
+
 def test_a_linear_cooldown_is_searched_like_any_other(make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study(), ["hyperparameters.schedule=wsd_linear"])
     assert config.hyperparameters.schedule == "wsd_linear"

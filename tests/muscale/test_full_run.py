@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muscale.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.checkpoints import CHECKPOINTS, MANIFEST, PARAMETRIZATION, Checkpoints
 from muscale.errors import StageError
 from muscale.full_run import FullRun, train
 from muscale.layout import METRICS, RESULT
 from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, chain, stem
+from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
+from proxy_models.parametrization import OptimizerName
+from proxy_models.sources import Source
 from proxy_models.training import Trainer
 
 BATCH, STEPS = 256, 16
@@ -197,6 +200,50 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
     assert result(run) == whole["loss"]
 
 
+def swapped(run: FullRun, optimizer: OptimizerName, fraction: float) -> FullRun:
+    values = Hyperparameters(
+        learning_rate=0.01,
+        batch_tokens=BATCH,
+        swap_optimizer=optimizer,
+        swap_fraction=fraction,
+        swap_learning_rate=0.003,
+        warmup_fraction=0.1,
+    )
+    return replace(run, segments=chain(values, BATCH * STEPS))
+
+
+@pytest.mark.parametrize("at_step", [8, 12, 13])
+@pytest.mark.parametrize("optimizer", ["muon", "lion"])
+def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_before_it(
+    run: FullRun, corpus: Corpus, optimizer: OptimizerName, at_step: int
+) -> None:
+    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
+    run = swapped(replace(run, numerics=replace(run.numerics, guard=guard)), optimizer, at_step / STEPS)
+    curve, loss = lean(run, corpus)
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    interrupt_after_first_checkpoint(run)
+    kept = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert kept is not None
+    table = json.loads((kept[1] / PARAMETRIZATION).read_text())
+    assert table["optimizer"] == (optimizer if at_step < 12 else "adamw")
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+def test_two_sharded_ranks_swap_the_optimizer_and_resume_at_another_world_size(run: FullRun, corpus: Corpus) -> None:
+    run = swapped(run, "muon", 0.5)
+    curve, loss = lean(run, corpus)
+    train_on(run, 2)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    assert result(run) == pytest.approx(loss, rel=1e-4)
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+
+
 def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
     values = Hyperparameters(learning_rate=1e30, batch_tokens=BATCH)
     broken = replace(run, segments=chain(values, BATCH * STEPS))
@@ -222,3 +269,45 @@ def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> N
     shard.write_bytes(torn)
     assert checkpoints.latest() is None
     assert train(run)["resumed_from"] == 0
+
+
+def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: FullRun) -> None:
+    train(run)
+    interrupt_after_first_checkpoint(run)
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    table = json.loads((newest[1] / PARAMETRIZATION).read_text())
+    assert table == run.numerics.parametrization("adamw").to_dict()
+    assert PARAMETRIZATION in json.loads((newest[1] / MANIFEST).read_text())
+    rebased = replace(run, numerics=replace(run.numerics, base=run.numerics.model))
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 2.0 there and 1.0"
+    ):
+        train(rebased)
+
+
+def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_result(run: FullRun, tmp_path: Path) -> None:
+    for name, letters in (("near", "abc"), ("far", "vwxyz")):
+        (tmp_path / name).mkdir()
+        generator = np.random.default_rng(0)
+        for number in range(30):
+            (tmp_path / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
+    sources = {name: Source(path=str(tmp_path / name)) for name in ("near", "far")}
+    mixed = write_mixture(tmp_path / "mixed", sources, Mixture.constant({"near": 0.6, "far": 0.4}))
+    numerics = replace(run.numerics, corpus_key=mixed.key)
+    run = replace(run, numerics=numerics, corpus=mixed.folder, evaluate_every_tokens=BATCH * 4)
+    whole = train(run)
+    parts = whole["source_losses"]
+    assert whole["loss"] == pytest.approx(0.6 * parts["near"] + 0.4 * parts["far"], rel=1e-6)
+    state, trainer = None, Trainer(mixed, compile=False)
+    for segment in run.segments:
+        trained = trainer.train(run.numerics, segment, state)
+        state = trained.state
+    assert parts == pytest.approx(trained.source_losses, rel=1e-6)
+    rows = [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
+    evaluated = [row for row in rows if "val_loss" in row]
+    assert [row["tokens"] for row in evaluated] == [BATCH * n for n in (4, 8, 12, 16)]
+    assert all(row["source_losses"].keys() == {"near", "far"} for row in evaluated)
+    (run.directory / RESULT).unlink()  # killed between its last checkpoint and its result
+    again = train(run)
+    assert (again["loss"], again["source_losses"]) == (whole["loss"], parts)

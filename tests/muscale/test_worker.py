@@ -12,9 +12,12 @@ from muscale.layout import CORPUS, CURVES
 from muscale.lineage import Chain
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
+from proxy_models.corpus import write_corpus, write_mixture
 from proxy_models.hyperparameters import Hyperparameters, branch, chain, stem
+from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
+from proxy_models.schedule import phase_from_dict
+from proxy_models.sources import Source
 
 BATCH = 128
 
@@ -91,6 +94,47 @@ def test_a_cycle_goes_on_from_the_kept_end_of_the_one_before_it(worker: Worker, 
     assert second["trained_from"] == 10 * BATCH
     curve = pd.read_parquet(worker.directory / CURVES / f"{cycles.parent.key}.parquet")
     assert curve["tokens"].tolist() == [BATCH // 2, *(BATCH * n for n in range(1, 11))]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.75, 0.9])
+def test_a_run_goes_over_a_swap_of_the_optimizer(worker: Worker, numerics: Numerics, fraction: float) -> None:
+    values = Hyperparameters(
+        learning_rate=0.01,
+        batch_tokens=BATCH,
+        swap_optimizer="lion",
+        swap_fraction=fraction,
+        swap_learning_rate=0.001,
+    )
+    swapped = Chain(numerics=numerics, segments=chain(values, 40 * BATCH))
+    assert swapped.anneals
+    assert worker.reach(swapped).loss is not None
+    rows = [worker.ledger.segment(Chain(numerics=numerics, segments=swapped.segments[: n + 1]).key) for n in range(3)]
+    assert [row["segment"]["recipe"]["optimizer"] for row in rows if row] == [
+        s.recipe.optimizer for s in swapped.segments
+    ]
+    assert [phase_from_dict(row["segment"]["phase"]) for row in rows if row] == [s.phase for s in swapped.segments]
+
+
+def test_the_losses_of_a_mixture_s_sources_are_recorded(
+    worker: Worker, numerics: Numerics, make_study: Callable[..., Path]
+) -> None:
+    worker.reach(run(numerics, 5))
+    alone = worker.ledger.segment(run(numerics, 5).key)
+    assert alone is not None
+    assert alone["source_losses"] == {}
+    directory = make_study("mixed").parent
+    (directory / "digits").mkdir()
+    for number in range(40):
+        (directory / "digits" / f"{number}.txt").write_text(" ".join(str(number * n) for n in range(200)))
+    sources = {name: Source(path=str(directory / name)) for name in ("text", "digits")}
+    mixed = write_mixture(directory / CORPUS, sources, Mixture.constant({"text": 0.5, "digits": 0.5}))
+    chain = run(replace(numerics, corpus_key=mixed.key), 5)
+    other = Worker(directory, compiled=False)
+    other.reach(chain)
+    row = other.ledger.segment(chain.key)
+    assert row is not None
+    assert row["source_losses"].keys() == {"text", "digits"}
+    assert row["loss"] == pytest.approx(sum(row["source_losses"].values()) / 2)
 
 
 def test_a_divergence_is_a_result_of_the_run_and_of_every_longer_one(worker: Worker, numerics: Numerics) -> None:

@@ -17,6 +17,7 @@ from proxy_models.schedule import (
     InverseSqrt,
     LinearCooldown,
     LinearDecay,
+    Rewarmed,
     ScheduleName,
     StepDecay,
 )
@@ -141,6 +142,45 @@ def test_every_schedule_is_a_chain_without_gaps_that_never_stands_still(schedule
     assert min(factors) > 0
 
 
+def swapping(**values: Any) -> Hyperparameters:
+    return hyperparameters(**{"swap_optimizer": "muon", "swap_fraction": 0.5, "swap_learning_rate": 0.02, **values})
+
+
+def test_a_swap_cuts_the_run_and_warms_the_rest_of_the_schedule_up_again() -> None:
+    plain = chain(hyperparameters(warmup_fraction=0.1), 100 * BATCH)
+    segments = chain(swapping(warmup_fraction=0.1), 100 * BATCH)
+    assert [(s.start // BATCH, s.end // BATCH) for s in segments] == [(0, 50), (50, 85), (85, 100)]
+    assert [s.begins_with_swap for s in segments] == [False, True, False]
+    before, after, cooldown = (segment.recipe for segment in segments)
+    assert before == plain[0].recipe
+    assert after == cooldown
+    changed = {name for name, value in after.to_dict().items() if value != before.to_dict()[name]}
+    assert changed == {"optimizer", "learning_rate", "weight_decay"}
+    assert (after.optimizer, after.learning_rate) == ("muon", 0.02)
+    assert after.weight_decay_tau(100 * BATCH) == pytest.approx(before.weight_decay_tau(100 * BATCH))
+    factors, unswapped = ([s.rate_factor(tokens) for s in run for tokens, _ in s.steps()] for run in (segments, plain))
+    assert factors[50:60] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert factors[:50] + factors[60:] == unswapped[:50] + unswapped[60:]
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_every_schedule_may_be_swapped_in(schedule: ScheduleName) -> None:
+    for fraction in (0.1, 0.3, 0.9):
+        segments = chain(swapping(schedule=schedule, swap_fraction=fraction), 60 * BATCH)
+        swap = 60 * BATCH * fraction
+        assert [segment.start for segment in segments] == [0, *(segment.end for segment in segments[:-1])]
+        assert segments[-1].end == 60 * BATCH
+        assert [s.recipe.optimizer for s in segments] == ["muon" if s.start >= swap else "adamw" for s in segments]
+        assert [s.start for s in segments if s.begins_with_swap] == [swap]
+        assert all(isinstance(segment.phase, Rewarmed) == (segment.start >= swap) for segment in segments)
+
+
+def test_a_swap_where_a_warmup_has_no_room_is_refused() -> None:
+    for fraction, swap in ((0.02, 2), (0.97, 97)):
+        with pytest.raises(ValueError, match=f"a swap after {swap * BATCH} tokens leaves .* change swap_fraction"):
+            chain(swapping(swap_fraction=fraction), 100 * BATCH)
+
+
 def test_a_batch_ramp_is_resolved_into_whole_batches_and_leaves_the_segments_where_they_are() -> None:
     plain = chain(hyperparameters(), 100 * BATCH)
     ramped = chain(hyperparameters(batch_doublings=2, batch_ramp_tokens=11 * BATCH), 100 * BATCH)
@@ -188,6 +228,9 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"schedule": "step", "milestones": (0.5, 1.0)}, r"milestones must .* lie in \(0, 1\)"),
         ({"schedule": "step", "step_factor": 1.0}, r"step_factor must lie in \(0, 1\), got 1.0"),
         ({"schedule": "cosine_cycles", "cycles": 0}, "cycles must be at least 1, got 0"),
+        ({"swap_optimizer": "adamw"}, "swap_optimizer must be another than optimizer, got 'adamw' for both"),
+        ({"swap_optimizer": "lion", "swap_fraction": 0.5}, "a swap needs .*, got 'lion', 0.5 and 0.0"),
+        ({"swap_fraction": 0.5, "swap_learning_rate": 0.1}, "a swap needs swap_optimizer, .*, got None, 0.5 and 0.1"),
         ({"batch_doublings": 1}, "needs batch_doublings and batch_ramp_tokens, got 1 and 0"),
         ({"batch_doublings": 10, "batch_ramp_tokens": 1}, r"must be a multiple of 2\^10 to double so often, got 512"),
     ],

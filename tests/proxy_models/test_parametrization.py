@@ -166,6 +166,22 @@ def test_tuned_multipliers_multiply() -> None:
     assert (tuned.embedding, tuned.readout, tuned.attention, tuned.branch) == (2, 0.75, 1.25, 1)
 
 
+def test_another_table_is_refused_with_what_differs() -> None:
+    table = parametrize(FAMILY.at(width=64), BASE)
+    table.require(parametrize(FAMILY.at(width=64), BASE))
+    rules = {**table.rules, MATRIX: replace(table.rules[MATRIX], lr_factor=0.25)}
+    with pytest.raises(ValueError, match=rf"another parametrization: {MATRIX}'s lr_factor is 0.25 there and 0.5 here$"):
+        table.require(replace(table, rules=rules))
+    readout = replace(table.multipliers, readout=2.0)
+    with pytest.raises(ValueError, match=r"the multiplier readout is 2.0 there and 0.5 here$"):
+        table.require(replace(table, multipliers=readout))
+    fewer = {name: rule for name, rule in table.rules.items() if name != MATRIX}
+    with pytest.raises(ValueError, match=rf"{MATRIX}'s tensor_class is None there and hidden here; .*; and 3 more$"):
+        table.require(replace(table, rules=fewer))
+    with pytest.raises(ValueError, match=r"optimizer is muon there and adamw here; .*; and \d+ more"):
+        table.require(parametrize(FAMILY.at(width=64), BASE, optimizer="muon"))
+
+
 def test_the_table_survives_json_and_prints_a_line_for_each_tensor() -> None:
     table = parametrize(FAMILY.at(width=64, depth=3), BASE)
     assert Parametrization.from_dict(json.loads(json.dumps(table.to_dict()))) == table

@@ -17,6 +17,7 @@ from proxy_models.schedule import (
     LinearCooldown,
     LinearDecay,
     Phase,
+    Rewarmed,
     StepDecay,
     phase_from_dict,
     phase_to_dict,
@@ -34,6 +35,9 @@ PHASES: list[Phase] = [
     StepDecay(warmup_tokens=50, end=300, milestones=(210, 250), step_factor=0.3),
     InverseSqrt(warmup_tokens=50),
     CosineCycle(start=200, end=300, warmup_tokens=30, start_factor=0.1, final_fraction=0.1),
+    Rewarmed(
+        phase=StepDecay(warmup_tokens=50, end=300, milestones=(250,), step_factor=0.3), start=200, warmup_tokens=30
+    ),
 ]
 
 
@@ -97,6 +101,15 @@ def test_a_later_cycle_warms_up_from_where_the_one_before_it_ended() -> None:
     second = CosineCycle(start=200, end=400, warmup_tokens=40, start_factor=0.1, final_fraction=0.1)
     factors = [second.factor(tokens, BATCH) for tokens in (200, 230, 240, 320, 400)]
     assert factors == pytest.approx([0.325, 1, 1, 0.55, 0.1])
+
+
+def test_a_rewarmed_phase_is_what_is_left_of_it_times_a_warmup() -> None:
+    linear = LinearDecay(warmup_tokens=100, end=300)
+    phase = Rewarmed(phase=linear, start=200, warmup_tokens=40)
+    ratios = [phase.factor(tokens, BATCH) / linear.factor(tokens, BATCH) for tokens in (200, 210, 220, 230, 240, 290)]
+    assert ratios == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert phase.end == 300
+    assert Rewarmed(phase=Constant(warmup_tokens=50), start=200, warmup_tokens=40).end is None
 
 
 @given(phase=st.sampled_from(PHASES), step=st.integers(20, 29))

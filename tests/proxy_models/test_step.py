@@ -43,6 +43,22 @@ def weights(one: Stepper) -> dict[str, Tensor]:
     return capture(one.module, one.optimizer)
 
 
+def test_another_optimizer_goes_on_with_the_weights_and_without_moments_in_the_snapshot_too() -> None:
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=2)
+    one = stepper(replace(NUMERICS, guard=guard))
+    for number in range(4):
+        take(one, number)
+    before, remembered = weights(one), one.memory()
+    recipe = RECIPE.swapped("muon", 0.02)
+    table = NUMERICS.parametrization("muon")
+    one.swap(make_optimizer(one.module, table, recipe), recipe)
+    assert one.parametrization == table
+    assert weights(one).keys() == {name for name in before if name.startswith("weight/")}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items())
+    kept = {name for name in remembered if name == "guard" or name.startswith("good/weight/")}
+    assert one.memory().keys() == kept < remembered.keys()
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 6, 7, 50])
 def test_micro_batches_sum_to_the_whole_batch_also_where_the_last_is_shorter(micro_batch: int) -> None:
     whole, parts = stepper(), stepper(micro_batch=micro_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ import torch
 from proxy_models.averaging import ExponentialAverage, LastCheckpoints
 from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.config import ModelFamily
-from proxy_models.corpus import Corpus
+from proxy_models.corpus import Corpus, write_mixture
 from proxy_models.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.guard import Divergence, GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
 from proxy_models.metrics import Observation
+from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import OptimizerName
+from proxy_models.sources import Source
 from proxy_models.state import TrainState
 from proxy_models.step import step_seed
 from proxy_models.training import SegmentResult, Trainer
@@ -427,6 +430,67 @@ def test_a_state_of_another_position_is_refused(
         trainer.train(numerics, late)
 
 
+def test_a_state_trained_under_another_table_is_refused_also_from_disk(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, family: ModelFamily, tmp_path: Path
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
+    assert state is not None
+    state.save(tmp_path / "state.pt")
+    assert TrainState.load(tmp_path / "state.pt").parametrization == numerics.parametrization("adamw")
+    later = replace(stem(recipe, 10 * BATCH), start=5 * BATCH)
+    rebased = replace(numerics, base=family.at(width=16))
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 1.0 there and 2.0"
+    ):
+        trainer.train(rebased, later, TrainState.load(tmp_path / "state.pt"))
+    other = replace(later, recipe=replace(recipe, optimizer="lion"))
+    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and lion here"):
+        trainer.train(numerics, other, state)
+
+
+@pytest.fixture(scope="module")
+def mixed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    root = tmp_path_factory.mktemp("mixed")
+    (root / "digits").mkdir()
+    for number in range(40):
+        (root / "digits" / f"{number}.txt").write_text(" ".join(str(number * n) for n in range(200)))
+    sources = {"words": Source(path=corpus.manifest["source"]["path"]), "digits": Source(path=str(root / "digits"))}
+    mixture = Mixture.constant({"words": 0.75, "digits": 0.25})
+    return write_mixture(root / "tokens", sources, mixture, validation_fraction=0.25)
+
+
+def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_the_loss(
+    mixed: Corpus, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    trainer = Trainer(mixed, compile=False)
+    numerics = replace(numerics, corpus_key=mixed.key)
+    segment = stem(hyperparameters.resolve(N_TOKENS), 10 * BATCH)
+    result = trainer.train(numerics, segment, averaged=True)
+    assert result.state is not None
+    model = Decoder(numerics.model)
+    initialize(model, numerics.parametrization("adamw"), segment.recipe, seed=0)
+    model.load_state_dict(
+        {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}
+    )
+    assert result.source_losses.keys() == {"words", "digits"}
+    for name, files in mixed.sources.items():
+        with torch.no_grad():
+            expected = next_token_loss(model, evaluation_sequences(files.validation, 32, 8 * 32)).item()
+        assert result.source_losses[name] == pytest.approx(expected, rel=1e-6)
+    parts = result.source_losses
+    assert result.loss == 0.75 * parts["words"] + 0.25 * parts["digits"]
+    assert parts["words"] != pytest.approx(parts["digits"], rel=0.01)
+    loud = stem(replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS), BATCH)
+    assert trainer.train(numerics, loud).source_losses == {}
+
+
+def test_one_source_alone_has_no_losses_by_source(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    assert trainer.train(numerics, stem(hyperparameters.resolve(N_TOKENS), BATCH)).source_losses == {}
+
+
 def test_rungs_too_near_to_each_other_to_average_between_are_refused(
     trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
 ) -> None:
@@ -487,3 +551,97 @@ def test_what_an_error_left_in_a_warm_model_does_not_reach_the_next_training(
         with pytest.raises(KeyboardInterrupt):
             trainer.train(numerics, segment)
     assert_same(trainer.train(numerics, segment), expected)
+
+
+SWAPS: list[tuple[OptimizerName, str]] = [("muon", "momentum_buffer"), ("lion", "exp_avg")]
+
+
+def swapped_chain(hyperparameters: Hyperparameters, optimizer: OptimizerName) -> tuple[Segment, ...]:
+    values = replace(
+        hyperparameters,
+        warmup_fraction=0.1,
+        swap_optimizer=optimizer,
+        swap_fraction=0.5,
+        swap_learning_rate=0.003,
+    )
+    return chain(values, N_TOKENS)
+
+
+@pytest.mark.parametrize(("optimizer", "moment"), SWAPS)
+def test_a_swap_keeps_the_weights_and_begins_with_fresh_moments(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, optimizer: OptimizerName, moment: str
+) -> None:
+    before, after, _ = swapped_chain(hyperparameters, optimizer)
+    state = trainer.train(numerics, before).state
+    assert state is not None
+    recipe = after.recipe
+    expected = Decoder(numerics.model)
+    table = numerics.parametrization(optimizer)
+    initialize(expected, table, recipe, seed=0)
+    expected.load_state_dict(
+        {n.removeprefix("weight/"): t for n, t in state.tensors.items() if n.startswith("weight/")}
+    )
+    step = make_optimizer(expected, table, recipe)
+    loss = next_token_loss(
+        expected, TokenStream(tokens=trainer.corpus.train, context_length=32, seed=0).batch(after.start, BATCH)
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    clip(expected.parameters(), recipe.clip_norm)
+    set_rates(step, 0.25)  # the first of four steps of warmup
+    step.step()
+    result = trainer.train(numerics, replace(after, end=after.start + BATCH), state)
+    assert result.train_losses.tolist() == [loss.item()]
+    assert result.curve.rate_factor.tolist() == [0.25]
+    assert result.state is not None
+    assert result.state.parametrization == table
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(result.state.tensors[f"weight/{name}"], parameter.detach()), name
+    assert f"{moment}/blocks.0.mlp.up.weight" in result.state.tensors
+    assert "exp_avg_sq/blocks.0.mlp.up.weight" not in result.state.tensors
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("optimizer", "moment"), SWAPS)
+def test_a_swapped_run_learns_and_resumes_bit_for_bit(
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    optimizer: OptimizerName,
+    moment: str,
+    precision: Any,
+    tmp_path: Path,
+) -> None:
+    # So high a rate, and so touchy a guard, that steps are left out on both sides of the swap.
+    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=7)
+    numerics = replace(numerics, precision=precision, guard=guard)
+    segments = swapped_chain(replace(hyperparameters, learning_rate=0.03), optimizer)
+    results = train_chain(trainer, numerics, segments)
+    assert results[-1].train_losses.mean() < results[0].train_losses[:5].mean() - 0.3
+    assert results[0].spikes
+    assert results[1].spikes
+    _, after, cooldown = segments
+    state = results[0].state
+    for start, end in pairwise((after.start, after.start + 3 * BATCH, after.end)):
+        assert state is not None
+        state.save(tmp_path / "state.pt")
+        part = trainer.train(numerics, replace(after, start=start, end=end), TrainState.load(tmp_path / "state.pt"))
+        state = part.state
+    assert_same(part, results[1])
+    assert_same(trainer.train(numerics, cooldown, state), results[2])
+
+
+def test_only_where_a_swap_is_planned_may_a_state_be_another_optimizer_s(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, family: ModelFamily
+) -> None:
+    before, after, _ = swapped_chain(hyperparameters, "muon")
+    first = replace(before, end=4 * BATCH)
+    state = trainer.train(numerics, first).state
+    late = replace(after, start=4 * BATCH)
+    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and muon here"):
+        trainer.train(numerics, late, state)
+    rebased = replace(numerics, base=family.at(width=16))
+    at_swap = trainer.train(numerics, before).state
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 1.0 there and 2.0"
+    ):
+        trainer.train(rebased, after, at_swap)
