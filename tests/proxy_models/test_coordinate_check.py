@@ -140,6 +140,15 @@ def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: 
         assert [finding.fault for finding in wrong.findings][:1] == ["learning-rate scaling"], other
 
 
+def test_a_readout_that_starts_at_zero_passes(corpus: Corpus) -> None:
+    values = replace(VALUES, zero_readout=True)
+    result = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3)
+    assert result.passed, str(result)
+    assert set(
+        result.slopes.dropna(subset="criterion").query("quantity == 'change' and module != 'readout'")["step"]
+    ) == {2}
+
+
 def in_depth(corpus: Corpus, rule: Rule | None = None) -> CoordinateCheck:
     """The check along depth, beside the one along width."""
     family = ModelFamily(base=replace(FAMILY.base, context_length=64))
