@@ -1,29 +1,51 @@
-"""The coordinate check: does a few steps of training move every activation by the same amount at every width?
+"""The coordinate check: does a few steps of training move every activation by the same amount at every width and depth?
 
 One fixed batch is trained on for a few steps at several widths. The size of each module's output and of its change
 since initialisation are fitted as powers of the width, rms ∝ width^slope. Under muP hidden slopes are zero, so a rate
 tuned at one width is right at all (Yang et al., arXiv 2203.03466, appendix D.1). Plain size alone is a weak test, at a
 small rate standard parametrization nearly passes it; the change after one step is the decisive one.
 
-| criterion         | quantity                                     | slope           | a failure means       |
-| ----------------- | -------------------------------------------- | --------------- | --------------------- |
-| (a) initial size  | hidden size at t = 0                         | within ±0.15    | init                  |
-| (b) first change  | hidden change at the first step that has one | within ±0.20    | learning-rate scaling |
-| (c) trained size  | hidden size at t ≥ 1                         | within ±0.25    | learning-rate scaling |
-| (d) readout size  | readout size at every t                      | in [-0.6, 0.15] | readout multiplier    |
+Where depths are given too, the same is fitted as powers of the depth, at the base's width. Blocks at different depths have
+no counterpart in each other; compared are the stream, as the last block leaves it to the final norm, and the readout.
+
+| criterion              | quantity                                     | slope           | a failure means                |
+| ---------------------- | -------------------------------------------- | --------------- | ------------------------------ |
+| (a) initial size       | hidden size at t = 0                         | within ±0.15    | init                           |
+| (b) first change       | hidden change at the first step that has one | within ±0.20    | learning-rate scaling          |
+| (c) trained size       | hidden size at t ≥ 1                         | within ±0.25    | learning-rate scaling          |
+| (d) readout size       | readout size at every t                      | in [-0.6, 0.15] | readout multiplier             |
+| (e) stream in depth    | stream's size at t = 0                       | in [-0.6, 0.15] | residual scaling               |
+| (f) change in depth    | stream's change at the first step with one   | in [-0.4, 0.20] | learning-rate scaling in depth |
+| (g) readout in depth   | readout size at every t                      | within ±0.15    | readout multiplier             |
 
 Hidden is every module but the readout. Outputs of norms are left out of (a) and (c): a norm holds its own size.
+
+The bounds in depth were measured here: widths 32 to 128, depths 1 to 24 in sets that span a factor of 4 or 8, four pairs
+of seeds, rates 2^-10 to 2^-7, and every variant of the tests under AdamW, every optimizer in the first variant; the last
+two rows in five variants, and under Lion and Muon.
+
+| parametrization                          | (e)            | (f)            | (g)            |
+| ---------------------------------------- | -------------- | -------------- | -------------- |
+| CompleteP, depth exponent 1              | -0.32 to -0.09 | -0.22 to -0.10 | -0.02 to +0.02 |
+| depth exponent 0.5                       | -0.01 to +0.03 | +0.01 to +0.13 | -0.02 to +0.02 |
+| no residual scaling, also "standard"     | +0.33 to +0.50 | +0.77 to +1.36 | -0.04 to +0.04 |
+| exponent 0.5 without its rate factor     | -0.01 to +0.03 | +0.31 to +0.57 | -0.02 to +0.03 |
+| exponent 1, block rates times m_L^(1/2)  | as CompleteP's | +0.21 to +0.44 | -0.02 to +0.03 |
+| exponent 1, block rates times m_L^(-1/2) | as CompleteP's | -0.66 to -0.60 | -0.04 to +0.02 |
+
+(e) lies below zero under exponent 1 because independent initial outputs of m_L blocks, each divided by m_L, add up to less
+the deeper the model; at most to a slope of -1/2, where nothing else is in the stream.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import pandas as pd
@@ -40,12 +62,13 @@ from proxy_models.parametrization import Parametrization, Scheme, TensorClass, p
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-MIN_WIDTHS = 4
-MIN_SPAN = 8.0  # widest over narrowest
+MIN_SIZES = 4  # widths, or depths
+MIN_SPAN = 8.0  # largest over smallest of them
 MIN_SEEDS = 2
 _SHOWN = 3  # findings in the printed result
-_SLOPE_COLUMNS = ["depth", "module", "kind", "quantity", "step", "slope", "criterion", "low", "high", "fault"]
+_SLOPE_COLUMNS = ["axis", "module", "kind", "quantity", "step", "slope", "criterion", "low", "high", "fault"]
 
+Axis = Literal["width", "depth"]
 Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
 
@@ -64,6 +87,11 @@ INITIAL_SIZE = Criterion(name="(a) initial size", low=-0.15, high=0.15, fault="i
 FIRST_CHANGE = Criterion(name="(b) first change", low=-0.20, high=0.20, fault="learning-rate scaling")
 TRAINED_SIZE = Criterion(name="(c) trained size", low=-0.25, high=0.25, fault="learning-rate scaling")
 READOUT_SIZE = Criterion(name="(d) readout size", low=-0.60, high=0.15, fault="readout multiplier")
+STREAM_IN_DEPTH = Criterion(name="(e) stream in depth", low=-0.60, high=0.15, fault="residual scaling")
+CHANGE_IN_DEPTH = Criterion(name="(f) change in depth", low=-0.40, high=0.20, fault="learning-rate scaling in depth")
+READOUT_IN_DEPTH = Criterion(name="(g) readout in depth", low=-0.15, high=0.15, fault="readout multiplier")
+_BY_CHANGE: dict[Axis, Criterion] = {"width": FIRST_CHANGE, "depth": CHANGE_IN_DEPTH}
+_BY_READOUT: dict[Axis, Criterion] = {"width": READOUT_SIZE, "depth": READOUT_IN_DEPTH}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +99,7 @@ class Finding:
     """One module that breaks a bound: the fault it points to, and its worst slope."""
 
     fault: str
-    depth: int
+    axis: Axis
     module: str
     quantity: str
     step: int
@@ -86,7 +114,7 @@ class Finding:
             if math.isfinite(self.slope)
             else "no finite slope, the activations are zero, infinite or not a number"
         )
-        return f"{self.fault}: {self.quantity} of {self.module} (depth {self.depth}) at step {self.step}: {found}"
+        return f"{self.fault}: {self.quantity} of {self.module} over {self.axis} at step {self.step}: {found}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,9 +122,9 @@ class CoordinateCheck:
     """What was measured, and what follows from it.
 
     Attributes:
-        measurements: One row for each depth, width, module, quantity ("size" or "change" since step 0) and step: its
-            root mean square over the batch, geometric mean over the seeds, and the module's kind ("hidden", "norm" or
-            "readout").
+        measurements: One row for each axis ("width" or "depth"), width, depth, module, quantity ("size" or "change" since
+            step 0) and step: its root mean square over the batch, geometric mean over the seeds, and the module's kind
+            ("hidden", "norm", "readout", or "stream").
         seeds: The seeds averaged over.
     """
 
@@ -105,23 +133,23 @@ class CoordinateCheck:
 
     @cached_property
     def slopes(self) -> pd.DataFrame:
-        """Exponent of width for each depth, module, quantity and step, with the criterion and bound it is held to.
+        """Exponent of width or depth for each axis, module, quantity and step, with the criterion and bound it is held to.
 
-        Columns: depth, module, kind, quantity, step, slope, criterion, low, high, fault; the last four are empty for a
+        Columns: axis, module, kind, quantity, step, slope, criterion, low, high, fault; the last four are empty for a
         slope that no criterion looks at. A slope is NaN where a size is zero or not finite.
         """
         rows: list[dict[str, Any]] = []
-        for (depth, module, kind), group in self.measurements.groupby(["depth", "module", "kind"], sort=False):
-            fits = {key: _slope(points) for key, points in group.groupby(["quantity", "step"])}
-            for (quantity, step), criterion in _criteria(str(kind), group).items():
-                row = {"depth": depth, "module": module, "kind": kind, "quantity": quantity, "step": step}
+        for (axis, module, kind), group in self.measurements.groupby(["axis", "module", "kind"], sort=False):
+            fits = {key: _slope(points[axis], points["rms"]) for key, points in group.groupby(["quantity", "step"])}
+            for (quantity, step), criterion in _criteria(axis, str(kind), group).items():
+                row = {"axis": axis, "module": module, "kind": kind, "quantity": quantity, "step": step}
                 bound = {"criterion": criterion.name, "low": criterion.low, "high": criterion.high} if criterion else {}
                 rows.append({**row, "slope": fits[quantity, step], **bound, "fault": criterion and criterion.fault})
         return pd.DataFrame(rows, columns=_SLOPE_COLUMNS)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """One for each module that breaks a bound at the first step at which any does, worst first.
+        """One for each module that breaks a bound at the first step at which any does along its axis, worst first.
 
         Later steps are left out: what breaks there may be a consequence. So a wrong init, or a readout that is wrong
         from the start, is told by its own name although it disturbs training too.
@@ -129,8 +157,8 @@ class CoordinateCheck:
         held = self.slopes.dropna(subset="fault")
         excess = np.maximum(held["slope"] - held["high"], held["low"] - held["slope"]).fillna(math.inf)
         broken = held.assign(excess=excess)[excess > 0]
-        first = broken[broken["step"] == broken["step"].min()].sort_values("excess", ascending=False, kind="stable")
-        worst = first.drop_duplicates(["depth", "module"])
+        first = broken[broken["step"] == broken.groupby("axis")["step"].transform("min")]
+        worst = first.sort_values("excess", ascending=False, kind="stable").drop_duplicates(["axis", "module"])
         return tuple(Finding(**row) for row in worst[list(Finding.__annotations__)].to_dict("records"))
 
     @property
@@ -140,13 +168,15 @@ class CoordinateCheck:
 
     def __str__(self) -> str:
         """The verdict, the range of slopes under each criterion, and the worst findings."""
-        widths = ", ".join(map(str, sorted(self.measurements["width"].unique())))
-        n_steps = self.measurements["step"].max()
-        verdict = "passed" if self.passed else "FAILED"
-        lines = [f"coordinate check {verdict}: widths {widths}; {len(self.seeds)} seeds; {n_steps} steps"]
+        sizes = [
+            f"{axis}s {', '.join(map(str, sorted(rows[axis].unique())))}"
+            for axis, rows in self.measurements.groupby("axis", sort=False)
+        ]
+        verdict, n_steps = "passed" if self.passed else "FAILED", self.measurements["step"].max()
+        lines = [f"coordinate check {verdict}: {'; '.join(sizes)}; {len(self.seeds)} seeds; {n_steps} steps"]
         for name, group in self.slopes.dropna(subset="fault").groupby("criterion"):
             lines.append(
-                f"  {name:<18}slopes {group['slope'].min():+.2f} to {group['slope'].max():+.2f}"
+                f"  {name:<22}slopes {group['slope'].min():+.2f} to {group['slope'].max():+.2f}"
                 f"   bound {group['low'].iloc[0]:+.2f} to {group['high'].iloc[0]:+.2f}"
             )
         lines += [f"  {finding}" for finding in self.findings[:_SHOWN]]
@@ -176,7 +206,7 @@ class CoordinateCheck:
         )
 
     def plot(self) -> go.Figure:
-        """Size and change of every module against width, one colour for each step; the readout is dashed."""
+        """Size and change of every module against width, and depth; one colour for each step, the readout dashed."""
         return draw_coordinates(coordinate_lines(self))
 
 
@@ -193,7 +223,7 @@ def coordinate_check(
     scheme: Scheme = "mup",
     parametrization: Rule | None = None,
 ) -> CoordinateCheck:
-    """Train on one fixed batch at every width for a few steps, and fit activations against width.
+    """Train on one fixed batch at every width for a few steps, fit activations against width; and the same for depth.
 
     The rate is the peak rate from the first step on, without warmup and without weight decay; it should not lie above
     the tuned optimum.
@@ -202,8 +232,8 @@ def coordinate_check(
         family: Its base is where the hyperparameters are tuned.
         hyperparameters: Their rate, scales, betas and clipping are used.
         corpus: Where the batch comes from.
-        widths: At least 4, spanning at least a factor of 8.
-        depths: The check in width is made at each of these; default the base's depth.
+        widths: At least 4, spanning at least a factor of 8; trained at the base's depth.
+        depths: The same of depths, trained at the base's width; None leaves the check in depth out.
         seeds: At least 2 seeds of the initial values.
         n_steps: Optimizer steps.
         n_sequences: Sequences in the batch.
@@ -211,9 +241,12 @@ def coordinate_check(
         parametrization: Makes the table of (config, base) instead of `parametrize` under `scheme`.
 
     Raises:
-        ValueError: If there are too few widths or seeds, the widths span too little, or there is no step.
+        ValueError: If there are too few widths, depths or seeds, the sizes span too little, or there is no step.
     """
-    _validate(widths, seeds, n_steps)
+    sizes: dict[Axis, Sequence[int]] = {"width": widths}
+    if depths is not None:
+        sizes["depth"] = depths
+    _validate(sizes, seeds, n_steps)
     table = parametrization or (
         lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
     )
@@ -222,15 +255,17 @@ def coordinate_check(
     stream = training_stream(corpus, family.base.context_length, seed=0)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
     rows: list[dict[str, Any]] = []
-    for depth in depths or (family.base.n_layers,):
-        for width in sorted(widths):
-            config = family.at(width=width, depth=depth)
+    for axis, values in sizes.items():
+        for size in sorted(set(values)):
+            config = family.at(**{axis: size})
             made = table(config, family.base)
             runs = [measure(config, made, recipe, sequences, seed=seed, n_steps=n_steps) for seed in seeds]
+            if axis == "depth":
+                runs = [_comparable_in_depth(run, size) for run in runs]
             for key in runs[0]:
                 place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
                 rms = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
-                rows.append({"depth": depth, "width": width, **place, "rms": rms})
+                rows.append({"axis": axis, "width": config.d_model, "depth": config.n_layers, **place, "rms": rms})
     return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=tuple(seeds))
 
 
@@ -288,44 +323,58 @@ def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def coordinate_lines(check: CoordinateCheck) -> pd.DataFrame:
-    """What the figure shows: `measurements`, ordered so that each (step, depth, module) is a run of rows by width."""
-    return check.measurements.sort_values(["quantity", "step", "depth", "module", "width"], ignore_index=True)
+    """What the figure shows: `measurements`, so that each (axis, quantity, step, module) is a run of rows by size."""
+    order = ["axis", "quantity", "step", "module", "width", "depth"]
+    return check.measurements.sort_values(order, ascending=[False] + [True] * 5, ignore_index=True)
 
 
 def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
-    """Figure of `coordinate_lines`: rms against width, both logarithmic, size left and change right."""
+    """Figure of `coordinate_lines`: rms against width and, below, depth, all logarithmic; size left and change right."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
     from plotly.subplots import make_subplots
 
     titles = {"size": "size of the output", "change": "change since step 0"}
-    figure = make_subplots(cols=len(titles), subplot_titles=list(titles.values()))
-    steps = sorted(lines["step"].unique())
+    labels = {"width": "width (d_model)", "depth": "depth (n_layers)"}
+    axes, steps = list(lines["axis"].unique()), sorted(lines["step"].unique())
+    figure = make_subplots(rows=len(axes), cols=len(titles), column_titles=list(titles.values()))
     colors = dict(zip(steps, sample_colorscale("Viridis", np.linspace(0, 1, len(steps)).tolist()), strict=True))
     named: set[int] = set()
-    for (quantity, step, depth, module), line in lines.groupby(["quantity", "step", "depth", "module"]):
+    for (axis, quantity, step, module), line in lines.groupby(["axis", "quantity", "step", "module"], sort=False):
         figure.add_trace(
             go.Scatter(
-                x=line["width"],
+                x=line[axis],
                 y=line["rms"],
                 mode="lines+markers",
                 line={"color": colors[step], "dash": "dash" if line["kind"].iloc[0] == "readout" else "solid"},
                 name=f"step {step}",
                 legendgroup=f"step {step}",
                 showlegend=step not in named,
-                hovertemplate=f"{module}, depth {depth}, step {step}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
+                hovertemplate=f"{module}, step {step}<br>{axis} %{{x}}: %{{y:.3g}}<extra></extra>",
             ),
-            row=1,
+            row=axes.index(axis) + 1,
             col=list(titles).index(quantity) + 1,
         )
         named.add(step)
-    figure.update_xaxes(type="log", title="width (d_model)", tickvals=sorted(lines["width"].unique()))
+    for row, axis in enumerate(axes, start=1):
+        sizes = sorted(lines.loc[lines["axis"] == axis, axis].unique())
+        figure.update_xaxes(type="log", title=labels[axis], tickvals=sizes, row=row)
     figure.update_yaxes(type="log", title="root mean square over batch and coordinates")
     return figure
 
 
-def _criteria(kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion | None]:
-    """The criterion of each (quantity, step) of one module, by its kind.
+def _comparable_in_depth(measured: dict[Key, float], depth: int) -> dict[Key, float]:
+    """What has a counterpart at every depth: the stream as the last block leaves it, and the readout."""
+    stream = f"blocks.{depth - 1}"
+    return {
+        ("last block", "stream", quantity, step) if module == stream else (module, kind, quantity, step): rms
+        for (module, kind, quantity, step), rms in measured.items()
+        if module == stream or kind == "readout"
+    }
+
+
+def _criteria(axis: Axis, kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion | None]:
+    """The criterion of each (quantity, step) of one module along one axis, by its kind.
 
     A module that starts at zero (a zero-initialised tensor) is judged from the first step at which it has a size, or
     has changed.
@@ -336,22 +385,23 @@ def _criteria(kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion
     for quantity, step in zero.index:
         if quantity == "change":
             held = kind != "readout" and step == first_change
-            criteria[quantity, step] = FIRST_CHANGE if held else None
+            criteria[quantity, step] = _BY_CHANGE[axis] if held else None
         elif kind == "norm" or (step == 0 and zero[quantity, step]):
             criteria[quantity, step] = None
         elif kind == "readout":
-            criteria[quantity, step] = READOUT_SIZE
+            criteria[quantity, step] = _BY_READOUT[axis]
+        elif axis == "depth":
+            criteria[quantity, step] = None if step else STREAM_IN_DEPTH
         else:
             criteria[quantity, step] = TRAINED_SIZE if step else INITIAL_SIZE
     return criteria
 
 
-def _slope(points: pd.DataFrame) -> float:
-    """Least-squares exponent of width; NaN where a size has no logarithm."""
-    rms = points["rms"].to_numpy(dtype=float)
+def _slope(sizes: pd.Series[int], rms: pd.Series[float]) -> float:
+    """Least-squares exponent of `rms` in `sizes`; NaN where one has no logarithm."""
     if not (np.isfinite(rms) & (rms > 0)).all():
         return math.nan
-    return float(np.polyfit(np.log2(points["width"].to_numpy(dtype=float)), np.log2(rms), 1)[0])
+    return float(np.polyfit(np.log2(sizes.to_numpy(dtype=float)), np.log2(rms.to_numpy(dtype=float)), 1)[0])
 
 
 def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str:
@@ -365,14 +415,15 @@ def _rms(output: Tensor) -> float:
     return float(output.double().square().mean().sqrt())
 
 
-def _validate(widths: Sequence[int], seeds: Sequence[int], n_steps: int) -> None:
-    if len(set(widths)) < MIN_WIDTHS:
-        raise ValueError(f"the coordinate check needs at least {MIN_WIDTHS} widths, got {sorted(set(widths))}")
-    if max(widths) < MIN_SPAN * min(widths):
-        raise ValueError(
-            f"widths must span at least a factor of {MIN_SPAN:g}, got {min(widths)} to {max(widths)}, "
-            f"a factor of {max(widths) / min(widths):.3g}"
-        )
+def _validate(sizes: Mapping[Axis, Sequence[int]], seeds: Sequence[int], n_steps: int) -> None:
+    for axis, values in sizes.items():
+        if len(set(values)) < MIN_SIZES:
+            raise ValueError(f"the coordinate check needs at least {MIN_SIZES} {axis}s, got {sorted(set(values))}")
+        if max(values) < MIN_SPAN * min(values):
+            raise ValueError(
+                f"{axis}s must span at least a factor of {MIN_SPAN:g}, got {min(values)} to {max(values)}, "
+                f"a factor of {max(values) / min(values):.3g}"
+            )
     if len(set(seeds)) < MIN_SEEDS:
         raise ValueError(f"the coordinate check averages over at least {MIN_SEEDS} seeds, got {list(seeds)}")
     if n_steps < 1:

@@ -41,6 +41,8 @@ class Hyperparameters:
     Attributes:
         learning_rate: Peak rate at the base shape.
         init_scale: Factor on every initial standard deviation of the parametrization's table.
+        zero_readout: Whether the readout starts at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2); an
+            untied one only.
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738).
         batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
@@ -69,6 +71,7 @@ class Hyperparameters:
     learning_rate: float
     batch_tokens: int
     init_scale: float = 1.0
+    zero_readout: bool = False
     weight_decay_tau: float = 0.5
     warmup_fraction: float = 0.05
     warmup_floor_tokens: int = 0
@@ -184,6 +187,7 @@ class Hyperparameters:
             weight_decay=self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
             batch_tokens=self.batch_tokens,
             init_scale=self.init_scale,
+            zero_readout=self.zero_readout,
             warmup_tokens=warmup,
             optimizer=self.optimizer,
             batch_doublings=doublings,
@@ -223,6 +227,7 @@ class Recipe:
     attention_multiplier: float
     embedding_rate: float
     output_rate: float
+    zero_readout: bool = False
     batch_doublings: int = 0
     batch_ramp_tokens: int = 0
 

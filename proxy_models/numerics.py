@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from proxy_models.config import ModelConfig
 from proxy_models.guard import GuardSettings
-from proxy_models.parametrization import OptimizerName, Parametrization, Scheme, parametrize
+from proxy_models.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
 
 SEMANTICS = 1  # raise it when the same segment would train to another loss: older results are then not reused
 
@@ -33,6 +33,7 @@ class Numerics:
     evaluation_tokens: int
     scheme: Scheme = "mup"
     depth_exponent: float = 1.0
+    decay_scaling: DecayScaling = "timescale"
     precision: Precision = "fp32"
     guard: GuardSettings | None = None
     semantics: int = SEMANTICS
@@ -40,7 +41,12 @@ class Numerics:
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
         """The table of this shape against its base, for an optimizer."""
         return parametrize(
-            self.model, self.base, scheme=self.scheme, depth_exponent=self.depth_exponent, optimizer=optimizer
+            self.model,
+            self.base,
+            scheme=self.scheme,
+            depth_exponent=self.depth_exponent,
+            optimizer=optimizer,
+            decay_scaling=self.decay_scaling,
         )
 
     @property

@@ -24,19 +24,25 @@ MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
     """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
+    A recipe may start the readout at 0.
+
     Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
     parameters, nor on how they are sharded.
 
     Raises:
-        ValueError: If the model's parameter names are not the table's.
+        ValueError: If the model's parameter names are not the table's, or a tied readout is to start at zero.
     """
     parameters = dict(model.named_parameters())
     if parameters.keys() != parametrization.rules.keys():
         odd = sorted(parameters.keys() ^ parametrization.rules.keys())
         raise ValueError(f"the parametrization is of another model: {', '.join(odd)} stand in only one of the two")
+    if recipe.zero_readout and any(rule.tensor_class is TensorClass.TIED for rule in parametrization.rules.values()):
+        raise ValueError(
+            "zero_readout: a readout that is tied to the embedding can't start at zero, nor could its input"
+        )
     for name, parameter in parameters.items():
         rule = parametrization.rules[name]
-        if rule.init_std == 0:
+        if rule.init_std == 0 or (recipe.zero_readout and rule.tensor_class is TensorClass.READOUT):
             parameter.fill_(rule.init_mean)
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

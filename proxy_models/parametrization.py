@@ -7,22 +7,27 @@ Width follows Tensor Programs V (Yang et al., arXiv 2203.03466, table 8, in the 
 standard parametrization); depth follows CompleteP (Dey et al., arXiv 2505.01618, table 1, exponent alpha = 1).
 With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth exponent:
 
-| tensor class          | init std     | learning rate    | multiplier           | weight decay | Adam eps      |
-| --------------------- | ------------ | ---------------- | -------------------- | ------------ | ------------- |
-| embedding             | 1            | 1                | 1                    | 1            | 1/m           |
-| hidden matrix         | 1/sqrt(fan_in) | m_L^(a-1) / m  | branch m_L^(-a)      | m            | 1/(m·m_L^a)   |
-| block norm gain       | constant 1   | m_L^(a-1)        |                      | 0            | 1/(m·m_L^a)   |
-| qk-norm gain          | constant 1   | m_L^(a-1)        |                      | 0            | 1             |
-| bias                  | constant 0   | as the norm gain of its place | |              0            | as that gain  |
-| final norm gain       | constant 1   | 1                |                      | 0            | 1/m           |
-| readout               | 1/sqrt(base fan_in) | 1         | 1/m                  | 1            | 1/m           |
-| tied readout          | 1/sqrt(base fan_in) | 1         | 1/m out, sqrt(base fan_in) in | 1   | 1/m           |
+| tensor class    | init std                 | learning rate | multiplier                    | weight decay | Adam eps    |
+| --------------- | ------------------------ | ------------- | ----------------------------- | ------------ | ----------- |
+| embedding       | 1                        | 1             | 1                             | 1            | 1/m         |
+| hidden matrix   | 1/sqrt(fan_in)           | m_L^(a-1) / m | branch m_L^(-a)               | m or sqrt(m) | 1/(m·m_L^a) |
+| block norm gain | constant 1               | m_L^(a-1)     |                               | 0            | 1/(m·m_L^a) |
+| qk-norm gain    | constant 1               | m_L^(a-1)     |                               | 0            | 1           |
+| final norm gain | constant 1               | 1             |                               | 0            | 1/m         |
+| bias            | constant 0               | as the gain   |                               | 0            | as the gain |
+| readout         | 1/sqrt(base fan_in) or 0 | 1             | 1/m                           | 1            | 1/m         |
+| tied readout    | 1/sqrt(base fan_in)      | 1             | 1/m out, sqrt(base fan_in) in | 1            | 1/m         |
 
-The tied table's values suit its use as a readout; the multiplier on its use as an embedding brings the residual stream to
-the size that an untied embedding gives it. Learned positions count as an embedding.
+A bias goes with the gain of its place, in a block or at the end. The tied table's values suit its use as a readout; the
+multiplier on its use as an embedding brings the residual stream to the size that an untied embedding gives it. Learned
+positions count as an embedding. An untied readout may start at zero (`Hyperparameters.zero_readout`), as Tensor Programs
+V, section D.2, recommends: its random part of the logits vanishes with the width, so small models differ by it from large.
 
 Every entry is a factor on the value tuned at the base shape. Decay is applied as rate × decay (decoupled, as torch's
-AdamW does), so a matrix shrinks at the same speed at every width.
+AdamW does), so a matrix shrinks at the same speed at every width: `decay_scaling` "timescale". The other, "sublayer_gain",
+has sqrt(m) in place of m for the decay of hidden matrices: where decay and updates have come to balance, the largest
+singular value of a matrix is found to grow as sqrt(rate / decay)·width^.75, and with a rate of 1/m this keeps its gain
+(Fan et al., arXiv 2510.15262, for AdamW).
 
 The table above is AdamW's. What another optimizer changes of it is the rate of a hidden matrix, whose width factor is
 m^-x, and with it the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. The aim is the same for all: an
@@ -41,6 +46,7 @@ from proxy_models.config import ModelConfig
 
 Scheme = Literal["mup", "standard"]
 OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon"]
+DecayScaling = Literal["timescale", "sublayer_gain"]
 
 RATE_EXPONENT: dict[OptimizerName, float] = {
     # An entry of an update has the size of the rate, and adding coherently over the fan-in they grow with the width.
@@ -198,7 +204,13 @@ class Parametrization:
 
 
 def tensor_rule(
-    shape: TensorShape, *, depth_mult: float, depth_exponent: float, scheme: Scheme, optimizer: OptimizerName
+    shape: TensorShape,
+    *,
+    depth_mult: float,
+    depth_exponent: float,
+    scheme: Scheme,
+    optimizer: OptimizerName,
+    decay_scaling: DecayScaling,
 ) -> TensorRule:
     """The rule of one parameter: a row of the table above, with the optimizer's exponent."""
     m, tensor_class = shape.width_mult, shape.tensor_class
@@ -220,6 +232,7 @@ def tensor_rule(
             eps_factor=1.0,
         )
     width_rate = m ** RATE_EXPONENT[optimizer] if tensor_class is TensorClass.HIDDEN else 1.0
+    width_decay = width_rate if decay_scaling == "timescale" else math.sqrt(width_rate)
     depth_rate = depth_mult ** (depth_exponent - 1) if in_block else 1.0
     depth_eps = depth_mult**depth_exponent if in_block and tensor_class is not TensorClass.QK_NORM else 1.0
     return TensorRule(
@@ -227,7 +240,7 @@ def tensor_rule(
         width_mult=m,
         init_std=init_std,
         lr_factor=depth_rate / width_rate,
-        weight_decay_factor=width_rate if is_matrix else 0.0,
+        weight_decay_factor=width_decay if is_matrix else 0.0,
         eps_factor=1 / (m * depth_eps),
     )
 
@@ -285,6 +298,7 @@ def parametrize(
     scheme: Scheme = "mup",
     depth_exponent: float = 1.0,
     optimizer: OptimizerName = "adamw",
+    decay_scaling: DecayScaling = "timescale",
 ) -> Parametrization:
     """The table that carries what was tuned at `base` to `config`.
 
@@ -294,10 +308,11 @@ def parametrize(
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
         optimizer: Whose rules.
+        decay_scaling: What of the decay of hidden matrices stays at every width; "sublayer_gain" is AdamW's only.
 
     Raises:
         ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
-            optimizer has no rules.
+            optimizer has no rules, or none for the decay.
     """
     for name in base.to_dict():
         if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
@@ -312,6 +327,7 @@ def parametrize(
         scheme=scheme,
         depth_exponent=depth_exponent,
         optimizer=optimizer,
+        decay_scaling=decay_scaling,
     )
 
 
@@ -323,6 +339,7 @@ def parametrization_of(
     scheme: Scheme = "mup",
     depth_exponent: float = 1.0,
     optimizer: OptimizerName = "adamw",
+    decay_scaling: DecayScaling = "timescale",
 ) -> Parametrization:
     """The table of any model whose parameters have these shapes.
 
@@ -333,16 +350,19 @@ def parametrization_of(
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
         optimizer: Whose rules.
+        decay_scaling: What of the decay of hidden matrices stays at every width; "sublayer_gain" is AdamW's only.
 
     Raises:
         ValueError: If there is no readout or readouts of several widths, the exponent is out of its range, or the
-            optimizer has no rules.
+            optimizer has no rules, or none for the decay.
     """
     if optimizer not in RATE_EXPONENT:
         raise ValueError(
             f"no rules are known for the optimizer {optimizer!r}, so nothing tuned with it transfers; rules exist for "
             f"{', '.join(RATE_EXPONENT)}"
         )
+    if decay_scaling == "sublayer_gain" and optimizer != "adamw":
+        raise ValueError(f'decay_scaling "sublayer_gain" is known for adamw only (arXiv 2510.15262), got {optimizer}')
     if not 0.5 <= depth_exponent <= 1:
         raise ValueError(f"depth_exponent must lie in [0.5, 1] (CompleteP, section 3), got {depth_exponent}")
     readout_mults = {shape.width_mult for shape in shapes.values() if shape.tensor_class in _READOUTS}
@@ -352,7 +372,12 @@ def parametrization_of(
         )
     rules = {
         name: tensor_rule(
-            shape, depth_mult=depth_mult, depth_exponent=depth_exponent, scheme=scheme, optimizer=optimizer
+            shape,
+            depth_mult=depth_mult,
+            depth_exponent=depth_exponent,
+            scheme=scheme,
+            optimizer=optimizer,
+            decay_scaling=decay_scaling,
         )
         for name, shape in shapes.items()
     }

@@ -6,7 +6,7 @@ with the sources of their bounds. Knows numpy only: the application translates a
 """
 
 from search_spaces.base import Distribution, Value
-from search_spaces.catalogue import CATALOGUE, classic, mup_adamw, ready_made
+from search_spaces.catalogue import CATALOGUE, classic, mup_adamw, mup_adamw_full, mup_lion, mup_muon, ready_made
 from search_spaces.distributions import Choice, Fixed, Integer, LogUniform, Uniform, distribution_from_dict
 from search_spaces.errors import SpaceError
 from search_spaces.space import Config, Space
@@ -31,6 +31,9 @@ __all__ = [
     "classic",
     "distribution_from_dict",
     "mup_adamw",
+    "mup_adamw_full",
+    "mup_lion",
+    "mup_muon",
     "ready_made",
     "transferability",
 ]

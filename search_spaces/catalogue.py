@@ -28,6 +28,40 @@ def mup_adamw() -> Space:
     )
 
 
+def mup_adamw_full() -> Space:
+    """`mup_adamw` with the forward multipliers and the rates of single groups, for a search of many trials.
+
+    embedding_multiplier, output_multiplier, attention_multiplier: factors on the rule table's, which transfer by Tensor
+        Programs V (arXiv 2203.03466); three octaves on either side of 1, assumed.
+    embedding_rate, output_rate: factors on the rate of the embedding tables and of the readout, the hidden matrices' being
+        learning_rate itself; that they are worth tuning is found by Everett et al. (arXiv 2407.05872); three octaves on
+        either side of 1, assumed.
+
+    An initial scale of the readout is left out: with Adam, it does what output_multiplier and output_rate do together.
+    """
+    multipliers = ("embedding_multiplier", "output_multiplier", "attention_multiplier")
+    rates = ("embedding_rate", "output_rate")
+    factors = {name: LogUniform(low=2**-3, high=2**3) for name in (*multipliers, *rates)}
+    return Space({**mup_adamw(), **factors})
+
+
+def mup_lion() -> Space:
+    """`mup_adamw` for optimizer "lion", whose rate is customarily a third to a tenth of AdamW's at the same rate · decay.
+
+    The factors are those of Chen et al. (arXiv 2302.06675, section 5), on `mup_adamw`'s range; the timescale of the decay,
+    in which their product stands, keeps its range. Not measured here.
+    """
+    return Space({**mup_adamw(), "learning_rate": LogUniform(low=2**-10 / 10, high=2**-4 / 3)})
+
+
+def mup_muon() -> Space:
+    """`mup_adamw` for optimizer "muon", whose updates are scaled to the size of AdamW's so that its values can be reused.
+
+    That they can is found by Liu et al. (arXiv 2502.16982, section 2.2); that the ranges then agree is assumed.
+    """
+    return mup_adamw()
+
+
 def classic() -> Space:
     """What is customarily searched at full size, without muP; `transferability` says which of it may be carried over.
 
@@ -47,7 +81,13 @@ def classic() -> Space:
     )
 
 
-CATALOGUE: dict[str, Callable[[], Space]] = {"classic": classic, "mup_adamw": mup_adamw}
+CATALOGUE: dict[str, Callable[[], Space]] = {
+    "classic": classic,
+    "mup_adamw": mup_adamw,
+    "mup_adamw_full": mup_adamw_full,
+    "mup_lion": mup_lion,
+    "mup_muon": mup_muon,
+}
 
 
 def ready_made(name: str) -> Space:

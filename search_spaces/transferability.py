@@ -64,6 +64,10 @@ class Transferability:
 
 _MULTIPLIER = "A multiplier of the forward pass; what depends on width or depth is in the rule table."
 _SHAPE = "A fraction of the run, so that the schedule keeps its shape at every horizon."
+_DECAY = "It shapes the schedule in fractions of the run and factors on the rate, the same at every horizon."
+_GROUP_RATE = (
+    "A factor on one row of the rule table's rates; what moves with horizon and batch is the rate it multiplies."
+)
 _LENGTH = "An absolute length is another fraction of a longer run."
 _BETA = "Kept across width; it averages over 1 / (1 - beta) steps, which are more tokens with a larger batch."
 _REGULARIZER = "How much regularization is best depends on the size of the model and on how often it sees its data."
@@ -78,9 +82,18 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         "2203.03466, 2505.01618, 2409.19913, 2512.22382",
     ),
     ("init_scale", Transfer.UNDER_MUP, (), "A factor on the rule table's initial standard deviations.", "2203.03466"),
+    (
+        "zero_readout",
+        Transfer.MUST_MATCH,
+        (),
+        "Another start of the readout is another model at step 0; the rates were tuned with the proxy's.",
+        "2203.03466",
+    ),
     ("embedding_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
     ("output_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
     ("attention_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    ("embedding_rate", Transfer.UNDER_MUP, (), _GROUP_RATE, "2407.05872, 2512.22382"),
+    ("output_rate", Transfer.UNDER_MUP, (), _GROUP_RATE, "2407.05872, 2512.22382"),
     (
         "weight_decay_tau",
         Transfer.BY_LAW,
@@ -111,6 +124,10 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         "assumed",
     ),
     ("cooldown_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
+    ("final_fraction", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
+    ("milestones", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
+    ("step_factor", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
+    ("cycles", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
     (
         "batch_tokens",
         Transfer.BY_LAW,
@@ -118,6 +135,14 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         "The optimal and the critical batch follow the tokens of the run, not the size of the model.",
         "2505.13738",
     ),
+    (
+        "batch_doublings",
+        Transfer.BY_LAW,
+        ("horizon",),
+        "They say how small the first batch is, against a batch_tokens that follows the tokens of the run.",
+        "2505.13738",
+    ),
+    ("batch_ramp_tokens", Transfer.BY_LAW, ("horizon",), _LENGTH, "assumed"),
     (
         "batch_tokens_per_gpu",
         Transfer.NEVER,
@@ -134,6 +159,9 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         "assumed",
     ),
     ("dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("attention_dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("mlp_dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("embedding_dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
     ("label_smoothing", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
     ("stochastic_depth", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
     ("z_loss", Transfer.NEVER, (), "Taken for a regularizer: there is no rule for its weight in the loss.", "assumed"),

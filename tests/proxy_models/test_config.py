@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from proxy_models.config import Activation, ModelConfig, ModelFamily, Norm, Positions
+from proxy_models.config import DROPPED, Activation, ModelConfig, ModelFamily, Norm, Positions
 from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.parametrization import decoder_shapes
+from proxy_models.parametrization import parametrize
 
 
 def group_of(name: str) -> str:
@@ -27,6 +27,7 @@ def group_of(name: str) -> str:
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any small member of the space of options."""
     queries_per_kv = draw(st.sampled_from([1, 2, 4]))
+    chance = st.sampled_from([0.0, 0.3])
     return ModelConfig(
         head_dim=8,
         d_model=8 * queries_per_kv * draw(st.integers(1, 3)),
@@ -43,12 +44,22 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         biases=draw(st.booleans()),
         vocab_size=draw(st.integers(2, 40)),
         context_length=draw(st.integers(2, 12)),
+        label_smoothing=draw(chance),
+        z_loss=draw(chance),
+        **{name: draw(chance) for name in DROPPED},
     )
 
 
-@settings(max_examples=60, deadline=None)
+few_configs = settings(max_examples=25, deadline=None)
+
+
+def token_ids(config: ModelConfig, time: int) -> torch.Tensor:
+    return torch.arange(2 * time).reshape(2, -1) % config.vocab_size
+
+
+@few_configs
 @given(config=configs())
-def test_a_random_decoder_is_counted_right_sees_no_future_and_has_its_table(config: ModelConfig) -> None:
+def test_a_random_decoder_is_counted_right_and_has_its_table(config: ModelConfig) -> None:
     model = Decoder(config)
     counted = dict.fromkeys(config.n_params_by_group, 0)
     for name, parameter in model.named_parameters():
@@ -59,23 +70,33 @@ def test_a_random_decoder_is_counted_right_sees_no_future_and_has_its_table(conf
     assert config.n_params_by_group == counted
     assert config.n_params_total == sum(counted.values())
     assert config.n_params == config.n_params_total - counted["embedding"] - counted["positions"]
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in decoder_shapes(config, config)]
 
-    tokens = torch.arange(2 * config.context_length).reshape(2, -1) % config.vocab_size
+    mup, standard = parametrize(config, config), parametrize(config, config, scheme="standard")
+    assert list(mup.rules) == [name for name, _ in model.named_parameters()]
+    assert (mup.rules, mup.multipliers) == (standard.rules, standard.multipliers)
+
+
+@few_configs
+@given(config=configs(), place=st.floats(0, 1))
+def test_a_random_decoder_sees_no_future(config: ModelConfig, place: float) -> None:
+    model, tokens = Decoder(config).eval(), token_ids(config, config.context_length)
     logits = model(tokens)
     assert logits.shape == (2, config.context_length, config.vocab_size)
+    now = round(place * (config.context_length - 1))
     changed = tokens.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % config.vocab_size
-    assert torch.equal(model(changed)[:, :-1], logits[:, :-1])
+    changed[:, now:] = (changed[:, now:] + 1) % config.vocab_size
+    moved = model(changed)
+    assert torch.equal(moved[:, :now], logits[:, :now])
+    assert not torch.equal(moved[:, now:], logits[:, now:])
 
 
-def test_flops_per_token_are_those_that_torch_counts(variant: dict[str, Any]) -> None:
-    config = ModelConfig(d_model=64, n_layers=2, context_length=64, **variant)
-    sequences = torch.zeros(3, config.context_length + 1, dtype=torch.int64)
-    model = Decoder(config)
+@few_configs
+@given(config=configs())
+def test_flops_per_token_are_those_that_torch_counts(config: ModelConfig) -> None:
+    model, sequences = Decoder(config).eval(), token_ids(config, config.context_length + 1)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         next_token_loss(model, sequences).backward()  # type: ignore[no-untyped-call]
-    assert counter.get_total_flops() == config.train_flops_per_token * 3 * config.context_length
+    assert counter.get_total_flops() == config.train_flops_per_token * sequences[:, 1:].numel()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.coordinate_check import CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
+from proxy_models.coordinate_check import Axis, CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters
@@ -32,6 +32,7 @@ from proxy_models.parametrization import (
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2))
 WIDTHS = (32, 64, 128, 256)
+DEPTHS = (2, 4, 8, 16)
 VALUES = Hyperparameters(learning_rate=2**-8, batch_tokens=512)
 
 
@@ -51,6 +52,37 @@ def unscaled_init(config: ModelConfig, base: ModelConfig) -> Parametrization:
 def no_readout_multiplier(config: ModelConfig, base: ModelConfig) -> Parametrization:
     table = parametrize(config, base)
     return replace(table, multipliers=replace(table.multipliers, readout=1.0))
+
+
+def no_residual_scaling(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    table = parametrize(config, base)
+    return replace(table, multipliers=replace(table.multipliers, branch=1.0))
+
+
+def depth_exponent_half(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    return parametrize(config, base, depth_exponent=0.5)
+
+
+def no_rate_factor_in_depth(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    rates = parametrize(config, base).rules
+    return with_rules(
+        depth_exponent_half(config, base), lambda name, rule: replace(rule, lr_factor=rates[name].lr_factor)
+    )
+
+
+def rates_divided_by_depth(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    divisor = config.n_layers / base.n_layers
+    return with_rules(
+        parametrize(config, base),
+        lambda name, rule: replace(rule, lr_factor=rule.lr_factor / divisor) if name.startswith("blocks") else rule,
+    )
+
+
+def readout_divided_by_depth(config: ModelConfig, base: ModelConfig) -> Parametrization:
+    multipliers = (table := parametrize(config, base)).multipliers
+    return replace(
+        table, multipliers=replace(multipliers, readout=multipliers.readout * base.n_layers / config.n_layers)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +108,7 @@ def test_mup_passes(check: Callable[..., CoordinateCheck]) -> None:
 
 def test_mup_passes_in_every_variant(corpus: Corpus, variant: dict[str, Any]) -> None:
     family = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=64, **variant))
-    result = coordinate_check(family, VALUES, corpus, widths=WIDTHS)
+    result = coordinate_check(family, VALUES, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3)
     assert result.passed, str(result)
 
 
@@ -99,11 +131,58 @@ def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: 
         return rule
 
     own = RATE_EXPONENT[name]
-    result = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, parametrization=planted(own))
+    result = coordinate_check(
+        FAMILY, values, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3, parametrization=planted(own)
+    )
     assert result.passed, str(result)
     for other in (own - 0.5, own + 0.5):
-        wrong = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, parametrization=planted(other))
+        wrong = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, n_steps=1, parametrization=planted(other))
         assert [finding.fault for finding in wrong.findings][:1] == ["learning-rate scaling"], other
+
+
+def test_a_readout_that_starts_at_zero_passes(corpus: Corpus) -> None:
+    values = replace(VALUES, zero_readout=True)
+    result = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3)
+    assert result.passed, str(result)
+    assert set(
+        result.slopes.dropna(subset="criterion").query("quantity == 'change' and module != 'readout'")["step"]
+    ) == {2}
+
+
+def in_depth(corpus: Corpus, rule: Rule | None = None) -> CoordinateCheck:
+    """The check along depth, beside the one along width."""
+    family = ModelFamily(base=replace(FAMILY.base, context_length=64))
+    return coordinate_check(family, VALUES, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=1, parametrization=rule)
+
+
+def test_depth_passes_under_the_other_exponent(corpus: Corpus) -> None:
+    result = in_depth(corpus, depth_exponent_half)
+    assert result.passed, str(result)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fault", "criterion", "slope"),
+    [
+        (no_residual_scaling, "residual scaling", "(e)", 0.45),
+        (no_rate_factor_in_depth, "learning-rate scaling in depth", "(f)", 0.41),
+        (rates_divided_by_depth, "learning-rate scaling in depth", "(f)", -1.11),
+        (readout_divided_by_depth, "readout multiplier", "(g)", -1.0),
+    ],
+)
+def test_each_fault_planted_in_depth_fails_by_its_own_name_and_in_depth_only(
+    corpus: Corpus, rule: Rule, fault: str, criterion: str, slope: float
+) -> None:
+    result = in_depth(corpus, rule)
+    (finding,) = result.findings
+    assert (finding.fault, finding.axis) == (fault, "depth")
+    assert f"  {fault}: " in str(result)
+    assert steepest(result, criterion) == pytest.approx(slope, abs=0.12)
+
+
+def test_standard_parametrization_fails_along_both_axes(corpus: Corpus) -> None:
+    result = in_depth(corpus, lambda config, base: parametrize(config, base, scheme="standard"))
+    faults = {(finding.axis, finding.fault) for finding in result.findings}
+    assert faults == {("width", "learning-rate scaling"), ("depth", "residual scaling")}
 
 
 def test_it_looks_at_every_module_of_the_model(check: Callable[..., CoordinateCheck]) -> None:
@@ -182,44 +261,55 @@ def test_a_fault_in_one_tensor_names_that_module(corpus: Corpus) -> None:
     assert (finding.fault, finding.module) == ("learning-rate scaling", "blocks.0.attention.query")
 
 
-def synthetic(kind: str, sizes: dict[tuple[str, int], float | None]) -> CoordinateCheck:
-    """A check of one module whose rms is width^exponent; None is zero at every width."""
+def synthetic(kind: str, sizes: dict[tuple[str, int], float | None], axis: Axis = "width") -> CoordinateCheck:
+    """A check of one module whose rms is width^exponent, or depth^exponent; None is zero at every size."""
     rows = [
-        {"depth": 2, "width": width, "module": "probe", "kind": kind, "quantity": quantity, "step": step}
-        | {"rms": 0.0 if exponent is None else float(width) ** exponent}
+        {"axis": axis, "width": 64, "depth": 2, "module": "probe", "kind": kind, "quantity": quantity, "step": step}
+        | {axis: size, "rms": 0.0 if exponent is None else float(size) ** exponent}
         for (quantity, step), exponent in sizes.items()
-        for width in WIDTHS
+        for size in WIDTHS
     ]
     return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=(0, 1))
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantity", "step", "low", "high", "fault"),
+    ("axis", "kind", "quantity", "step", "low", "high", "fault"),
     [
-        ("hidden", "size", 0, -0.15, 0.15, "init"),
-        ("hidden", "change", 1, -0.20, 0.20, "learning-rate scaling"),
-        ("norm", "change", 1, -0.20, 0.20, "learning-rate scaling"),
-        ("hidden", "size", 3, -0.25, 0.25, "learning-rate scaling"),
-        ("readout", "size", 0, -0.60, 0.15, "readout multiplier"),
-        ("readout", "size", 5, -0.60, 0.15, "readout multiplier"),
+        ("width", "hidden", "size", 0, -0.15, 0.15, "init"),
+        ("width", "hidden", "change", 1, -0.20, 0.20, "learning-rate scaling"),
+        ("width", "norm", "change", 1, -0.20, 0.20, "learning-rate scaling"),
+        ("width", "hidden", "size", 3, -0.25, 0.25, "learning-rate scaling"),
+        ("width", "readout", "size", 0, -0.60, 0.15, "readout multiplier"),
+        ("width", "readout", "size", 5, -0.60, 0.15, "readout multiplier"),
+        ("depth", "stream", "size", 0, -0.60, 0.15, "residual scaling"),
+        ("depth", "stream", "change", 1, -0.40, 0.20, "learning-rate scaling in depth"),
+        ("depth", "readout", "size", 0, -0.15, 0.15, "readout multiplier"),
+        ("depth", "readout", "size", 5, -0.15, 0.15, "readout multiplier"),
     ],
 )
 def test_bounds_are_those_of_the_criterion(
-    kind: str, quantity: str, step: int, low: float, high: float, fault: str
+    axis: Axis, kind: str, quantity: str, step: int, low: float, high: float, fault: str
 ) -> None:
     for slope in (low + 0.01, high - 0.01):
-        assert synthetic(kind, {(quantity, step): slope}).passed
+        assert synthetic(kind, {(quantity, step): slope}, axis).passed
     for slope in (low - 0.01, high + 0.01):
-        (finding,) = synthetic(kind, {(quantity, step): slope}).findings
+        (finding,) = synthetic(kind, {(quantity, step): slope}, axis).findings
         assert (finding.fault, finding.step, finding.low, finding.high) == (fault, step, low, high)
         assert finding.slope == pytest.approx(slope)
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantity", "step"), [("norm", "size", 0), ("norm", "size", 4), ("readout", "change", 1)]
+    ("axis", "kind", "quantity", "step"),
+    [
+        ("width", "norm", "size", 0),
+        ("width", "norm", "size", 4),
+        ("width", "readout", "change", 1),
+        ("depth", "readout", "change", 1),
+        ("depth", "stream", "size", 1),
+    ],
 )
-def test_sizes_of_norms_and_changes_of_the_readout_are_left_out(kind: str, quantity: str, step: int) -> None:
-    assert synthetic(kind, {(quantity, step): 3.0}).passed
+def test_what_no_criterion_names_is_left_out(axis: Axis, kind: str, quantity: str, step: int) -> None:
+    assert synthetic(kind, {(quantity, step): 3.0}, axis).passed
 
 
 def test_a_module_that_starts_at_zero_is_judged_from_its_first_size_and_first_change() -> None:
@@ -244,12 +334,22 @@ def test_consequences_of_an_earlier_fault_are_not_told() -> None:
     assert [finding.fault for finding in result.findings] == ["init"]
 
 
-def test_it_checks_width_at_each_depth(corpus: Corpus) -> None:
-    result = coordinate_check(FAMILY, VALUES, corpus, widths=WIDTHS, depths=(1, 4), n_steps=1, n_sequences=2)
-    assert result.passed, str(result)
-    modules = result.slopes.groupby("depth")["module"].unique()
-    assert "blocks.3" in modules[4]
-    assert "blocks.1" not in modules[1]
+def test_in_depth_it_compares_the_last_block_s_stream_and_the_readout(corpus: Corpus) -> None:
+    result = in_depth(corpus)
+    deep = result.slopes[result.slopes["axis"] == "depth"]
+    assert deep.drop_duplicates("module").set_index("module")["kind"].to_dict() == {
+        "last block": "stream",
+        "readout": "readout",
+    }
+    assert deep.groupby("criterion").size().to_dict() == {
+        "(e) stream in depth": 1,
+        "(f) change in depth": 1,
+        "(g) readout in depth": 2,
+    }
+    sizes = result.measurements.groupby("axis").agg({"width": "unique", "depth": "unique"})
+    assert [list(cell) for cell in sizes.loc["depth"]] == [[64], list(DEPTHS)]
+    assert [list(cell) for cell in sizes.loc["width"]] == [list(WIDTHS), [2]]
+    assert "widths 32, 64, 128, 256; depths 2, 4, 8, 16; 2 seeds; 1 steps" in str(result)
 
 
 def test_the_same_call_measures_the_same(corpus: Corpus) -> None:
@@ -260,8 +360,8 @@ def test_the_same_call_measures_the_same(corpus: Corpus) -> None:
     pd.testing.assert_frame_equal(first, second, check_exact=True)
 
 
-def test_the_check_survives_json(check: Callable[..., CoordinateCheck]) -> None:
-    for result in (check(), check(unscaled_init)):
+def test_the_check_survives_json(check: Callable[..., CoordinateCheck], corpus: Corpus) -> None:
+    for result in (check(), check(unscaled_init), in_depth(corpus, no_residual_scaling)):
         values = json.loads(json.dumps(result.to_dict(), allow_nan=False))
         again = CoordinateCheck.from_dict(values)
         pd.testing.assert_frame_equal(again.measurements, result.measurements)
@@ -280,6 +380,16 @@ def test_the_figure_shows_every_line_on_logarithmic_axes(check: Callable[..., Co
     assert sorted(in_legend) == [f"step {step}" for step in range(6)]
 
 
+def test_depth_has_a_row_of_its_own_in_the_figure(corpus: Corpus) -> None:
+    result = in_depth(corpus)
+    figure = result.plot()
+    assert len(figure.data) == len(result.slopes)
+    assert {axis.title.text for axis in figure.select_xaxes(row=2)} == {"depth (n_layers)"}
+    deep = [trace for trace in figure.data if "last block" in trace.hovertemplate]
+    assert [list(trace.x) for trace in deep] == [list(DEPTHS)] * 3
+    assert {trace.xaxis for trace in deep} == {"x3", "x4"}
+
+
 def test_plotly_is_imported_by_the_figure_only() -> None:
     program = "import sys, proxy_models.coordinate_check; sys.exit('plotly' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -290,7 +400,9 @@ def test_plotly_is_imported_by_the_figure_only() -> None:
     [
         ({"widths": (32, 64, 256)}, r"at least 4 widths, got \[32, 64, 256\]"),
         ({"widths": (32, 64, 64, 256)}, r"at least 4 widths, got \[32, 64, 256\]"),
-        ({"widths": (32, 64, 96, 128)}, "factor of 8, got 32 to 128, a factor of 4"),
+        ({"widths": (32, 64, 96, 128)}, "widths must span at least a factor of 8, got 32 to 128, a factor of 4"),
+        ({"depths": (2, 4, 16)}, r"at least 4 depths, got \[2, 4, 16\]"),
+        ({"depths": (2, 3, 4, 8)}, "depths must span at least a factor of 8, got 2 to 8, a factor of 4"),
         ({"seeds": (1,)}, r"at least 2 seeds, got \[1\]"),
         ({"seeds": (1, 1)}, r"at least 2 seeds, got \[1, 1\]"),
         ({"n_steps": 0}, "n_steps must be at least 1, got 0"),

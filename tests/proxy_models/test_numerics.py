@@ -25,6 +25,7 @@ NUMERICS = Numerics(model=replace(BASE, d_model=64), base=BASE, corpus_key="abc"
         {"evaluation_tokens": 2048},
         {"scheme": "standard"},
         {"depth_exponent": 0.5},
+        {"decay_scaling": "sublayer_gain"},
         {"precision": "bf16"},
         {"guard": GuardSettings()},
         {"semantics": 0},
@@ -46,3 +47,5 @@ def test_numerics_and_their_key_survive_json(guard: GuardSettings | None) -> Non
 def test_the_table_is_of_this_shape_and_scheme() -> None:
     standard = replace(NUMERICS, scheme="standard", depth_exponent=0.5)
     assert standard.parametrization("adamw") == parametrize(standard.model, BASE, scheme="standard", depth_exponent=0.5)
+    gain = replace(NUMERICS, decay_scaling="sublayer_gain")
+    assert gain.parametrization("adamw") == parametrize(gain.model, BASE, decay_scaling="sublayer_gain")

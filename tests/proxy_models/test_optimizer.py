@@ -68,6 +68,21 @@ def test_initial_values_have_the_table_s_deviation_times_the_tuned_scale(
     assert model.readout_multiplier == 0.5
 
 
+def test_a_readout_may_start_at_zero_and_all_else_starts_as_before(recipe: Recipe, table: Parametrization) -> None:
+    usual, zero = Decoder(WIDE), Decoder(WIDE)
+    initialize(usual, table, recipe, seed=0)
+    initialize(zero, table, replace(recipe, zero_readout=True), seed=0)
+    for name, parameter in zero.named_parameters():
+        expected = usual.get_parameter(name)
+        assert torch.equal(parameter, torch.zeros_like(expected) if name == "readout.weight" else expected), name
+
+
+def test_a_readout_that_is_tied_to_the_embedding_can_not_start_at_zero(recipe: Recipe) -> None:
+    tied = replace(WIDE, tied=True)
+    with pytest.raises(ValueError, match="zero_readout: a readout that is tied to the embedding can't start at zero"):
+        initialize(Decoder(tied), parametrize(tied, tied), replace(recipe, zero_readout=True), seed=0)
+
+
 def test_no_two_tensors_and_no_two_seeds_start_alike(recipe: Recipe, table: Parametrization) -> None:
     draws = []
     for seed in (0, 1):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import clip, initialize, make_optimizer
 from proxy_models.parametrization import (
+    DecayScaling,
     Parametrization,
     Scheme,
     TensorClass,
@@ -88,6 +89,21 @@ def test_a_matrix_shrinks_at_the_same_speed_at_every_width() -> None:
     for width in (16, 32, 64, 256):
         rule = parametrize(FAMILY.at(width=width), BASE).rules[MATRIX]
         assert rule.lr_factor * rule.weight_decay_factor == 1
+
+
+def test_decay_that_keeps_a_sublayer_s_gain_grows_as_the_root_of_the_width_in_hidden_matrices_only() -> None:
+    tables = [
+        parametrize(FAMILY.at(width=128, depth=8), BASE, decay_scaling=scaling) for scaling in get_args(DecayScaling)
+    ]
+    for name, (constant, gain) in {
+        name: (tables[0].rules[name], tables[1].rules[name]) for name in tables[0].rules
+    }.items():
+        is_hidden = constant.tensor_class is TensorClass.HIDDEN
+        assert gain == replace(constant, weight_decay_factor=2.0 if is_hidden else constant.weight_decay_factor), name
+    assert f"{tables[1].rules[MATRIX].weight_decay_factor:>8.3g}" in str(tables[1])
+    assert parametrize(BASE, BASE, decay_scaling="sublayer_gain") == parametrize(BASE, BASE)
+    with pytest.raises(ValueError, match='"sublayer_gain" is known for adamw only .*got muon'):
+        parametrize(BASE, BASE, optimizer="muon", decay_scaling="sublayer_gain")
 
 
 @pytest.mark.parametrize(("exponent", "rate", "branch"), [(1.0, 1.0, 1 / 4), (0.5, 1 / 2, 1 / 2)])

@@ -2,11 +2,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
 import search_spaces
-from search_spaces import CATALOGUE, Choice, SpaceError, Transfer, classic, mup_adamw, ready_made, transferability
+from proxy_models.hyperparameters import Hyperparameters
+from search_spaces import (
+    CATALOGUE,
+    Choice,
+    SpaceError,
+    Transfer,
+    classic,
+    mup_adamw,
+    mup_adamw_full,
+    mup_lion,
+    mup_muon,
+    ready_made,
+    transferability,
+)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -15,9 +30,30 @@ def test_every_name_of_every_ready_made_space_has_a_class(name: str) -> None:
     assert [transferability(hyperparameter).name for hyperparameter in space] == list(space)
 
 
-def test_the_search_under_mup_holds_only_what_may_be_carried_over() -> None:
-    classes = {transferability(name).transfer for name in mup_adamw()}
-    assert classes == {Transfer.UNDER_MUP, Transfer.BY_LAW}
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name.startswith("mup")])
+def test_a_search_under_mup_holds_hyperparameters_that_may_be_carried_over(name: str) -> None:
+    space = ready_made(name)
+    assert {transferability(hyperparameter).transfer for hyperparameter in space} == {
+        Transfer.UNDER_MUP,
+        Transfer.BY_LAW,
+    }
+    middle: dict[str, Any] = space.decode([0.5] * len(space))
+    Hyperparameters(batch_tokens=512, **middle)
+
+
+def test_the_full_search_turns_every_factor_of_the_training_around_one() -> None:
+    space = mup_adamw_full()
+    factors = {field.name for field in fields(Hyperparameters) if field.name.endswith(("_multiplier", "_rate"))}
+    factors -= {"learning_rate"}
+    assert set(space) == {*mup_adamw(), *factors}
+    assert all(space.decode([0.5] * len(space))[name] == pytest.approx(1) for name in factors)
+
+
+def test_lion_s_rates_are_a_third_to_a_tenth_of_adamw_s_and_muon_s_are_the_same() -> None:
+    adamw, lion = mup_adamw(), mup_lion()
+    assert [adamw.decode([u] * 3)["learning_rate"] for u in (0, 1)] == [2**-10, 2**-4]
+    assert [lion.decode([u] * 3)["learning_rate"] for u in (0, 1)] == pytest.approx([2**-10 / 10, 2**-4 / 3])
+    assert mup_muon() == adamw
 
 
 def test_the_search_under_mup_contains_the_optima_measured_here() -> None:
