@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from proxy_models.config import ModelConfig
 from proxy_models.parametrization import ForwardMultipliers
+from proxy_models.products import Linear
 
 NORM_EPS = 1e-6
 ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
@@ -68,13 +69,13 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         width, d_kv = config.d_model, config.n_kv_heads * config.head_dim
-        self.query = nn.Linear(width, width, bias=config.biases)
-        self.key = nn.Linear(width, d_kv, bias=config.biases)
-        self.value = nn.Linear(width, d_kv, bias=config.biases)
+        self.query = Linear(width, width, bias=config.biases)
+        self.key = Linear(width, d_kv, bias=config.biases)
+        self.value = Linear(width, d_kv, bias=config.biases)
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
             self.key_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
-        self.output = nn.Linear(width, width, bias=config.biases)
+        self.output = Linear(width, width, bias=config.biases)
 
     def forward(self, x: Tensor, positions: Positions, scale: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
@@ -105,9 +106,9 @@ class MLP(nn.Module):
         super().__init__()
         self.config = config
         if config.activation == "swiglu":
-            self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.biases)
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.biases)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.biases)
+            self.gate = Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.up = Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.down = Linear(config.d_ff, config.d_model, bias=config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
@@ -174,7 +175,7 @@ class Decoder(nn.Module):
             Block(config, config.stochastic_depth * layer / last) for layer in range(config.n_layers)
         )
         self.final_norm = norm_of(config)
-        self.readout = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.readout = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied:
             self.readout.weight = self.embedding.weight
         rotary, alibi = config.positions == "rotary", config.positions == "alibi"
