@@ -37,7 +37,10 @@ def unsupported(precision: Precision, device_type: str) -> str | None:
 
 
 class LossScaler:
-    """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out."""
+    """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out.
+
+    Its scale is looked at after every step, for which a GPU is waited for; bf16 needs no scale.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)

@@ -309,7 +309,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         "tokens": run.n_tokens,
         "resumed_from": start,
         "seconds": time.perf_counter() - started,
-        "environment": environment(world_size=trainer.world_size),
+        "environment": environment(trainer.strategy.root_device, world_size=trainer.world_size),
     }
     if trainer.global_rank == 0:
         unfinished = finished.with_suffix(".unfinished")
