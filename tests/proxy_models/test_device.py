@@ -25,8 +25,9 @@ from proxy_models.training import Trainer
 from proxy_models.warm import WarmModel
 
 BATCH = 4 * 32
-ROUNDING = 1e-3
-"""Relative, on losses of 20 steps in fp32: devices sum in other orders, and Adam's first steps magnify small gradients."""
+ROUNDING = 1e-4
+"""Relative, on losses of 20 steps in fp32. On the CPU other orders of the sums (micro-batches) change them by 3e-7, and with
+Muon, which orthogonalizes in bf16, by 5e-6; a GPU's exponentials and roots differ besides."""
 
 
 @pytest.fixture
@@ -100,10 +101,10 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.gpu
 def test_both_devices_start_alike_and_train_alike(corpus: Corpus, numerics: Numerics) -> None:
     cpu, cuda = (Trainer(corpus, device=device, compile=False) for device in ("cpu", "cuda"))
-    expected, told = (trainer.train(numerics, twenty_steps(), averaged=False) for trainer in (cpu, cuda))
+    expected, told = (trainer.train(numerics, twenty_steps()) for trainer in (cpu, cuda))
     assert told.train_losses[0] == pytest.approx(expected.train_losses[0], rel=1e-5)
     assert told.train_losses == pytest.approx(expected.train_losses, rel=ROUNDING)
-    assert told.curve.grad_norm == pytest.approx(expected.curve.grad_norm, rel=20 * ROUNDING)
+    assert told.curve.grad_norm == pytest.approx(expected.curve.grad_norm, rel=10 * ROUNDING)
     assert told.loss == pytest.approx(expected.loss, rel=ROUNDING)
 
 
@@ -167,8 +168,7 @@ def test_a_state_of_one_device_goes_on_on_the_other(
     assert half.state is not None
     assert {tensor.device.type for tensor in half.state.tensors.values()} == {"cpu"}
     result = other.train(numerics, replace(whole, start=7 * BATCH), half.state)
-    # Lion steps by signs and Muon in bf16, so that rounding counts for more than with the others.
-    assert result.loss == pytest.approx(expected.loss, rel=0.02 if optimizer in ("lion", "muon") else ROUNDING)
+    assert result.loss == pytest.approx(expected.loss, rel=10 * ROUNDING if optimizer == "muon" else ROUNDING)
 
 
 @pytest.mark.gpu
