@@ -1,4 +1,7 @@
-"""What matrices are multiplied in: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are fp32 always."""
+"""What matrices are multiplied in: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are fp32 always.
+
+On a GPU fp32 is not TF32, unless the process allows it by `torch.set_float32_matmul_precision`.
+"""
 
 from __future__ import annotations
 

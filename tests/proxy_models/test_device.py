@@ -185,7 +185,7 @@ def test_no_step_waits_for_the_device(corpus: Corpus, numerics: Numerics) -> Non
                 trainer.train(numerics, stem(recipe, n_steps * BATCH))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(warning.message) for warning in caught)
+        return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
     waits(1)  # makes the model
     assert 0 < waits(96) - waits(32) < 16  # two more looks at 32 losses each
