@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from proxy_models.device import wait
+
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
@@ -80,8 +82,8 @@ class Curve:
         Args:
             bytes_per_token: Of the validation text, for its bits per byte; 1 for a byte tokenizer.
             train_flops_per_token: `ModelConfig.train_flops_per_token`.
-            peak_flops: FLOP/s of the device in the run's precision; with both, the column `mfu` tells the share that was
-                used (Chowdhery et al., arXiv 2204.02311, appendix B).
+            peak_flops: FLOP/s of the device in the run's precision, such as `peak.datasheet_flops`; with both, the column `mfu`
+                tells the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
         """
         rate = np.diff(self.tokens, prepend=self.start) / np.maximum(np.diff(self.seconds, prepend=0.0), 1e-9)
         columns = {
@@ -112,6 +114,7 @@ class Recorder:
             evaluate: Validation loss of the module as it is.
         """
         self._start, self._module, self._observation, self._evaluate = start, module, observation, evaluate
+        self._device = next(module.parameters()).device
         self.losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._steps: list[tuple[int, float, float]] = []
@@ -146,6 +149,7 @@ class Recorder:
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:
+        wait(self._device)  # the steps that were launched count
         began = time.perf_counter()
         yield
         self._started += time.perf_counter() - began

@@ -67,7 +67,7 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
     """The optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
 
     `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and all else by AdamW.
-    "adam" takes no weight decay.
+    "adam" takes no weight decay. AdamW is torch's fused kernel on every device: it rounds otherwise than the unfused one.
     """
     groups: dict[tuple[float, float, float, bool], list[tuple[str, Tensor]]] = {}
     name_of = parametrization.optimizer

@@ -37,6 +37,7 @@ update whose largest singular value does not depend on width (Yang, Simon and Be
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -188,12 +189,14 @@ class Parametrization:
         return entries | {f"the multiplier {name}": value for name, value in plain["multipliers"].items()}
 
     def __str__(self) -> str:
-        """One aligned line for each kind of tensor."""
-        header = f"{'tensor':<32}{'class':<12}{'m':>7}{'init std':>10}{'rate':>9}{'decay':>8}{'eps':>10}"
+        """One aligned line for each kind of tensor; layers that agree share one, their numbers an asterisk."""
+        kinds = {(re.sub(r"\.\d+\.", ".*.", name), rule): None for name, rule in self.rules.items()}
+        longest = max(len(name) for name, _ in kinds) + 2
+        header = f"{'tensor':<{longest}}{'class':<12}{'m':>7}{'init std':>10}{'rate':>9}{'decay':>8}{'eps':>10}"
         lines = [
-            f"{name:<32}{rule.tensor_class:<12}{rule.width_mult:>7.3g}{rule.init_std:>10.4g}{rule.lr_factor:>9.4g}"
+            f"{name:<{longest}}{rule.tensor_class:<12}{rule.width_mult:>7.3g}{rule.init_std:>10.4g}{rule.lr_factor:>9.4g}"
             f"{rule.weight_decay_factor:>8.3g}{rule.eps_factor:>10.3g}"
-            for name, rule in self.rules.items()
+            for name, rule in kinds
         ]
         m = self.multipliers
         footer = (

@@ -1,4 +1,7 @@
-"""What matrices are multiplied in: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are fp32 always."""
+"""What matrices are multiplied in: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are fp32 always.
+
+On a GPU fp32 is not TF32, unless the process allows it by `torch.set_float32_matmul_precision`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def unsupported(precision: Precision, device_type: str) -> str | None:
 
 
 class LossScaler:
-    """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out."""
+    """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out.
+
+    Its scale is looked at after every step, for which a GPU is waited for; bf16 needs no scale.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)

@@ -20,7 +20,8 @@ class TrainState:
     Attributes:
         tokens: Tokens seen.
         parametrization: The table that it was trained under.
-        tensors: Weights, the optimizer's moments, and what loss scaling and the guard remember.
+        tensors: Weights, the optimizer's moments, and what loss scaling and the guard remember; on the CPU, so that any
+            device can go on from them.
     """
 
     tokens: int
@@ -60,7 +61,8 @@ def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Write back what `capture` copied; the tensors stay the caller's."""
+    """Write back what `capture` copied, to where module and optimizer keep it; the tensors stay the caller's."""
+    fused = {parameter: group.get("fused") for group in optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
@@ -68,4 +70,9 @@ def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[s
     for name, parameter in module.named_parameters():
         state = states[name]
         parameter.copy_(state["weight"])
-        optimizer.state[parameter] = {kind: tensor.clone() for kind, tensor in state.items() if kind != "weight"}
+        optimizer.state[parameter] = {
+            # torch counts steps on the CPU, unless a fused kernel does
+            kind: tensor.to("cpu" if kind == "step" and not fused[parameter] else parameter.device, copy=True)
+            for kind, tensor in state.items()
+            if kind != "weight"
+        }

@@ -1,7 +1,9 @@
 """One optimizer step: loss and gradients over micro-batches, norm, guard, rate, update. The lean loop and Lightning take it.
 
 Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. Under
-another micro-batch size or number of ranks they are other draws from the same distribution.
+another micro-batch size or number of ranks, or on another kind of device, they are other draws from the same distribution.
+
+On a GPU nothing here waits for it, but for what must know a number to go on: the guard, and fp16's loss scale.
 """
 
 from __future__ import annotations

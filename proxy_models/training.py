@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Run
 from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
+from proxy_models.device import CPU, send, usable
 from proxy_models.guard import Divergence, Spike
 from proxy_models.hyperparameters import Segment
 from proxy_models.metrics import Curve, Observation, Recorder
@@ -75,6 +76,7 @@ class Trainer:
         self,
         corpus: Corpus,
         *,
+        device: str | torch.device = CPU,
         compile: Compile = "auto",
         planned_tokens: int | None = None,
         micro_batch: int | None = None,
@@ -83,21 +85,25 @@ class Trainer:
 
         Args:
             corpus: What is trained on.
+            device: Where: "cpu", "cuda" or "cuda:<number>". Initial values and batches are the same everywhere; what is
+                computed from them differs by rounding, and dropout in its draws. On a GPU a run repeats bit for bit only
+                under `torch.use_deterministic_algorithms`, as attention's gradients may be summed in any order.
             compile: Whether steps are compiled; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
             planned_tokens: Tokens that this process will train at each shape; None: those of the segment at hand.
             micro_batch: Sequences of one forward and backward pass, as memory allows; None: the whole batch. The numbers
                 are the same but for rounding (and the draws of dropout), so it is in no key.
 
         Raises:
-            ValueError: If `micro_batch` is not positive.
+            ValueError: If `micro_batch` is not positive, or there is no such device.
         """
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
         self.corpus = corpus
+        self.device = usable(device)
         self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch
-        if compile and compilation.missing_compiler() is None:
+        if compile and compilation.missing_compiler(self.device.type) is None:
             compilation.configure()
-        self._warm = WarmModels()
+        self._warm = WarmModels(self.device)
         self._evaluation: dict[tuple[int, int], dict[str, EvaluationSet]] = {}
 
     def train(
@@ -129,8 +135,10 @@ class Trainer:
         """
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
-        compiled = compilation.decide(self._compile, self._planned_tokens or segment.end - segment.start)
-        with torch.random.fork_rng(devices=()):  # the caller's random numbers are not ours
+        n_tokens = self._planned_tokens or segment.end - segment.start
+        compiled = compilation.decide(self._compile, n_tokens, self.device.type)
+        generators = () if self.device == CPU else (self.device,)
+        with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
             warm = self._warm.get(numerics.model, compiled=compiled)
             stepper = self._prepare(warm, numerics, segment, state)
             sums = [
@@ -152,10 +160,11 @@ class Trainer:
                 divergence = Divergence(step=last, reason="the validation loss is not finite")
                 loss, source_losses = None, {}
         if not divergence:
+            tensors = capture(warm.module, stepper.optimizer) | stepper.memory()
             end = TrainState(
                 tokens=segment.end,
                 parametrization=stepper.parametrization,
-                tensors=capture(warm.module, stepper.optimizer) | stepper.memory(),
+                tensors={name: tensor.cpu() for name, tensor in tensors.items()},
             )
             for running in sums:
                 running.write()
@@ -202,7 +211,7 @@ class Trainer:
         stream = training_stream(self.corpus, numerics.model.context_length, numerics.seed)
         first = segment.recipe.ramp.n_steps(segment.start)
         for number, (tokens, batch) in enumerate(segment.steps(), start=first):
-            sequences, after = stream.batch(tokens, batch), tokens + batch
+            sequences, after = send(stream.batch(tokens, batch), self.device), tokens + batch
             rate_factor = segment.rate_factor(tokens)
             with recorder.observing(tokens, after, sequences):
                 loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
@@ -241,8 +250,8 @@ class Trainer:
                 )
         if numerics.corpus_key != self.corpus.key:
             raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
-        if reason := unsupported(numerics.precision, "cpu"):
-            raise ValueError(f"precision {numerics.precision} can't be trained here: {reason}")
+        if reason := unsupported(numerics.precision, self.device.type):
+            raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")
         if recipe.ramp.first_batch_tokens % numerics.model.context_length:
             raise ValueError(
                 f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "
@@ -258,7 +267,10 @@ class Trainer:
     def _held_out(self, numerics: Numerics) -> dict[str, EvaluationSet]:
         size = (numerics.model.context_length, numerics.evaluation_tokens)
         if size not in self._evaluation:
-            self._evaluation[size] = evaluation_sets(self.corpus, *size)
+            self._evaluation[size] = {
+                name: replace(held_out, sequences=held_out.sequences.to(self.device))
+                for name, held_out in evaluation_sets(self.corpus, *size).items()
+            }
         return self._evaluation[size]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from proxy_models.config import ModelConfig
 from proxy_models.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.device import CPU
 from proxy_models.step import Loss
 
 _WARM_MODELS = 4
@@ -17,10 +18,10 @@ _EVALUATION_BATCH = 64  # sequences
 
 
 class WarmModel:
-    """One decoder of one shape, kept between trainings; compiled or eager."""
+    """One decoder of one shape on one device, kept between trainings; compiled or eager."""
 
-    def __init__(self, config: ModelConfig, *, compiled: bool) -> None:
-        self.module = Decoder(config)
+    def __init__(self, config: ModelConfig, *, compiled: bool, device: torch.device = CPU) -> None:
+        self.module = Decoder(config).to(device)  # built on the CPU, so that its constants are the same everywhere
         self.loss: Loss = torch.compile(_own_code(training_loss), dynamic=False) if compiled else training_loss
 
     @torch.no_grad()
@@ -36,16 +37,17 @@ class WarmModel:
 
 
 class WarmModels:
-    """A bounded cache of warm models; the one that was not used for longest goes first."""
+    """A bounded cache of warm models on one device; the one that was not used for longest goes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         self._models: OrderedDict[tuple[ModelConfig, bool], WarmModel] = OrderedDict()
 
     def get(self, config: ModelConfig, *, compiled: bool) -> WarmModel:
         """The model of this shape."""
         key = (config, compiled)
         if key not in self._models:
-            self._models[key] = WarmModel(config, compiled=compiled)
+            self._models[key] = WarmModel(config, compiled=compiled, device=self._device)
             if len(self._models) > _WARM_MODELS:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)

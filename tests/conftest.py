@@ -9,7 +9,8 @@ from proxy_models.compilation import missing_compiler
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    gpu = item.get_closest_marker("gpu")
+    if gpu and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if item.get_closest_marker("compiler") and (reason := missing_compiler()):
+    if item.get_closest_marker("compiler") and (reason := missing_compiler("cuda" if gpu else "cpu")):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)

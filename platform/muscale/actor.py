@@ -20,9 +20,9 @@ WORST_LOSS = 1e9  # finite, as Tune's searchers and schedulers refuse NaN; the a
 class TrainingActor:
     """A worker in a process of its own."""
 
-    def __init__(self, directory: Path, compiled: Compile, threads: int) -> None:
+    def __init__(self, directory: Path, compiled: Compile, threads: int, device: str) -> None:
         torch.set_num_threads(threads)
-        self._worker = Worker(directory, compiled=compiled)
+        self._worker = Worker(directory, compiled=compiled, device=device)
 
     def reach(self, chain: Chain) -> Outcome:
         """Train the chain to its end."""
@@ -33,12 +33,19 @@ class Trial(tune.Trainable):
     """A trial of a sweep: each step trains to the next rung and reports the averaged weights' loss there."""
 
     def setup(  # type: ignore[override]
-        self, config: dict[str, Any], *, plan: TrialPlan, directory: Path, compiled: Compile, threads: int
+        self,
+        config: dict[str, Any],
+        *,
+        plan: TrialPlan,
+        directory: Path,
+        compiled: Compile,
+        threads: int,
+        device: str,
     ) -> None:
         """Start a trial in a fresh process."""
         torch.set_num_threads(threads)
         self._plan = plan
-        self._worker = Worker(directory, compiled=compiled)
+        self._worker = Worker(directory, compiled=compiled, device=device)
         self._rung = 0
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

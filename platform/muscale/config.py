@@ -115,6 +115,11 @@ class ResourceSettings(_Table):
         False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
     )
 
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What a worker trains on: the GPU that it was given, or its part of one; else the CPU."""
+        return "cuda" if self.gpus_per_worker else "cpu"
+
 
 class StudyConfig(_Table):
     """A whole study file."""

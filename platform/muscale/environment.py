@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 
-def environment(*, world_size: int = 1, compiled: bool = False) -> dict[str, Any]:
-    """Machine, versions, threads and world size, as plain values."""
+def environment(device: torch.device, *, world_size: int = 1, compiled: bool = False) -> dict[str, Any]:
+    """Machine, device, versions, threads and world size, as plain values."""
     return {
         "host": platform.node(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "muscale": metadata.version("muscale"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "world_size": world_size,
         "compiled": compiled,

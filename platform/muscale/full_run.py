@@ -285,10 +285,12 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     run.directory.mkdir(parents=True, exist_ok=True)
     start, resume = Checkpoints(run.directory / CHECKPOINTS).latest() or (0, None)
     module = FullRunModule(run, start, resume)
+    own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
     trainer = L.Trainer(
         strategy=strategy,
         plugins=plugins,
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        accelerator="cpu" if device.type == "cpu" else "gpu",
         devices="auto" if plugins else 1,
         max_epochs=1,
         use_distributed_sampler=False,  # every rank counts every step
@@ -309,7 +311,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         "tokens": run.n_tokens,
         "resumed_from": start,
         "seconds": time.perf_counter() - started,
-        "environment": environment(world_size=trainer.world_size),
+        "environment": environment(trainer.strategy.root_device, world_size=trainer.world_size),
     }
     if trainer.global_rank == 0:
         unfinished = finished.with_suffix(".unfinished")

@@ -88,7 +88,8 @@ def _train(
         max_task_retries=_RESTARTS,
     )(TrainingActor)
     count = min(resources.workers, len(groups))
-    idle = [remote.remote(directory, resources.compile, resources.cpus_per_worker) for _ in range(count)]
+    settings = (directory, resources.compile, resources.cpus_per_worker, resources.device)
+    idle = [remote.remote(*settings) for _ in range(count)]
     actors = list(idle)
     waiting = [list(group) for group in groups]
     busy: dict[Any, tuple[Any, list[Chain]]] = {}

@@ -242,7 +242,7 @@ class Study:
         if self.config.resources.compile:
             from proxy_models.compilation import missing_compiler
 
-            missing_compiler()  # workers' logs are not shown, so what is missing is logged here
+            missing_compiler(self.config.resources.device)  # logged here, as workers' logs are not shown
         with staying_cluster():
             self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
             self.display.line(str(self.corpus))

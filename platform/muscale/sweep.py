@@ -162,6 +162,7 @@ def _search(config: StudyConfig, ledger: Ledger, key: str, plan: TrialPlan, on_t
             directory=ledger.path.parent,
             compiled=resources.compile,
             threads=resources.cpus_per_worker,
+            device=resources.device,
         ),
         {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker},
     )

@@ -26,12 +26,12 @@ _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may hav
 
 
 class Worker:
-    """Trains chains of one study in this process; keeps its models warm from one to the next."""
+    """Trains chains of one study in this process, on one device; keeps its models warm from one to the next."""
 
-    def __init__(self, directory: Path, *, compiled: Compile) -> None:
+    def __init__(self, directory: Path, *, compiled: Compile, device: str = "cpu") -> None:
         self.directory = directory
         self.ledger = Ledger(directory / LEDGER)
-        self.trainer = Trainer(Corpus.open(directory / CORPUS), compile=compiled)
+        self.trainer = Trainer(Corpus.open(directory / CORPUS), device=device, compile=compiled)
 
     def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
         """The outcome at the end of the chain, trained only as far as the ledger does not know it.
@@ -107,7 +107,7 @@ class Worker:
             "diverged_because": divergence.reason if divergence else None,
             "seconds": result.seconds,
             "state": state,
-            "environment": environment(compiled=result.compiled),
+            "environment": environment(self.trainer.device, compiled=result.compiled),
         }
         with self.ledger.write() as connection:
             leases.check_token(connection, chain.line, token)

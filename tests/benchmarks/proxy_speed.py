@@ -1,11 +1,16 @@
 """How fast proxies train: our loop, eager and compiled, beside a plain loop and beside the Lightning Trainer.
 
-    python tests/benchmarks/proxy_speed.py [--widths 32 64 128 256] [--rounds 3]
+    python tests/benchmarks/proxy_speed.py [--widths 32 64 128 256] [--precision fp32] [--rounds 3]
 
 All train the same decoder on the same batches, 8 sequences of 128 bytes, by AdamW with clipping, in one process on one
 thread. The plain loop is what one would write by hand, after nanoGPT: random windows of a memory-mapped file, a Python
-schedule, AdamW, clipping. Rounds alternate between the four, and the median counts. The share of the peak is FLOPs of the
-matrix products over what plain products of the model's shapes reach.
+schedule, AdamW, clipping; it and Lightning take torch's own `Linear`. Rounds alternate between the loops, and the median
+counts. The share of the peak is FLOPs of the matrix products over what products of the MLP's shape reach alone, by the faster
+library.
+
+Where torch sees a GPU, widths 256 to 2048 follow on it, at depth 4, in bf16 and in batches of 16 sequences of 1024 bytes.
+There AdamW is fused and batches are pinned in every loop, the plain loop is compiled too, and a last column holds the rate
+against the peak in the vendor's datasheet. An empty `--widths` or `--gpu-widths` leaves a part out. Ray is not needed.
 """
 
 from __future__ import annotations
@@ -14,161 +19,282 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale.compat import import_lightning
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.device import CPU, send, usable, wait
 from proxy_models.hyperparameters import Hyperparameters, stem
-from proxy_models.numerics import Numerics
+from proxy_models.numerics import Numerics, Precision
+from proxy_models.peak import datasheet_flops
+from proxy_models.precision import autocast
+from proxy_models.products import Linear, mkl_is_slow, product
+from proxy_models.tokenizer import Tokens
 from proxy_models.training import Trainer
 
 L = import_lightning()
 
-SEQUENCES, CONTEXT, DEPTH = 8, 128, 2
-BATCH_TOKENS = SEQUENCES * CONTEXT
 Loop = Callable[[ModelConfig, int], float]  # tokens per second over so many steps
 
 
-def ours(corpus: Corpus, *, compiled: bool) -> Loop:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all loops have in common.
+
+    Attributes:
+        device: Where they train.
+        precision: What matrices are multiplied in.
+        sequences: Of a batch.
+        context: Tokens of a sequence.
+        depth: Blocks of the models.
+        products: Plain products between two looks at the clock.
+        flops: Of the matrix products in one measurement of a loop, roughly.
+    """
+
+    device: torch.device
+    precision: Precision
+    sequences: int
+    context: int
+    depth: int
+    products: int
+    flops: float
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequences * self.context
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is no CPU."""
+        return self.device != CPU
+
+    def model(self, width: int) -> ModelConfig:
+        """The decoder of a width."""
+        return ModelConfig(d_model=width, n_layers=self.depth, context_length=self.context)
+
+    def n_steps(self, config: ModelConfig) -> int:
+        """Steps of one measurement."""
+        return max(20, round(self.flops / (config.train_flops_per_token * self.batch_tokens)))
+
+
+def cpu_setting(precision: Precision) -> Setting:
+    """Proxies as small as they get."""
+    return Setting(device=CPU, precision=precision, sequences=8, context=128, depth=2, products=5, flops=2.5e12 / 40)
+
+
+def gpu_setting() -> Setting:
+    """Proxies as large as a ladder's."""
+    return Setting(
+        device=usable("cuda"), precision="bf16", sequences=16, context=1024, depth=4, products=100, flops=2e14
+    )
+
+
+def ours(corpus: Corpus, setting: Setting, *, compiled: bool) -> Loop:
     """The platform's loop, its models kept warm as in a sweep."""
-    trainer = Trainer(corpus, compile=compiled)
+    trainer = Trainer(corpus, device=setting.device, compile=compiled)
 
     def run(config: ModelConfig, n_steps: int) -> float:
-        numerics = Numerics(model=config, base=config, corpus_key=corpus.key, seed=0, evaluation_tokens=CONTEXT)
-        recipe = Hyperparameters(learning_rate=0.004, batch_tokens=BATCH_TOKENS).resolve(10_000 * BATCH_TOKENS)
-        return n_steps * BATCH_TOKENS / trainer.train(numerics, stem(recipe, n_steps * BATCH_TOKENS)).seconds
+        numerics = Numerics(
+            model=config,
+            base=config,
+            corpus_key=corpus.key,
+            seed=0,
+            evaluation_tokens=setting.context,
+            precision=setting.precision,
+        )
+        batch_tokens = setting.batch_tokens
+        recipe = Hyperparameters(learning_rate=0.004, batch_tokens=batch_tokens).resolve(10_000 * batch_tokens)
+        return n_steps * batch_tokens / trainer.train(numerics, stem(recipe, n_steps * batch_tokens)).seconds
 
     return run
 
 
-def random_windows(tokens: np.ndarray) -> torch.Tensor:
+def random_windows(tokens: Tokens, setting: Setting) -> Tensor:
     """A batch of windows at random places."""
-    starts = torch.randint(len(tokens) - CONTEXT - 1, (SEQUENCES,)).tolist()
-    return torch.stack([torch.from_numpy(tokens[s : s + CONTEXT + 1].astype(np.int64)) for s in starts])
+    starts = torch.randint(len(tokens) - setting.context - 1, (setting.sequences,)).tolist()
+    return torch.stack([torch.from_numpy(tokens[s : s + setting.context + 1].astype("int64")) for s in starts])
 
 
-def plain(corpus: Corpus) -> Loop:
+def torchs_own(model: Decoder) -> Decoder:
+    """The same model with torch's `Linear` in place of ours."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
+    return model
+
+
+def adamw(model: torch.nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    """AdamW as one has it by default on the device."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=0.004, betas=(0.9, 0.95), weight_decay=0.1, fused=setting.on_gpu or None
+    )
+
+
+def plain(corpus: Corpus, setting: Setting, *, compiled: bool = False) -> Loop:
     """A loop by hand."""
 
+    @cache
+    def warm(config: ModelConfig) -> tuple[Decoder, Callable[[Decoder, Tensor], Tensor]]:
+        return torchs_own(Decoder(config)).to(setting.device), torch.compile(
+            next_token_loss, dynamic=False
+        ) if compiled else next_token_loss
+
     def run(config: ModelConfig, n_steps: int) -> float:
-        model = Decoder(config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.004, betas=(0.9, 0.95), weight_decay=0.1)
+        model, loss_of = warm(config)
+        optimizer = adamw(model, setting)
+        wait(setting.device)
         started = time.perf_counter()
         for step in range(n_steps):
             for group in optimizer.param_groups:
                 group["lr"] = 0.004 * min(1.0, (step + 1) / 10)
-            loss = next_token_loss(model, random_windows(corpus.train))
-            loss.backward()
+            sequences = send(random_windows(corpus.train, setting), setting.device)
+            with autocast(setting.precision, setting.device):
+                loss = loss_of(model, sequences)
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return n_steps * BATCH_TOKENS / (time.perf_counter() - started)
+        wait(setting.device)
+        return n_steps * setting.batch_tokens / (time.perf_counter() - started)
 
     return run
 
 
-class Windows(IterableDataset[torch.Tensor]):
+class Windows(IterableDataset[Tensor]):
     """Batches of random windows, without end."""
 
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Tokens, setting: Setting) -> None:
+        self.tokens, self.setting = tokens, setting
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Tensor]:
         while True:
-            yield random_windows(self.tokens)
+            yield random_windows(self.tokens, self.setting)
 
 
-class Module(L.LightningModule):
-    """The decoder as one would put it under Lightning."""
+class Module(L.LightningModule):  # type: ignore[misc,name-defined]
+    """The decoder as one would put it under Lightning; marks the start of its first and of its last step."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, setting: Setting) -> None:
         super().__init__()
-        self.model = Decoder(config)
+        self.model, self.setting = torchs_own(Decoder(config)), setting
         self.marks: list[float] = []
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        self.marks.append(time.perf_counter())
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index in (0, self.trainer.max_steps - 1):
+            wait(self.device)
+            self.marks.append(time.perf_counter())
         loss = next_token_loss(self.model, batch)
         self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.004, betas=(0.9, 0.95), weight_decay=0.1)
+        return adamw(self, self.setting)
 
 
-def lightning(corpus: Corpus) -> Loop:
+def lightning(corpus: Corpus, setting: Setting) -> Loop:
     """Lightning's Trainer with its defaults, logging to CSV, no checkpoints."""
 
     def run(config: ModelConfig, n_steps: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            module = Module(config)
+            module = Module(config, setting)
             trainer = L.Trainer(
                 max_steps=n_steps,
-                accelerator="cpu",
+                accelerator="gpu" if setting.on_gpu else "cpu",
+                devices=1,
+                precision="32-true" if setting.precision == "fp32" else f"{setting.precision}-mixed",
                 gradient_clip_val=1.0,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 default_root_dir=folder,
             )
-            trainer.fit(module, DataLoader(Windows(corpus.train), batch_size=None))
-        return (n_steps - 1) * BATCH_TOKENS / (module.marks[-1] - module.marks[0])
+            windows = Windows(corpus.train, setting)
+            trainer.fit(module, DataLoader(windows, batch_size=None, pin_memory=setting.on_gpu))
+        first, last = module.marks
+        return (n_steps - 1) * setting.batch_tokens / (last - first)
 
     return run
 
 
-def peak_flops(config: ModelConfig) -> float:
-    """FLOP/s of plain matrix products of the MLP's shape."""
-    x, w = torch.randn(BATCH_TOKENS, config.d_model), torch.randn(config.d_model, config.d_ff)
+def reached_flops(config: ModelConfig, setting: Setting) -> float:
+    """FLOP/s of matrix products of the MLP's shape."""
+    dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
+    x = torch.randn(setting.batch_tokens, config.d_model, device=setting.device, dtype=dtype)
+    w = torch.randn(config.d_model, config.d_ff, device=setting.device, dtype=dtype)
+    multiply = product if setting.device == CPU and setting.precision == "fp32" and mkl_is_slow() else torch.mm
     best = float("inf")
     for _ in range(20):
+        wait(setting.device)
         started = time.perf_counter()
-        for _ in range(5):
-            x @ w
-        best = min(best, (time.perf_counter() - started) / 5)
-    return 2 * BATCH_TOKENS * config.d_model * config.d_ff / best
+        for _ in range(setting.products):
+            multiply(x, w)
+        wait(setting.device)
+        best = min(best, (time.perf_counter() - started) / setting.products)
+    return 2 * setting.batch_tokens * config.d_model * config.d_ff / best
+
+
+def measure(corpus: Corpus, setting: Setting, widths: list[int], rounds: int) -> None:
+    """Measure all loops at each width, and print."""
+    loops = {
+        "plain": plain(corpus, setting),
+        "lightning": lightning(corpus, setting),
+        "ours, eager": ours(corpus, setting, compiled=False),
+        "ours, compiled": ours(corpus, setting, compiled=True),
+    }
+    stated = None
+    if setting.on_gpu:
+        loops["plain, compiled"] = plain(corpus, setting, compiled=True)
+        name = torch.cuda.get_device_name(setting.device)
+        stated = datasheet_flops(name, setting.precision)
+        print(f"\n{name}, {setting.precision}, {setting.sequences} × {setting.context} tokens, depth {setting.depth}")
+    of_datasheet = f"{'of the datasheet':>18}" if stated else ""
+    print(
+        f"{'width':>6}  {'loop':<16}{'tokens/s':>10}{'× plain':>9}{'× lightning':>13}{'of the peak':>13}{of_datasheet}"
+    )
+    for width in widths:
+        config = setting.model(width)
+        for loop in loops.values():
+            loop(config, 5)  # compiles, and fills caches
+        seen: dict[str, list[float]] = {name: [] for name in loops}
+        for _ in range(rounds):
+            for name, loop in loops.items():
+                seen[name].append(loop(config, setting.n_steps(config)))
+        peak = reached_flops(config, setting)
+        rates = {name: statistics.median(values) for name, values in seen.items()}
+        for name, rate in rates.items():
+            flops = rate * config.train_flops_per_token
+            print(
+                f"{width:>6}  {name:<16}{rate:>10,.0f}{rate / rates['plain']:>9.2f}{rate / rates['lightning']:>13.2f}"
+                f"{flops / peak:>13.0%}{f'{flops / stated:>18.0%}' if stated else ''}",
+                flush=True,
+            )
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure on every device there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
+    parser.add_argument("--widths", type=int, nargs="*", default=[32, 64, 128, 256], help="on the CPU")
+    parser.add_argument("--gpu-widths", type=int, nargs="*", default=[256, 512, 1024, 2048])
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="on the CPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/proxy_speed"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     corpus = write_corpus(options.folder / "corpus", EMBEDDED)
-    loops = {
-        "plain": plain(corpus),
-        "lightning": lightning(corpus),
-        "ours, eager": ours(corpus, compiled=False),
-        "ours, compiled": ours(corpus, compiled=True),
-    }
-    print(f"{'width':>6}  {'loop':<16}{'tokens/s':>10}{'× plain':>9}{'× lightning':>13}{'of the peak':>13}")
-    for width in options.widths:
-        config = ModelConfig(d_model=width, n_layers=DEPTH, context_length=CONTEXT)
-        n_steps = max(20, round(2.5e12 / (config.train_flops_per_token * BATCH_TOKENS) / 40))
-        seen: dict[str, list[float]] = {name: [] for name in loops}
-        for loop in loops.values():
-            loop(config, 5)  # compiles, and fills caches
-        for _ in range(options.rounds):
-            for name, loop in loops.items():
-                seen[name].append(loop(config, n_steps))
-        peak = peak_flops(config)
-        rates = {name: statistics.median(values) for name, values in seen.items()}
-        for name, rate in rates.items():
-            print(
-                f"{width:>6}  {name:<16}{rate:>10,.0f}{rate / rates['plain']:>9.2f}{rate / rates['lightning']:>13.2f}"
-                f"{rate * config.train_flops_per_token / peak:>13.0%}",
-                flush=True,
-            )
+    if options.widths:
+        measure(corpus, cpu_setting(options.precision), options.widths, options.rounds)
+    if torch.cuda.is_available() and options.gpu_widths:
+        measure(corpus, gpu_setting(), options.gpu_widths, options.rounds)
 
 
 if __name__ == "__main__":

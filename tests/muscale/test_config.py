@@ -97,6 +97,13 @@ def test_compilation_may_be_left_to_the_length_of_a_run(make_study: MakeStudy) -
         StudyConfig.read(make_study("b"), ["resources.compile=sometimes"])
 
 
+@pytest.mark.parametrize(("gpus", "device"), [("0", "cpu"), ("0.5", "cuda"), ("1", "cuda")])
+def test_a_worker_that_is_given_a_gpu_or_a_part_of_one_trains_on_it(
+    make_study: MakeStudy, gpus: str, device: str
+) -> None:
+    assert StudyConfig.read(make_study(), [f"resources.gpus_per_worker={gpus}"]).resources.device == device
+
+
 def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeStudy, tmp_path: Path) -> None:
     path = make_study()
     path.write_text(path.read_text().replace("batch_tokens = 256\n", ""))

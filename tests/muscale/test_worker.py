@@ -1,5 +1,6 @@
 """A worker trains nothing that the ledger knows, goes on from the nearest state, and reports divergence as a result."""
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_a_longer_run_goes_on_from_the_shorter_ones_stem_and_equals_an_undisturb
     directory = make_study("undisturbed").parent
     write_corpus(directory / CORPUS, str(directory / "text"))
     assert Worker(directory, compiled=False).reach(longer) == outcome
+
+
+def test_a_worker_without_the_device_that_it_is_to_train_on_does_not_start(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device cuda: torch .* sees 0 CUDA devices here"):
+        Worker(worker.directory, compiled=False, device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_device_that_trained_is_recorded(worker: Worker, numerics: Numerics, device: str) -> None:
+    Worker(worker.directory, compiled=False, device=device).reach(run(numerics, 4))
+    row = worker.ledger.segment(run(numerics, 4).key)
+    assert row is not None
+    assert row["environment"]["device"] == (platform.machine() if device == "cpu" else torch.cuda.get_device_name())
 
 
 def test_a_pruned_state_is_trained_again_to_the_same_loss(worker: Worker, numerics: Numerics) -> None:

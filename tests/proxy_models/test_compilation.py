@@ -32,14 +32,17 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize(("device", "tolerance"), [("cpu", 1e-4), pytest.param("cuda", 1e-3, marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each_shape(corpus: Corpus) -> None:
+def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each_shape(
+    corpus: Corpus, device: str, tolerance: float
+) -> None:
     family = ModelFamily(base=ModelConfig(d_model=16, n_layers=1, context_length=32))
     numerics = Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=256)
     values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
     segment = stem(values.resolve(100 * BATCH), 8 * BATCH)
-    compiled, eager = Trainer(corpus, compile=True), Trainer(corpus, compile=False)
+    compiled, eager = (Trainer(corpus, device=device, compile=wanted) for wanted in (True, False))
 
     def graphs() -> int:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -49,9 +52,9 @@ def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each
     assert graphs() == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     expected = eager.train(numerics, segment, averaged=True)
-    assert result.loss == pytest.approx(expected.loss, abs=1e-4)
-    assert result.averaged_loss == pytest.approx(expected.averaged_loss, abs=1e-4)
-    assert result.train_losses == pytest.approx(expected.train_losses, abs=1e-4)
+    assert result.loss == pytest.approx(expected.loss, abs=tolerance)
+    assert result.averaged_loss == pytest.approx(expected.averaged_loss, abs=tolerance)
+    assert result.train_losses == pytest.approx(expected.train_losses, abs=tolerance)
 
     # All that a search varies at one shape: rates, decay, eps, betas, clipping, scales, multipliers, seed, base width.
     other = replace(
@@ -71,7 +74,7 @@ def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each
     elsewhere = replace(numerics, seed=7, base=family.at(width=32))
     changed = compiled.train(elsewhere, other_segment)
     assert graphs() == 1
-    assert changed.loss == pytest.approx(eager.train(elsewhere, other_segment).loss, abs=1e-4)
+    assert changed.loss == pytest.approx(eager.train(elsewhere, other_segment).loss, abs=tolerance)
 
     # And back again: the compiled model keeps nothing of the other trial.
     again = compiled.train(numerics, segment, averaged=True)
@@ -85,16 +88,17 @@ def test_without_a_compiler_the_reason_is_told_and_training_is_eager(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     compilation.missing_compiler.cache_clear()
     try:
-        assert compilation.missing_compiler() == "no C++ compiler (g++ or clang++) was found"
-        assert not compilation.decide(True, 10**9)
+        assert compilation.missing_compiler("cpu") == "no C++ compiler (g++ or clang++) was found"
+        assert compilation.missing_compiler("cuda") == "no C compiler (gcc or clang) was found"
+        assert not any(compilation.decide(True, 10**9, device) for device in ("cpu", "cuda"))
     finally:
         compilation.missing_compiler.cache_clear()
 
 
 def test_auto_compiles_where_the_planned_tokens_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "missing_compiler", lambda: None)
-    assert [compilation.decide("auto", n_tokens) for n_tokens in (10**5, 10**6, 10**7)] == [False, False, True]
-    assert [compilation.decide(wanted, 1) for wanted in (True, False)] == [True, False]
+    monkeypatch.setattr(compilation, "missing_compiler", lambda _device: None)
+    assert [compilation.decide("auto", n_tokens, "cpu") for n_tokens in (10**5, 10**6, 10**7)] == [False, False, True]
+    assert [compilation.decide(wanted, 1, "cpu") for wanted in (True, False)] == [True, False]
 
 
 def test_auto_goes_by_the_plan_of_the_process_and_else_by_the_segment(
@@ -102,7 +106,7 @@ def test_auto_goes_by_the_plan_of_the_process_and_else_by_the_segment(
 ) -> None:
     asked: list[int] = []
 
-    def decide(_compile: Compile, n_tokens: int) -> bool:
+    def decide(_compile: Compile, n_tokens: int, _device: str) -> bool:
         asked.append(n_tokens)
         return False
 
