@@ -250,9 +250,10 @@ def coordinate_check(
     table = parametrization or (
         lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
     )
-    # Any long horizon: warmup and decay, all that depends on it, are switched off.
-    recipe = replace(hyperparameters.resolve(10_000 * hyperparameters.batch_tokens), warmup_tokens=0, weight_decay=0.0)
-    stream = training_stream(corpus, family.base.context_length, seed=0)
+    # Any long horizon: warmup and decay, which depend on it, are switched off, and the batch is the run's first.
+    n_tokens = 10_000 * hyperparameters.batch_tokens
+    recipe = replace(hyperparameters.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
+    stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
     rows: list[dict[str, Any]] = []
     for axis, values in sizes.items():

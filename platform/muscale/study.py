@@ -116,6 +116,7 @@ class Study:
             seed=config.sweep.seed,
             evaluation_tokens=wanted,
             scheme=config.parametrization,
+            stages_by_fraction=corpus.stages_by_fraction,
         )
 
     def check(self) -> CoordinateCheck:

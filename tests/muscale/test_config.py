@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from muscale import Study, StudyConfig, StudyFileError
+from muscale import Study, StudyConfig, StudyFileError, ladder
+from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
 from proxy_models.tokenizer import train_bpe
@@ -184,6 +185,12 @@ def test_a_mixture_is_written_from_the_study_file(mixed: Path) -> None:
             "corpus.stages.0.weights.lines: .*greater than or equal to 0",
         ),
         ("corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}]", "the last stage must have no end"),
+        ("corpus.stages=[{weights={words=1, lines=1}, until_fraction=1.0}]", "until_fraction: .*less than 1, got 1.0"),
+        (
+            "corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}, "
+            "{weights={words=1, lines=1}, until_fraction=0.5}, {weights={words=1, lines=1}}]",
+            "corpus.stages: until_tokens and until_fraction exclude each other",
+        ),
         ("model.vocab_size=256", "model.vocab_size: must be at least 257"),
     ],
 )
@@ -211,6 +218,18 @@ def test_files_are_looked_at_before_anything_is_written(mixed: Path, override: s
     with pytest.raises(StageError, match=message):
         Study.open(mixed, [override], quiet=True)
     assert not (mixed.parent / "corpus").exists()
+
+
+def test_a_curriculum_by_fractions_costs_every_run_from_its_start(mixed: Path) -> None:
+    shared = estimate(StudyConfig.read(mixed)).set_index("stage")["n_tokens"]
+    mixed.write_text(mixed.read_text().replace("until_tokens = 4096", "until_fraction = 0.5"))
+    study = Study.open(mixed, quiet=True)
+    assert study.numerics.stages_by_fraction
+    whole = estimate(study.config).set_index("stage")["n_tokens"]
+    jobs = ladder.transfer_jobs(study.config, study.numerics, study.config.hyperparameters)
+    assert whole["transfer"] == sum(job.chain.last.end for job in jobs) > shared["transfer"]
+    assert whole["ladder"] > shared["ladder"]
+    assert whole["sweep"] == shared["sweep"]
 
 
 def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
