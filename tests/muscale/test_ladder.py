@@ -11,7 +11,7 @@ import pytest
 from muscale import StageError, StudyConfig, ladder
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
-from muscale.promotion import gate
+from muscale.promotion import Promotion, gate
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, fit_horizon_law
@@ -143,6 +143,19 @@ def as_run(job: Job) -> dict[str, object]:
         "segment": segment_to_dict(job.chain.last),
         "hyperparameters": job.hyperparameters.to_dict(),
     }
+
+
+def test_a_promotion_tells_the_loss_of_each_source_where_there_are_several() -> None:
+    values = {
+        **dict.fromkeys(("plan", "registered_at", "started_at", "finished_at", "verdict"), ""),
+        **dict.fromkeys(("loss", "forecast", "low", "high", "level", "seconds"), 1.0),
+        "forced": False,
+        "world_size": 2,
+    }
+    one = Promotion.from_dict({**values, "source_losses": {}})
+    several = Promotion.from_dict({**values, "source_losses": {"words": 0.5, "code": 1.25}})
+    assert str(several) == f"{one}\n  words 0.5000, code 1.2500"
+    assert Promotion.from_dict(several.to_dict()) == several
 
 
 def test_the_gate_lets_through_what_passed_or_was_forced() -> None:
