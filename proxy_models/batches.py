@@ -195,6 +195,8 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
     mixture = corpus.mixture
     if mixture is None:
         return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed)
+    if corpus.stages_by_fraction and run_tokens is None:
+        raise ValueError("the corpus's stages end at fractions of the run: run_tokens must be given")
     stream = MixtureStream(
         tokens={name: files.train for name, files in corpus.sources.items()},
         mixture=mixture.resolve(run_tokens) if run_tokens is not None else mixture,

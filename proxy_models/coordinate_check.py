@@ -41,17 +41,18 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
 from proxy_models.batches import training_stream
+from proxy_models.check_sizes import Axis, require_seeds, require_sizes
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
@@ -62,13 +63,9 @@ from proxy_models.parametrization import Parametrization, Scheme, TensorClass, p
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-MIN_SIZES = 4  # widths, or depths
-MIN_SPAN = 8.0  # largest over smallest of them
-MIN_SEEDS = 2
 _SHOWN = 3  # findings in the printed result
 _SLOPE_COLUMNS = ["axis", "module", "kind", "quantity", "step", "slope", "criterion", "low", "high", "fault"]
 
-Axis = Literal["width", "depth"]
 Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
 
@@ -246,13 +243,18 @@ def coordinate_check(
     sizes: dict[Axis, Sequence[int]] = {"width": widths}
     if depths is not None:
         sizes["depth"] = depths
-    _validate(sizes, seeds, n_steps)
+    for axis, values in sizes.items():
+        require_sizes(axis, values)
+    require_seeds(seeds)
+    if n_steps < 1:
+        raise ValueError(f"n_steps must be at least 1, got {n_steps}")
     table = parametrization or (
         lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
     )
-    # Any long horizon: warmup and decay, all that depends on it, are switched off.
-    recipe = replace(hyperparameters.resolve(10_000 * hyperparameters.batch_tokens), warmup_tokens=0, weight_decay=0.0)
-    stream = training_stream(corpus, family.base.context_length, seed=0)
+    # Any long horizon: warmup and decay, which depend on it, are switched off, and the batch is the run's first.
+    n_tokens = 10_000 * hyperparameters.batch_tokens
+    recipe = replace(hyperparameters.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
+    stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
     rows: list[dict[str, Any]] = []
     for axis, values in sizes.items():
@@ -413,18 +415,3 @@ def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str
 
 def _rms(output: Tensor) -> float:
     return float(output.double().square().mean().sqrt())
-
-
-def _validate(sizes: Mapping[Axis, Sequence[int]], seeds: Sequence[int], n_steps: int) -> None:
-    for axis, values in sizes.items():
-        if len(set(values)) < MIN_SIZES:
-            raise ValueError(f"the coordinate check needs at least {MIN_SIZES} {axis}s, got {sorted(set(values))}")
-        if max(values) < MIN_SPAN * min(values):
-            raise ValueError(
-                f"{axis}s must span at least a factor of {MIN_SPAN:g}, got {min(values)} to {max(values)}, "
-                f"a factor of {max(values) / min(values):.3g}"
-            )
-    if len(set(seeds)) < MIN_SEEDS:
-        raise ValueError(f"the coordinate check averages over at least {MIN_SEEDS} seeds, got {list(seeds)}")
-    if n_steps < 1:
-        raise ValueError(f"n_steps must be at least 1, got {n_steps}")

@@ -140,6 +140,11 @@ class Corpus:
         return self.sources[ONE_SOURCE]
 
     @property
+    def stages_by_fraction(self) -> bool:
+        """Whether a stage of the mixture ends at a fraction of the run, so that what a run sees hangs on its length."""
+        return self.mixture is not None and not self.mixture.is_resolved
+
+    @property
     def evaluation_weights(self) -> dict[str, float]:
         """Of each source's loss in the corpus's: its share in the last stage."""
         return self.mixture.stages[-1].shares if self.mixture else {ONE_SOURCE: 1.0}

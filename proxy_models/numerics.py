@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 from proxy_models.config import ModelConfig
@@ -24,7 +24,21 @@ def content_key(values: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """All that determines the numbers of a training, except its segments."""
+    """All that determines the numbers of a training, except its segments.
+
+    Attributes:
+        model, base: The shape, and the one that its hyperparameters are given at.
+        corpus_key: `Corpus.key`.
+        seed: Of the initial values, the data order and dropout.
+        evaluation_tokens: Held out.
+        scheme, depth_exponent, decay_scaling: Of the parametrization.
+        precision: Of the matrices.
+        guard: None: every step is taken.
+        stages_by_fraction: The corpus's.
+        run_tokens: Length of the run whose stages are meant, from `for_run`; None where no stage ends at a fraction of it,
+            so that there runs of several lengths may begin alike.
+        semantics: Of the code.
+    """
 
     model: ModelConfig
     base: ModelConfig
@@ -36,7 +50,34 @@ class Numerics:
     decay_scaling: DecayScaling = "timescale"
     precision: Precision = "fp32"
     guard: GuardSettings | None = None
+    stages_by_fraction: bool = False
+    run_tokens: int | None = None
     semantics: int = SEMANTICS
+
+    def __post_init__(self) -> None:
+        if self.run_tokens is not None and not self.stages_by_fraction:
+            raise ValueError(
+                f"run_tokens is for a corpus whose stages end at fractions of the run, got {self.run_tokens} for another"
+            )
+
+    def for_run(self, n_tokens: int) -> Self:
+        """The same for a run of `n_tokens`; another only where the corpus's stages end at fractions of it."""
+        return replace(self, run_tokens=n_tokens) if self.stages_by_fraction else self
+
+    def require_length(self, end: int) -> None:
+        """Let training go up to `end` tokens.
+
+        Raises:
+            ValueError: If it has to be known how long the run is, and it is not known or shorter.
+        """
+        if not self.stages_by_fraction:
+            return
+        if self.run_tokens is None:
+            raise ValueError("the corpus's stages end at fractions of the run: set its length by for_run(n_tokens)")
+        if end > self.run_tokens:
+            raise ValueError(
+                f"the corpus's stages are those of a run of {self.run_tokens} tokens, which can't be trained to {end}"
+            )
 
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
         """The table of this shape against its base, for an optimizer."""

@@ -130,8 +130,8 @@ class Trainer:
 
         Raises:
             ValueError: If the state does not end where the segment starts or was trained under another table, an
-                average begins before it, or `numerics` is of another corpus or of a precision that this device does not
-                have.
+                average begins before it, or `numerics` is of another corpus, of a run that is shorter, or of a precision
+                that this device does not have.
         """
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
@@ -208,7 +208,9 @@ class Trainer:
         on_step: Callable[[int, float], None] | None,
     ) -> Divergence | None:
         """Take the steps of the segment, to its end or to a divergence."""
-        stream = training_stream(self.corpus, numerics.model.context_length, numerics.seed)
+        stream = training_stream(
+            self.corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens
+        )
         first = segment.recipe.ramp.n_steps(segment.start)
         for number, (tokens, batch) in enumerate(segment.steps(), start=first):
             sequences, after = send(stream.batch(tokens, batch), self.device), tokens + batch
@@ -250,6 +252,9 @@ class Trainer:
                 )
         if numerics.corpus_key != self.corpus.key:
             raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
+        if numerics.stages_by_fraction != self.corpus.stages_by_fraction:
+            raise ValueError(f"stages_by_fraction must be the corpus's, {self.corpus.stages_by_fraction}")
+        numerics.require_length(segment.end)
         if reason := unsupported(numerics.precision, self.device.type):
             raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")
         if recipe.ramp.first_batch_tokens % numerics.model.context_length:

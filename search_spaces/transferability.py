@@ -167,6 +167,21 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
     ("z_loss", Transfer.NEVER, (), "Taken for a regularizer: there is no rule for its weight in the loss.", "assumed"),
     ("optimizer", Transfer.MUST_MATCH, (), "Each has a rule set of its own; AdamW's is not reused.", "assumed"),
     (
+        "swap_optimizer",
+        Transfer.MUST_MATCH,
+        (),
+        "A run that ends under another optimizer is another training; the second has a rule set of its own, too.",
+        "assumed",
+    ),
+    ("swap_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
+    (
+        "swap_learning_rate",
+        Transfer.BY_LAW,
+        ("horizon", "batch"),
+        "A rate at the base shape under the second optimizer's rules: it moves as learning_rate does.",
+        "assumed",
+    ),
+    (
         "schedule",
         Transfer.MUST_MATCH,
         (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -18,12 +18,13 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.strict import StrictTable as _Table
+from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
-from proxy_models.parametrization import Scheme
-from search_spaces import Space, SpaceError, mup_adamw
+from proxy_models.parametrization import DecayScaling, Scheme
+from search_spaces import Choice, Fixed, Space, SpaceError, mup_adamw
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 _FIXED_IN_A_SWEEP = ("batch_tokens", "batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
@@ -35,6 +36,7 @@ class CheckSettings(_Table):
     """[check]: the coordinate check."""
 
     widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
+    depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: the check is of widths only
     seeds: tuple[int, ...] = (0, 1)
 
 
@@ -126,6 +128,10 @@ class StudyConfig(_Table):
 
     name: str = Field(min_length=1)
     parametrization: Scheme = "mup"
+    depth_exponent: Annotated[float, Field(ge=0.5, le=1)] = 1.0  # CompleteP's alpha: branches shrink as depth^-alpha
+    decay_scaling: DecayScaling = (
+        "timescale"  # or "sublayer_gain", AdamW's only: hidden decay grows as the root of width
+    )
     corpus: CorpusSettings = CorpusSettings()
     model: ModelConfig
     hyperparameters: Hyperparameters
@@ -268,6 +274,15 @@ def _contradictions(config: StudyConfig) -> list[str]:
         )
     if config.promote.precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
+    problems += _check_contradictions(config.check)
+    for key, values in _given(config, "zero_readout").items():
+        if model.tied and True in values:
+            problems.append(
+                f"{key}: the readout is the embedding table under model.tied and can't start at zero, got true"
+            )
+    for key, values in _given(config, "optimizer").items():
+        if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
+            problems.append(f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}')
     widths = [("check.widths", w) for w in config.check.widths] + [
         ("transfer.widths", w) for w in config.transfer.widths
     ]
@@ -314,6 +329,33 @@ def _contradictions(config: StudyConfig) -> list[str]:
             f"plan.compute_flops: must exceed the largest ladder run's {largest:.3g} FLOPs, got {config.plan.compute_flops:.3g}"
         )
     return problems
+
+
+def _check_contradictions(check: CheckSettings) -> list[str]:
+    rules: list[tuple[str, Callable[[], None]]] = [
+        ("check.widths", lambda: require_sizes("width", check.widths)),
+        ("check.seeds", lambda: require_seeds(check.seeds)),
+    ]
+    if check.depths:
+        rules.append(("check.depths", lambda: require_sizes("depth", check.depths)))
+    problems = []
+    for key, rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return problems
+
+
+def _given(config: StudyConfig, name: str) -> dict[str, tuple[Any, ...]]:
+    """The values of a hyperparameter without an order, by the key of the file that gives them."""
+    given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
+    match config.sweep.space.get(name):
+        case Choice(values=values):
+            given[f"sweep.space.{name}"] = values
+        case Fixed(value=value):
+            given[f"sweep.space.{name}"] = (value,)
+    return given
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from muscale.errors import StageError
-from muscale.layout import FULL_RUNS, METRICS
+from muscale.layout import CORPUS, FULL_RUNS, METRICS
 from muscale.ledger import now
 from muscale.report import ReportContents
 from muscale.sweep import collect
 from proxy_models.coordinate_check import CoordinateCheck
+from proxy_models.corpus import MANIFEST, Corpus
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 def gather(study: Study) -> ReportContents:
     """All that the report shows; what is not known yet is None."""
     known: dict[str, Any] = {}
+    corpus = study.directory / CORPUS
     check = study.ledger.latest_result("check")
     runs = study.runs()
     if not runs[runs["purpose"] == "sweep"].empty:
@@ -29,6 +31,7 @@ def gather(study: Study) -> ReportContents:
         name=study.config.name,
         config=study.config.to_dict(),
         created_at=now(),
+        corpus=Corpus.open(corpus) if (corpus / MANIFEST).exists() else None,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,
         runs=runs,
         **known,

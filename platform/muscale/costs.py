@@ -17,7 +17,12 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     """
     h, model = config.hyperparameters, config.model
     numerics = Numerics(
-        model=model, base=model, corpus_key="", seed=0, evaluation_tokens=config.corpus.evaluation_tokens
+        model=model,
+        base=model,
+        corpus_key="",
+        seed=0,
+        evaluation_tokens=config.corpus.evaluation_tokens,
+        stages_by_fraction=config.corpus.stages_by_fraction,
     )
     sweep_tokens = config.sweep.trials * config.rung_tokens()[-1]
     rows: list[tuple[str, int, float, float]] = [

@@ -29,13 +29,15 @@ class SourceSettings(StrictTable):
 
 
 class StageSettings(StrictTable):
-    """One of [[corpus.stages]]: a stretch of every run with proportions of its own.
+    """One of [[corpus.stages]]: a stretch of every run with proportions of its own; the last one has no end.
 
-    It ends at a number of tokens and not at a fraction: runs of different lengths share their beginnings.
+    Stages that end at a number of tokens cost least: runs of several lengths share their beginnings. At fractions every run
+    has the whole curriculum, and is trained from its start.
     """
 
     weights: dict[str, Weight] = Field(min_length=1)
     until_tokens: PositiveInt | None = None
+    until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of each run; in all stages or in none
 
 
 class CorpusSettings(StrictTable):
@@ -54,6 +56,11 @@ class CorpusSettings(StrictTable):
     end_of_document: str | None = None  # the token of a tokenizer.json that closes documents
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
+
+    @property
+    def stages_by_fraction(self) -> bool:
+        """Whether stages end at fractions of a run."""
+        return any(stage.until_fraction is not None for stage in self.stages)
 
     def identity(self) -> dict[str, Any]:
         """What makes it another study's corpus; keys that have their default are left out, but for the first two."""
@@ -149,7 +156,14 @@ def mixture(settings: CorpusSettings) -> Mixture | None:
                 f"stage {number} must weigh the sources {', '.join(sorted(settings.sources))}, "
                 f"got {', '.join(sorted(stage.weights))}"
             )
-    return Mixture(stages=tuple(Stage(weights=s.weights, until_tokens=s.until_tokens) for s in settings.stages))
+    if settings.stages_by_fraction and any(stage.until_tokens is not None for stage in settings.stages):
+        raise ValueError("until_tokens and until_fraction exclude each other, as runs have several lengths; got both")
+    return Mixture(
+        stages=tuple(
+            Stage(weights=s.weights, until_tokens=s.until_tokens, until_fraction=s.until_fraction)
+            for s in settings.stages
+        )
+    )
 
 
 def tokenizer(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> TokenizerSettings:

@@ -12,7 +12,7 @@ class StudyFileError(MuscaleError):
 
 
 class StudyDirectoryError(MuscaleError):
-    """A directory that can't hold this study: it belongs to another one, or lies on storage that SQLite can't use."""
+    """A directory that can't hold this study: another one's or version's, or on storage that SQLite can't use."""
 
 
 class StageError(MuscaleError):

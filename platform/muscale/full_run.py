@@ -71,6 +71,9 @@ class FullRun:
     min_unit_params: int = MIN_UNIT_PARAMS
     micro_batch: int | None = None
 
+    def __post_init__(self) -> None:
+        self.numerics.require_length(self.n_tokens)
+
     @property
     def n_tokens(self) -> int:
         """D."""
@@ -168,9 +171,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if precision == "fp16" and self.trainer.world_size > 1:
             raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
         self._corpus = Corpus.open(run.corpus)
-        model = run.numerics.model
-        self._stream = training_stream(self._corpus, model.context_length, run.numerics.seed)
-        self._held_out = evaluation_sets(self._corpus, model.context_length, run.numerics.evaluation_tokens)
+        numerics, length = run.numerics, run.numerics.model.context_length
+        self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
+        self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
         self._stepper = Stepper(
             self.decoder,
             self.optimizers(use_pl_optimizer=False),

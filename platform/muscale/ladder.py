@@ -16,7 +16,7 @@ from muscale.config import Stem, StudyConfig
 from muscale.jobs import Job
 from muscale.lineage import Chain
 from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
-from proxy_models.numerics import Numerics
+from proxy_models.numerics import Numerics, content_key
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Space
 
@@ -43,14 +43,17 @@ def branches(
     purpose: str,
     label: str,
 ) -> list[Job]:
-    """Runs of these lengths that share one stem, its warmup and decay resolved for a run of `tuned_at` tokens."""
+    """Runs of these lengths, their warmup and decay resolved for a run of `tuned_at` tokens.
+
+    They share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on.
+    """
     h = hyperparameters
     recipe = h.resolve(h.whole_batches(tuned_at))
     jobs = []
     for length in sorted(lengths):
         n_tokens = h.whole_batches(length)
         segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
-        chain = Chain(numerics=numerics, segments=segments)
+        chain = Chain(numerics=numerics.for_run(n_tokens), segments=segments)
         jobs.append(Job(purpose=purpose, label=f"{label}, {n_tokens} tokens", hyperparameters=h, chain=chain))
     return jobs
 
@@ -175,7 +178,7 @@ def _place(value: float, distribution: Distribution) -> float:
 def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
     """The regret surface, or None where the runs are too few for one."""
     tells = rows["purpose"].isin(["sweep", "transfer"])
-    groups = list(zip(rows["d_model"], rows["n_tokens"], rows["seed"], strict=True))
+    groups = list(zip(rows["numerics"].map(content_key), rows["n_tokens"], strict=True))
     try:
         return fit_regret_surface(
             at[tells],
@@ -190,6 +193,8 @@ def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space) -> str:
     for name, distribution in space.items():
         if isinstance(distribution, Choice) and row["hyperparameters"][name] != getattr(best, name):
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"
+    if row["numerics"]["run_tokens"] not in (None, row["n_tokens"]):
+        return f"its data are those of a run of {row['numerics']['run_tokens']} tokens"
     share = row["segment"]["recipe"]["warmup_tokens"] / row["n_tokens"]
     allowed = MAX_WARMUP * row["hyperparameters"]["warmup_fraction"]
     if share > allowed:

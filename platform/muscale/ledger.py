@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError
 from muscale.lineage import Chain
-from muscale.tables import forecasts, metadata, results, revisions, rungs, runs, segments, studies, trials
+from muscale.tables import SCHEMA, forecasts, metadata, results, revisions, rungs, runs, segments, studies, trials
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
@@ -71,11 +71,28 @@ class Ledger:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
 
-        with engine.connect() as connection:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-            metadata.create_all(connection)
-            connection.commit()
+        try:
+            with engine.connect() as connection:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                self._make_or_recognize(connection)
+                connection.commit()
+        except BaseException:
+            engine.dispose()
+            raise
         return engine
+
+    def _make_or_recognize(self, connection: sa.Connection) -> None:
+        """Make the tables of a new ledger, or check that those of an old one are ours; SQLite keeps the schema's number."""
+        if not sa.inspect(connection).get_table_names():
+            metadata.create_all(connection)
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
+            return
+        found = connection.exec_driver_sql("PRAGMA user_version").scalar() or 1  # the first schema had no number
+        if found != SCHEMA:
+            raise StudyDirectoryError(
+                f"{self.path}: the ledger has schema {found}, this version of muscale needs {SCHEMA}: open it with the "
+                f"{'older' if found < SCHEMA else 'newer'} version that wrote it, or begin the study in a new directory"
+            )
 
     def close(self) -> None:
         """Close the connections; the next call opens a new one."""

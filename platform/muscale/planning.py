@@ -58,7 +58,7 @@ class Plan:
 
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
-        own = replace(numerics, model=self.model, seed=self.seed, precision=self.precision)
+        own = replace(numerics, model=self.model, seed=self.seed, precision=self.precision).for_run(self.n_tokens)
         return Chain(numerics=own, segments=chain(self.hyperparameters, self.n_tokens))
 
     def to_dict(self) -> dict[str, Any]:

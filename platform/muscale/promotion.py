@@ -29,6 +29,7 @@ class Promotion:
     Attributes:
         plan: Key of the plan.
         loss: Validation loss at the end.
+        source_losses: The same of each source of a mixture; empty with one source.
         forecast, low, high, level: As registered.
         registered_at, started_at, finished_at: UTC; the first is earlier than the second.
         verdict: Of the transfer check at the time.
@@ -39,6 +40,7 @@ class Promotion:
 
     plan: str
     loss: float
+    source_losses: dict[str, float]
     forecast: float
     low: float
     high: float
@@ -84,6 +86,8 @@ class Promotion:
             f"  measured {self.loss:.4f} on {self.world_size} workers: {place} the interval, "
             f"error {self.relative_error:+.2%}",
         ]
+        if self.source_losses:
+            lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
         if self.forced:
             lines.append(f"  forced, with a transfer verdict of {self.verdict!r}")
         return "\n".join(lines)
@@ -141,6 +145,7 @@ def promote(
     promotion = Promotion(
         plan=plan.key,
         loss=float(outcome["loss"]),
+        source_losses=outcome["source_losses"],
         **{name: registered[name] for name in ("low", "high", "level", "registered_at")},
         forecast=registered["loss"],
         started_at=started["at"],

@@ -18,6 +18,7 @@ from scaling import Forecast, HorizonLaw, ScalingFit, Transfer
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.corpus import Corpus
 
 _LAYOUT = {
     "template": "none",
@@ -39,6 +40,7 @@ class ReportContents:
     config: dict[str, Any]
     created_at: str
     runs: pd.DataFrame
+    corpus: Corpus | None = None
     check: CoordinateCheck | None = None
     trials: pd.DataFrame | None = None
     best: dict[str, Any] | None = None
@@ -88,6 +90,13 @@ def _moment(stamp: str) -> str:
 def _sections(contents: ReportContents) -> list[Section]:
     return [
         Section(
+            title="The corpus",
+            command="check",
+            about="Every source and its share at the end of a run; with a plan, how often the full run sees each.",
+            result="\n".join(_corpus_lines(contents)),
+            table=_table(_epochs(contents)),
+        ),
+        Section(
             title="Coordinate check",
             command="check",
             about="Every activation must move by the same amount at every width, or nothing tuned small holds when large.",
@@ -135,6 +144,7 @@ def _sections(contents: ReportContents) -> list[Section]:
             command="promote",
             about="The forecast was registered before the first step and can't be changed.",
             drawings=_drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
+            table=_table(_source_losses(contents)),
         ),
         Section(
             title="Every run",
@@ -147,6 +157,27 @@ def _sections(contents: ReportContents) -> list[Section]:
             ),
         ),
     ]
+
+
+def _corpus_lines(contents: ReportContents) -> list[str]:
+    if contents.corpus is None:
+        return []
+    warnings = contents.corpus.warnings(contents.plan["n_tokens"]) if contents.plan else []
+    return [str(contents.corpus), *(f"warning: {warning}" for warning in warnings)]
+
+
+def _epochs(contents: ReportContents) -> pd.DataFrame | None:
+    if contents.corpus is None or contents.plan is None:
+        return None
+    epochs = contents.corpus.epochs(contents.plan["n_tokens"])
+    return pd.DataFrame(epochs.items(), columns=["source", "epochs in the full run"])
+
+
+def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
+    """The measured loss by source, where there are several."""
+    if contents.promotion is None:
+        return None
+    return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
 
 
 def _frontier(contents: ReportContents) -> go.Figure | None:

@@ -7,6 +7,7 @@ are run first. So a study that was interrupted goes on when the same method, or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -72,7 +73,7 @@ class Study:
         identity = {
             **self.config.corpus.identity(),
             **{f"model.{name}": value for name, value in config["model"].items()},
-            "parametrization": config["parametrization"],
+            **{name: config[name] for name in ("parametrization", "depth_exponent", "decay_scaling")},
         }
         self.ledger.claim(identity, config)
 
@@ -116,16 +117,18 @@ class Study:
             seed=config.sweep.seed,
             evaluation_tokens=wanted,
             scheme=config.parametrization,
+            depth_exponent=config.depth_exponent,
+            decay_scaling=config.decay_scaling,
+            stages_by_fraction=corpus.stages_by_fraction,
         )
 
     def check(self) -> CoordinateCheck:
         """The coordinate check of the family."""
         from proxy_models.coordinate_check import CoordinateCheck, coordinate_check
 
-        settings, config = self.config.check, self.config
-        key = input_key(
-            self.numerics.to_dict(), config.hyperparameters.to_dict(), list(settings.widths), list(settings.seeds)
-        )
+        settings, config, numerics = self.config.check, self.config, self.numerics
+        sizes = [list(settings.widths), list(settings.depths), list(settings.seeds)]
+        key = input_key(numerics.to_dict(), config.hyperparameters.to_dict(), *sizes)
         if known := self.ledger.result("check", key):
             return CoordinateCheck.from_dict(known)
         with self.display.stage("check"):
@@ -134,8 +137,11 @@ class Study:
                 config.hyperparameters,
                 self.corpus,
                 widths=settings.widths,
+                depths=settings.depths or None,
                 seeds=settings.seeds,
-                scheme=config.parametrization,
+                parametrization=lambda model, base: replace(numerics, model=model, base=base).parametrization(
+                    config.hyperparameters.optimizer
+                ),
             )
         self.ledger.record_result("check", key, result.to_dict())
         return result

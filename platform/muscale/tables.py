@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+SCHEMA = 2  # raise it when a table or what a column holds changes: an older ledger is then refused
+
 metadata = sa.MetaData()
 
 studies = sa.Table(

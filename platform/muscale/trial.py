@@ -15,7 +15,11 @@ NUMBER = "trial"  # the key of a suggestion's number in the config that Tune car
 
 @dataclass(frozen=True, kw_only=True)
 class TrialPlan:
-    """The trial of every suggestion: what it starts from, and the stable tokens of each rung."""
+    """The trial of every suggestion: what it starts from, and the stable tokens of each rung.
+
+    Where the corpus's stages end at fractions of a run, all of a trial sees the data of its longest run; the branches of
+    its lower rungs are then no runs of their own, and tell no law.
+    """
 
     numerics: Numerics
     defaults: Hyperparameters
@@ -26,10 +30,14 @@ class TrialPlan:
         """The study's hyperparameters with the suggestion's in place."""
         return replace(self.defaults, **{name: value for name, value in config.items() if name != NUMBER})
 
+    @property
+    def _numerics(self) -> Numerics:
+        return self.numerics.for_run(self.defaults.annealed_tokens(self.rung_tokens[-1]))
+
     def rung(self, config: Mapping[str, Any], rung: int) -> Chain:
         """The stem up to a rung; warmup and decay are those of the whole trial."""
         recipe = self.hyperparameters(config).resolve(self.n_tokens)
-        return Chain(numerics=self.numerics, segments=(stem(recipe, self.rung_tokens[rung]),))
+        return Chain(numerics=self._numerics, segments=(stem(recipe, self.rung_tokens[rung]),))
 
     def branch(self, config: Mapping[str, Any], rung: int) -> Chain:
         """The run that cools down from a rung."""
@@ -37,4 +45,4 @@ class TrialPlan:
         stable = self.rung_tokens[rung]
         recipe = hyperparameters.resolve(self.n_tokens)
         annealed = hyperparameters.annealed_tokens(stable)
-        return Chain(numerics=self.numerics, segments=branch(recipe, stable, annealed, hyperparameters.schedule))
+        return Chain(numerics=self._numerics, segments=branch(recipe, stable, annealed, hyperparameters.schedule))

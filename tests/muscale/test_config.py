@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from muscale import Study, StudyConfig, StudyFileError
+from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, ladder
+from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
 from proxy_models.tokenizer import train_bpe
@@ -67,6 +68,12 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("corpus.tokenizer=bpe", "model.vocab_size: must be at least 257, for 256 bytes and the token .* got 256"),
         ('corpus.sources={a={path="text"}}', "corpus.source: must not stand beside corpus.sources, got 'text'"),
         ("corpus.stages=[{weights={a=1}}]", "corpus.stages: need corpus.sources, which they weigh"),
+        ("check.widths=[32, 64]", r"check.widths: the coordinate check needs at least 4 widths, got \[32, 64\]"),
+        ("check.depths=[1, 2, 4]", r"check.depths: the coordinate check needs at least 4 depths, got \[1, 2, 4\]"),
+        ("check.depths=[1, 2, 3, 4]", "check.depths: depths must span at least a factor of 8, got 1 to 4"),
+        ("check.seeds=[1]", r"check.seeds: .* at least 2 seeds, got \[1\]"),
+        ("depth_exponent=0.4", "study.toml: depth_exponent: .*greater than or equal to 0.5, got 0.4"),
+        ("decay_scaling=gain", "study.toml: decay_scaling: .*'timescale' or 'sublayer_gain', got 'gain'"),
         ("extra.key=1", "study.toml: extra: unknown key"),
         ("name=", "study.toml: name: String should have at least 1 character, got ''"),
     ],
@@ -74,6 +81,40 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
 def test_a_fault_is_told_with_file_key_rule_and_value(make_study: MakeStudy, override: str, message: str) -> None:
     with pytest.raises(StudyFileError, match=message):
         StudyConfig.read(make_study(), [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.tied=true", "hyperparameters.zero_readout=true"),
+            "study.toml: hyperparameters.zero_readout: the readout is the embedding table .* got true",
+        ),
+        (
+            ("model.tied=true", 'sweep.space.zero_readout={distribution="choice", values=[true, false]}'),
+            "study.toml: sweep.space.zero_readout: the readout is the embedding table .* got true",
+        ),
+        (
+            ("decay_scaling=sublayer_gain", "hyperparameters.optimizer=lion"),
+            'hyperparameters.optimizer: decay_scaling "sublayer_gain" is known for adamw only, got lion',
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_told(
+    make_study: MakeStudy, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(make_study(), overrides)
+
+
+def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identity(make_study: MakeStudy) -> None:
+    path = make_study()
+    numerics = Study.open(path, ["depth_exponent=0.5", "decay_scaling=sublayer_gain"], quiet=True).numerics
+    assert (numerics.depth_exponent, numerics.decay_scaling) == (0.5, "sublayer_gain")
+    with pytest.raises(
+        StudyDirectoryError, match=r"decay_scaling is 'timescale' .*; depth_exponent is 1.0 here but 0.5"
+    ):
+        Study.open(path, quiet=True)
 
 
 def test_a_study_has_no_swap_of_the_optimizer(make_study: MakeStudy) -> None:
@@ -191,6 +232,12 @@ def test_a_mixture_is_written_from_the_study_file(mixed: Path) -> None:
             "corpus.stages.0.weights.lines: .*greater than or equal to 0",
         ),
         ("corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}]", "the last stage must have no end"),
+        ("corpus.stages=[{weights={words=1, lines=1}, until_fraction=1.0}]", "until_fraction: .*less than 1, got 1.0"),
+        (
+            "corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}, "
+            "{weights={words=1, lines=1}, until_fraction=0.5}, {weights={words=1, lines=1}}]",
+            "corpus.stages: until_tokens and until_fraction exclude each other",
+        ),
         ("model.vocab_size=256", "model.vocab_size: must be at least 257"),
     ],
 )
@@ -218,6 +265,26 @@ def test_files_are_looked_at_before_anything_is_written(mixed: Path, override: s
     with pytest.raises(StageError, match=message):
         Study.open(mixed, [override], quiet=True)
     assert not (mixed.parent / "corpus").exists()
+
+
+def test_a_curriculum_by_fractions_costs_every_run_from_its_start(mixed: Path) -> None:
+    shared = estimate(StudyConfig.read(mixed)).set_index("stage")["n_tokens"]
+    mixed.write_text(mixed.read_text().replace("until_tokens = 4096", "until_fraction = 0.5"))
+    study = Study.open(mixed, quiet=True)
+    assert study.numerics.stages_by_fraction
+    whole = estimate(study.config).set_index("stage")["n_tokens"]
+    jobs = ladder.transfer_jobs(study.config, study.numerics, study.config.hyperparameters)
+    assert whole["transfer"] == sum(job.chain.last.end for job in jobs) > shared["transfer"]
+    assert whole["ladder"] > shared["ladder"]
+    assert whole["sweep"] == shared["sweep"]
+
+
+def test_a_curriculum_is_checked_in_depth_too(mixed: Path) -> None:
+    mixed.write_text(mixed.read_text().replace("until_tokens = 4096", "until_fraction = 0.5"))
+    study = Study.open(mixed, ["check.depths=[1, 2, 4, 8]", "depth_exponent=0.5"], quiet=True)
+    check = study.check()
+    assert not [finding for finding in check.findings if finding.axis == "depth"]
+    assert set(check.measurements["depth"]) == {1, 2, 4, 8}
 
 
 def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:

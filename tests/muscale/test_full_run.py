@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from muscale.checkpoints import CHECKPOINTS, MANIFEST, PARAMETRIZATION, Checkpoints
 from muscale.errors import StageError
@@ -20,10 +21,11 @@ from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, chain, stem
-from proxy_models.mixture import Mixture
+from proxy_models.mixture import Mixture, Stage
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import OptimizerName
 from proxy_models.sources import Source
+from proxy_models.step import Stepper
 from proxy_models.training import Trainer
 
 BATCH, STEPS = 256, 16
@@ -286,14 +288,65 @@ def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: Ful
         train(rebased)
 
 
-def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_result(run: FullRun, tmp_path: Path) -> None:
-    for name, letters in (("near", "abc"), ("far", "vwxyz")):
-        (tmp_path / name).mkdir()
+LETTERS = {"near": "abc", "far": "vwxyz"}
+
+
+def near_and_far(folder: Path, mixture: Mixture) -> Corpus:
+    """A mixture of two sources that have no letter in common."""
+    for name, letters in LETTERS.items():
+        (folder / name).mkdir()
         generator = np.random.default_rng(0)
         for number in range(30):
-            (tmp_path / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
-    sources = {name: Source(path=str(tmp_path / name)) for name in ("near", "far")}
-    mixed = write_mixture(tmp_path / "mixed", sources, Mixture.constant({"near": 0.6, "far": 0.4}))
+            (folder / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
+    return write_mixture(folder / "mixed", {name: Source(path=str(folder / name)) for name in LETTERS}, mixture)
+
+
+def test_a_curriculum_by_fractions_is_followed_by_both_loops_and_resumes(
+    run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Stage(weights={"near": 1, "far": 0}, until_fraction=0.75)
+    mixed = near_and_far(tmp_path, Mixture(stages=(first, Stage(weights={"near": 0, "far": 1}))))
+    seen: list[set[str]] = []
+    step = Stepper.step
+
+    def seeing(stepper: Stepper, sequences: Tensor, **position: Any) -> tuple[Tensor, Tensor]:
+        seen.append(set(bytes(sequences.flatten().tolist()).decode()) - {"\0"})
+        return step(stepper, sequences, **position)
+
+    monkeypatch.setattr(Stepper, "step", seeing)
+    numerics = replace(run.numerics, corpus_key=mixed.key, stages_by_fraction=True).for_run(BATCH * STEPS)
+    run = replace(run, numerics=numerics, corpus=mixed.folder)
+    planted = [set(LETTERS["near"])] * 12 + [set(LETTERS["far"])] * 4
+    curve, loss = lean(run, mixed)
+    assert seen == planted
+    seen.clear()
+    assert train(run)["loss"] == pytest.approx(loss, rel=1e-6)
+    assert seen == planted
+    assert losses(run) == curve
+    seen.clear()
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["loss"] == pytest.approx(loss, rel=1e-6)
+    assert seen == planted[12:]
+
+
+def test_a_curriculum_by_fractions_needs_the_run_s_length(run: FullRun, tmp_path: Path) -> None:
+    first = Stage(weights={"near": 1, "far": 0}, until_fraction=0.75)
+    mixed = near_and_far(tmp_path, Mixture(stages=(first, Stage(weights={"near": 0, "far": 1}))))
+    unaware = replace(run, numerics=replace(run.numerics, corpus_key=mixed.key), corpus=mixed.folder)
+    with pytest.raises(ValueError, match="stages end at fractions of the run: run_tokens must be given"):
+        train(unaware)
+    with pytest.raises(ValueError, match="stages_by_fraction must be the corpus's, True"):
+        Trainer(mixed, compile=False).train(unaware.numerics, run.segments[0])
+    aware = replace(unaware.numerics, stages_by_fraction=True)
+    for numerics, message in ((aware, "set its length"), (aware.for_run(BATCH), "256 tokens, .* trained to 3")):
+        with pytest.raises(ValueError, match=message):
+            Trainer(mixed, compile=False).train(numerics, run.segments[0])
+        with pytest.raises(ValueError, match=message.replace("to 3", "to 4")):
+            replace(run, numerics=numerics)
+
+
+def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_result(run: FullRun, tmp_path: Path) -> None:
+    mixed = near_and_far(tmp_path, Mixture.constant({"near": 0.6, "far": 0.4}))
     numerics = replace(run.numerics, corpus_key=mixed.key)
     run = replace(run, numerics=numerics, corpus=mixed.folder, evaluate_every_tokens=BATCH * 4)
     whole = train(run)

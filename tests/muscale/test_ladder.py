@@ -11,7 +11,8 @@ import pytest
 from muscale import StageError, StudyConfig, ladder
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
-from muscale.promotion import gate
+from muscale.promotion import Promotion, gate
+from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, fit_horizon_law
 
@@ -64,6 +65,38 @@ def test_the_ladder_is_tuned_for_the_middle_of_its_branches(
     assert off == pytest.approx([-0.25, 0.25], abs=0.02)
 
 
+def test_a_curriculum_by_fractions_gives_each_run_its_own_stem(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    best = config.hyperparameters
+    curriculum = replace(numerics, stages_by_fraction=True)
+    for jobs, shared in (
+        (ladder.transfer_jobs(config, curriculum, best), ladder.transfer_jobs(config, numerics, best)),
+        (ladder.ladder_jobs(config, curriculum, best, horizon), ladder.ladder_jobs(config, numerics, best, horizon)),
+    ):
+        assert all(job.chain.numerics.run_tokens == job.chain.last.end for job in jobs)
+        assert [job.chain.segments for job in jobs] == [job.chain.segments for job in shared]
+        assert len(stems([job.chain for job in jobs])) == len(jobs) == 2 * len(stems([job.chain for job in shared]))
+
+
+def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    h = config.hyperparameters
+    plan = TrialPlan(
+        numerics=replace(numerics, stages_by_fraction=True),
+        defaults=h,
+        n_tokens=16384,
+        rung_tokens=config.rung_tokens(),
+    )
+    jobs = [
+        Job(purpose="transfer", label="", hyperparameters=h, chain=plan.branch({}, rung))
+        for rung in range(config.sweep.rungs)
+    ]
+    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon)
+    assert list(table["left_out"]) == ["its data are those of a run of 16384 tokens", ""]
+
+
 def test_a_row_that_can_not_tell_the_law_is_left_out_with_the_reason(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
@@ -106,9 +139,23 @@ def as_run(job: Job) -> dict[str, object]:
         "n_params": 1,
         "n_tokens": job.chain.last.end,
         "loss": 2.0,
+        "numerics": job.chain.numerics.to_dict(),
         "segment": segment_to_dict(job.chain.last),
         "hyperparameters": job.hyperparameters.to_dict(),
     }
+
+
+def test_a_promotion_tells_the_loss_of_each_source_where_there_are_several() -> None:
+    values = {
+        **dict.fromkeys(("plan", "registered_at", "started_at", "finished_at", "verdict"), ""),
+        **dict.fromkeys(("loss", "forecast", "low", "high", "level", "seconds"), 1.0),
+        "forced": False,
+        "world_size": 2,
+    }
+    one = Promotion.from_dict({**values, "source_losses": {}})
+    several = Promotion.from_dict({**values, "source_losses": {"words": 0.5, "code": 1.25}})
+    assert str(several) == f"{one}\n  words 0.5000, code 1.2500"
+    assert Promotion.from_dict(several.to_dict()) == several
 
 
 def test_the_gate_lets_through_what_passed_or_was_forced() -> None:

@@ -24,6 +24,20 @@ def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
         ledger.claim({"model.d_model": 32, "tokenizer": "bytes"}, {"sweep": 1})
 
 
+@pytest.mark.parametrize(("number", "told"), [(0, "schema 1, .* older version"), (3, "schema 3, .* newer version")])
+def test_a_ledger_of_another_schema_is_refused_with_what_to_do(ledger: Ledger, number: int, told: str) -> None:
+    ledger.claim({}, {})
+    ledger.close()
+    with sqlite3.connect(ledger.path) as connection:
+        connection.execute("ALTER TABLE segments DROP COLUMN source_losses")
+        connection.execute(f"PRAGMA user_version = {number}")
+    connection.close()
+    with pytest.raises(
+        StudyDirectoryError, match=f"ledger.sqlite: .* {told} .*, or begin the study in a new directory"
+    ):
+        ledger.runs()
+
+
 def test_a_result_is_kept_as_it_was_first_recorded(ledger: Ledger) -> None:
     assert ledger.result("check", "k") is None
     ledger.record_result("check", "k", {"passed": True})

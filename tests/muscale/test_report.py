@@ -7,6 +7,9 @@ import pandas as pd
 import pytest
 
 from muscale.report import ReportContents, write_report
+from proxy_models.corpus import write_mixture
+from proxy_models.mixture import Mixture
+from proxy_models.sources import Source
 
 COLUMNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]
 
@@ -42,15 +45,15 @@ def test_a_name_that_a_user_chose_is_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(2)" in text
 
 
-@pytest.mark.parametrize(("loss", "word"), [(1.05, "inside"), (1.3, "outside")])
-def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path, loss: float, word: str) -> None:
-    promotion = {
+def promoted(loss: float, *, inside: bool, **source_losses: float) -> dict[str, object]:
+    return {
         "forecast": 1.0,
         "low": 0.9,
         "high": 1.1,
         "level": 0.9,
         "loss": loss,
-        "inside": word == "inside",
+        "source_losses": source_losses,
+        "inside": inside,
         "relative_error": 0.05,
         "registered_at": "2026-01-02T03:04:05.6+00:00",
         "started_at": "2026-01-02T03:04:06+00:00",
@@ -59,6 +62,35 @@ def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path
         "forced": False,
         "verdict": "pass",
     }
-    text = page(tmp_path, promotion=promotion)
+
+
+@pytest.mark.parametrize(("loss", "word"), [(1.05, "inside"), (1.3, "outside")])
+def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path, loss: float, word: str) -> None:
+    text = page(tmp_path, promotion=promoted(loss, inside=word == "inside"))
     assert f"forecast 1.0000, measured {loss:.4f}: {word}, error +5.00 %" in text
     assert "Registered 2026-01-02 03:04:05 UTC" in text
+
+
+def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(tmp_path: Path) -> None:
+    for name, n_bytes in (("large", 4000), ("small", 400)):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            (tmp_path / name / f"{number}.txt").write_text(name[0] * n_bytes)
+    sources = {name: Source(path=str(tmp_path / name)) for name in ("large", "small")}
+    corpus = write_mixture(tmp_path / "corpus", sources, Mixture.constant({"large": 0.5, "small": 0.5}))
+    epochs = corpus.epochs(100_000)
+    assert epochs["large"] < 1 < 4 < epochs["small"]
+    assert "epochs in the full run" not in page(tmp_path, corpus=corpus)
+    plan = {
+        "model": {"d_model": 1, "n_layers": 1},
+        "n_params": 1,
+        "n_tokens": 100_000,
+        "compute_flops": 1.0,
+        "rules": {},
+        "hyperparameters": {},
+    }
+    text = page(tmp_path, corpus=corpus, plan=plan, promotion=promoted(1.0, inside=True, large=0.8125, small=1.25))
+    for name, value in (("large", epochs["large"]), ("small", epochs["small"]), ("large", 0.8125), ("small", 1.25)):
+        assert re.search(rf"<td>{name}</td>\s*<td>{re.escape(f'{value:.4g}')}</td>", text)
+    assert f"warning: small: {epochs['small']:.1f} epochs" in text
+    assert "warning: large" not in text

@@ -93,6 +93,7 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     assert len(study.sweep().trials) == study.config.sweep.trials
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
+    assert str(study.corpus) in page
 
 
 def end_during(stage: str, study: Path, how: signal.Signals) -> None:

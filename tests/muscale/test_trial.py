@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from muscale.trial import NUMBER, TrialPlan
@@ -23,3 +25,15 @@ def test_the_last_branch_of_a_trial_is_its_whole_run_under_its_schedule(schedule
     assert whole.parent is not None
     assert whole.parent.key == plan.rung(config, 1).key
     assert plan.branch(config, 0).stem == whole.stem
+
+
+@pytest.mark.parametrize("last_rung", [84, 85, 86])
+def test_all_of_a_trial_sees_the_data_of_its_longest_run(last_rung: int) -> None:
+    defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
+    numerics = replace(NUMERICS, stages_by_fraction=True)
+    rungs = (40 * BATCH, last_rung * BATCH)
+    plan = TrialPlan(numerics=numerics, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
+    config = {NUMBER: 3}
+    whole = plan.branch(config, 1)
+    assert whole.numerics == numerics.for_run(whole.last.end)
+    assert plan.branch(config, 0).stem == whole.stem == plan.rung(config, 0).stem

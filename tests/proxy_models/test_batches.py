@@ -206,7 +206,7 @@ def mixed_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def test_the_stream_of_a_corpus_follows_its_mixture(mixed_corpus: Corpus, corpus: Corpus) -> None:
-    with pytest.raises(ValueError, match="until_fraction needs the run's length"):
+    with pytest.raises(ValueError, match="end at fractions of the run: run_tokens must be given"):
         training_stream(mixed_corpus, CONTEXT, 0)
     batch = training_stream(mixed_corpus, CONTEXT, 0, run_tokens=80 * CONTEXT).batch(0, 80 * CONTEXT)
     is_b = (batch == ord("b")).any(dim=1)

@@ -14,8 +14,9 @@ import pandas as pd
 import pytest
 import torch
 
+from proxy_models.check_sizes import Axis
 from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.coordinate_check import Axis, CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
+from proxy_models.coordinate_check import CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters

@@ -28,6 +28,7 @@ NUMERICS = Numerics(model=replace(BASE, d_model=64), base=BASE, corpus_key="abc"
         {"decay_scaling": "sublayer_gain"},
         {"precision": "bf16"},
         {"guard": GuardSettings()},
+        {"stages_by_fraction": True},
         {"semantics": 0},
     ],
     ids=lambda change: str(next(iter(change))),
@@ -42,6 +43,20 @@ def test_numerics_and_their_key_survive_json(guard: GuardSettings | None) -> Non
     again = Numerics.from_dict(json.loads(json.dumps(numerics.to_dict())))
     assert again == numerics
     assert again.key == numerics.key
+
+
+def test_a_run_has_a_key_of_its_own_only_where_stages_end_at_fractions_of_it() -> None:
+    assert NUMERICS.for_run(4096) is NUMERICS
+    NUMERICS.require_length(10**9)
+    curriculum = replace(NUMERICS, stages_by_fraction=True)
+    assert len({curriculum.key, curriculum.for_run(4096).key, curriculum.for_run(8192).key}) == 3
+    curriculum.for_run(4096).require_length(4096)
+    with pytest.raises(ValueError, match="a run of 4096 tokens, which can't be trained to 4128"):
+        curriculum.for_run(4096).require_length(4128)
+    with pytest.raises(ValueError, match=r"set its length by for_run\(n_tokens\)"):
+        curriculum.require_length(32)
+    with pytest.raises(ValueError, match="run_tokens is for a corpus whose stages end at fractions .* got 4096"):
+        replace(NUMERICS, run_tokens=4096)
 
 
 def test_the_table_is_of_this_shape_and_scheme() -> None:
