@@ -149,6 +149,14 @@ class Corpus:
         """Of each source's loss in the corpus's: its share in the last stage."""
         return self.mixture.stages[-1].shares if self.mixture else {ONE_SOURCE: 1.0}
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, the sources weighted as in the corpus's loss; None where one was given as tokens."""
+        each = {name: files.bytes_per_token for name, files in self.sources.items()}
+        known = {name: value for name, value in each.items() if value is not None}
+        weights = self.evaluation_weights
+        return sum(weights[name] * known[name] for name in each) if len(known) == len(each) else None
+
     def tokenizer(self) -> Tokenizer:
         """What encoded the text; raises CorpusError if the corpus was given as tokens."""
         if all(files.manifest["tokenizer"] == STATED for files in self.sources.values()):

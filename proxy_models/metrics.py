@@ -73,24 +73,26 @@ class Curve:
     def table(
         self,
         *,
-        bytes_per_token: float = 1.0,
+        bytes_per_token: float | None = 1.0,
         train_flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> pd.DataFrame:
         """A row a step, with what follows from the measured: bits per byte, perplexity, tokens per second, utilisation.
 
         Args:
-            bytes_per_token: Of the validation text, for its bits per byte; 1 for a byte tokenizer.
+            bytes_per_token: Of the text, such as `Corpus.bytes_per_token`; None where unknown: bits per byte are NaN then.
             train_flops_per_token: `ModelConfig.train_flops_per_token`.
             peak_flops: FLOP/s of the device in the run's precision, such as `peak.datasheet_flops`; with both, the column `mfu`
                 tells the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
         """
         rate = np.diff(self.tokens, prepend=self.start) / np.maximum(np.diff(self.seconds, prepend=0.0), 1e-9)
+        nats_per_bit_per_byte = np.log(2) * (bytes_per_token or np.nan)
         columns = {
             "tokens": self.tokens,
             "train_loss": self.train_loss,
+            "train_bits_per_byte": self.train_loss / nats_per_bit_per_byte,
             "val_loss": self.val_loss,
-            "val_bits_per_byte": self.val_loss / np.log(2) / bytes_per_token,
+            "val_bits_per_byte": self.val_loss / nats_per_bit_per_byte,
             "val_perplexity": np.exp(self.val_loss),
             "grad_norm": self.grad_norm,
             "rate_factor": self.rate_factor,

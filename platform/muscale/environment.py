@@ -17,8 +17,13 @@ def environment(device: torch.device, *, world_size: int = 1, compiled: bool = F
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "muscale": metadata.version("muscale"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "world_size": world_size,
         "compiled": compiled,
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's, as its driver tells it, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 
 from muscale import lease as leases
-from muscale.environment import environment
+from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, Outcome, insert_once
 from muscale.lineage import Chain
 from muscale.tables import segments
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
+from proxy_models.peak import datasheet_flops
 from proxy_models.state import TrainState
 from proxy_models.training import SegmentResult, Trainer
 
@@ -114,8 +114,12 @@ class Worker:
             connection.execute(insert_once(segments, row))
 
     def _write_curve(self, chain: Chain, result: SegmentResult) -> None:
-        curve = pd.DataFrame({"tokens": result.curve.tokens, "train_loss": result.train_losses})
-        curve["grad_norm"] = result.curve.grad_norm
+        trainer, numerics = self.trainer, chain.numerics
+        curve = result.curve.table(
+            bytes_per_token=trainer.corpus.bytes_per_token,
+            train_flops_per_token=numerics.model.train_flops_per_token,
+            peak_flops=datasheet_flops(device_name(trainer.device), numerics.precision),
+        )
         path = self.directory / CURVES / f"{chain.key}.parquet"
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(".unfinished")

@@ -1,5 +1,6 @@
 """A worker trains nothing that the ledger knows, goes on from the nearest state, and reports divergence as a result."""
 
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,6 +112,7 @@ def test_a_cycle_goes_on_from_the_kept_end_of_the_one_before_it(worker: Worker, 
     assert second["trained_from"] == 10 * BATCH
     curve = pd.read_parquet(worker.directory / CURVES / f"{cycles.parent.key}.parquet")
     assert curve["tokens"].tolist() == [BATCH // 2, *(BATCH * n for n in range(1, 11))]
+    assert curve["train_bits_per_byte"].to_numpy() == pytest.approx(curve["train_loss"].to_numpy() / math.log(2))
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.75, 0.9])

@@ -307,6 +307,7 @@ def test_token_files_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (corpus.train.tolist(), corpus.validation.tolist()) == (list(range(80)), list(range(80, 100)))
     assert (corpus.vocab_size, corpus.train.dtype.name) == (200, "uint8")  # the smallest that holds them
     assert corpus.sources["corpus"].fertility is None
+    assert corpus.bytes_per_token is None
     with pytest.raises(CorpusError, match="given as tokens, their tokenizer is not known"):
         corpus.tokenizer()
 
@@ -381,6 +382,9 @@ def test_one_tokenizer_is_trained_on_all_sources(two_sources: dict[str, Source],
     text = corpus.tokenizer().decode(corpus.sources["lines"].train)
     assert set(text.splitlines()) <= {f"line {number} of the other source" for number in range(60)}
     assert corpus.sources["lines"].manifest["tokenizer"] == corpus.sources["files"].manifest["tokenizer"]
+    assert corpus.bytes_per_token == pytest.approx(
+        sum(files.bytes_per_token or 0.0 for files in corpus.sources.values()) / 2
+    )
 
 
 def test_finished_sources_survive_a_bad_one(two_sources: dict[str, Source], tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def test_what_follows_from_the_measured_has_its_units() -> None:
     assert table["val_perplexity"].iloc[1] == pytest.approx(math.e**4)
     assert table["val_bits_per_byte"].iloc[2] == pytest.approx(3 / math.log(2) / 4)
     assert table["val_bits_per_byte"].isna().tolist() == [True, False, False]
+    assert table["train_bits_per_byte"].tolist() == pytest.approx((curve().train_loss / math.log(2) / 4).tolist())
     assert "mfu" not in curve().table()
+    assert curve().table(bytes_per_token=None)["val_bits_per_byte"].isna().all()
 
 
 def test_a_multiple_is_passed_once() -> None:
