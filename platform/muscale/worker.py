@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-
 from muscale import lease as leases
 from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
