@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from proxy_models.mixture import Interleaving, Mixture
 from proxy_models.tokenizer import Tokens
 
 _ROUNDS = 4  # of the Feistel network; four make a strong permutation (Luby and Rackoff, SIAM J. Comput. 17, 1988)
+_BLOCK = 1024  # sequences whose places are found at once: for one step's alone it would take as long as a small model's update
 
 
 def permute(numbers: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
@@ -87,6 +88,7 @@ class TokenStream:
     tokens: Tokens
     context_length: int
     seed: int
+    _kept: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.sequences_per_epoch < 1:
@@ -107,6 +109,25 @@ class TokenStream:
         return torch.from_numpy(self._sequences(numbers.astype(np.uint64)))
 
     def _sequences(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
+        starts = np.empty(len(numbers), dtype=np.int64)
+        blocks, within = np.divmod(numbers.astype(np.int64), _BLOCK)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            starts[chosen] = self._starts_of(block)[within[chosen]]
+        sequences: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(self.context_length + 1)].astype(
+            np.int64
+        )
+        return sequences
+
+    def _starts_of(self, block: int) -> NDArray[np.int64]:
+        """Where the sequences of a block begin; the last two blocks are kept, as a step may lie across their border."""
+        if block not in self._kept:
+            for old in list(self._kept)[:-1]:
+                del self._kept[old]
+            self._kept[block] = self._starts(np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64))
+        return self._kept[block]
+
+    def _starts(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
         size = self.sequences_per_epoch
         epochs, within = numbers // np.uint64(size), numbers % np.uint64(size)
         starts = np.empty(len(numbers), dtype=np.int64)
@@ -116,10 +137,7 @@ class TokenStream:
             slack = len(self.tokens) - 1 - size * self.context_length
             offset = key % (min(slack, self.context_length - 1) + 1)
             starts[chosen] = permute(within[chosen], size, key).astype(np.int64) * self.context_length + offset
-        sequences: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(self.context_length + 1)].astype(
-            np.int64
-        )
-        return sequences
+        return starts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ input, 101 to 193 for that of the weight. It is fp32 throughout; only the order 
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +17,21 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 _MIN_FEATURES, _MIN_ROWS = 64, 256  # below, what a call costs eats up what it saves
+
+
+def _mkl_is_slow() -> bool:
+    cpu_info = Path("/proc/cpuinfo")
+    return (
+        torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and cpu_info.exists()
+        and "AuthenticAMD" in cpu_info.read_text()
+    )
+
+
+MKL_IS_SLOW = _mkl_is_slow()  # here and not at the first call, which torch.compile would trace
+"""Whether this machine's processor is one for which MKL has AVX-512 kernels that it does not use."""
 
 
 class Linear(nn.Linear):
@@ -38,20 +52,7 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
         and input.dtype == weight.dtype == torch.float32
         and input.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
-        and mkl_is_slow()
-    )
-
-
-@cache
-def mkl_is_slow() -> bool:
-    """Whether this machine's processor is one for which MKL has AVX-512 kernels that it does not use."""
-    cpu_info = Path("/proc/cpuinfo")
-    return (
-        torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and cpu_info.exists()
-        and "AuthenticAMD" in cpu_info.read_text()
+        and MKL_IS_SLOW
     )
 
 

@@ -37,7 +37,7 @@ from proxy_models.hyperparameters import Hyperparameters, stem
 from proxy_models.numerics import Numerics, Precision
 from proxy_models.peak import datasheet_flops
 from proxy_models.precision import autocast
-from proxy_models.products import Linear, mkl_is_slow, product
+from proxy_models.products import MKL_IS_SLOW, Linear, product
 from proxy_models.tokenizer import Tokens
 from proxy_models.training import Trainer
 
@@ -231,7 +231,7 @@ def reached_flops(config: ModelConfig, setting: Setting) -> float:
     dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
     x = torch.randn(setting.batch_tokens, config.d_model, device=setting.device, dtype=dtype)
     w = torch.randn(config.d_model, config.d_ff, device=setting.device, dtype=dtype)
-    multiply = product if setting.device == CPU and setting.precision == "fp32" and mkl_is_slow() else torch.mm
+    multiply = product if setting.device == CPU and setting.precision == "fp32" and MKL_IS_SLOW else torch.mm
     best = float("inf")
     for _ in range(20):
         wait(setting.device)

@@ -12,7 +12,7 @@ from proxy_models.products import Linear, product
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if on a processor that MKL neglects."""
-    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(products, "MKL_IS_SLOW", True)
 
 
 def outcome(
