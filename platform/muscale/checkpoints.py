@@ -1,12 +1,14 @@
 """Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), hashed, and moved into place whole.
 
-The parametrization's table lies beside the shards. A checkpoint whose hashes do not hold is never opened.
+The parametrization's table lies beside the shards. A checkpoint whose hashes do not hold is never opened; the hashes guard
+against damage, not against an author, and torch unpickles the metadata: go on only from runs that are your own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,10 +38,16 @@ class Checkpoints:
 
     def latest(self) -> tuple[int, Path] | None:
         """Tokens and path of the newest checkpoint whose hashes hold, or None."""
-        found = sorted(
-            ((int(path.name.removeprefix("tokens=")), path) for path in self.folder.glob("tokens=*[0-9]")), reverse=True
-        )
-        return next(((tokens, path) for tokens, path in found if _is_whole(path)), None)
+        for tokens, path in self._found():
+            if _is_whole(path):
+                return tokens, path
+            logging.getLogger(__name__).warning("%s does not hold the hashes of its manifest: passed over", path)
+        return None
+
+    def _found(self) -> list[tuple[int, Path]]:
+        """Tokens and path of each, the newest first."""
+        paths = self.folder.glob("tokens=*[0-9]")
+        return sorted(((int(path.name.removeprefix("tokens=")), path) for path in paths), reverse=True)
 
     def save(self, stepper: Stepper, tokens: int) -> None:
         """Write the state of all ranks; rank 0 hashes it and moves it into place, then drops the oldest."""
@@ -59,9 +67,10 @@ class Checkpoints:
             (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
             shutil.rmtree(path, ignore_errors=True)
             unfinished.rename(path)
-            kept = sorted(self.folder.glob("tokens=*[0-9]"), key=lambda p: int(p.name.removeprefix("tokens=")))
-            for old in kept[:-_KEEP]:
-                shutil.rmtree(old)
+            kept = [path for number, path in self._found() if number <= tokens][:_KEEP]
+            for _, other in self._found():  # a later one did not hold its hashes, or this would not be trained again
+                if other not in kept:
+                    shutil.rmtree(other)
         _barrier()
 
     def load(self, path: Path, stepper: Stepper) -> None:

@@ -218,8 +218,10 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
         for field in dataclasses.fields(build)
     }
     try:
-        pydantic.create_model(build.__name__, __base__=_Table, **fields)(**table)
-        return build(**table)
+        valid = pydantic.create_model(build.__name__, __base__=_Table, **fields)(**table)
+        return build(
+            **{name: getattr(valid, name) for name in fields}
+        )  # 4 for a float is 4.0: equal settings, equal keys
     except pydantic.ValidationError as error:
         problems.extend(_explain(dict(detail), where, list(fields), separator=".") for detail in error.errors())
     except ValueError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,5 +27,13 @@ def environment(device: torch.device, *, world_size: int = 1, compiled: bool = F
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's, as its driver tells it, or the processor's architecture."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    """The GPU's, as its driver tells it, or the processor's: with another one products may be summed in another order."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+
+
+@cache
+def _processor() -> str:
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -30,6 +30,7 @@ from muscale.layout import METRICS, RESULT
 from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.device import send
 from proxy_models.hyperparameters import Recipe, Segment
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
@@ -114,14 +115,14 @@ class ShardedStrategy(ModelParallelStrategy):
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
     """The decoder under Lightning; every definition is `proxy_models`' own."""
 
-    def __init__(self, run: FullRun, start: int, resume: Path | None) -> None:
+    def __init__(self, run: FullRun, start: int, resume: Path | None, *, spent: float) -> None:
         super().__init__()
         self.automatic_optimization = False  # the step is `proxy_models`' own, whole
         self.run, self.start, self.resume = run, start, resume
         self.tokens = start
         self.checkpoints = Checkpoints(run.directory / CHECKPOINTS)
         self.model: Decoder | None = None
-        self.evaluation: dict[str, Any] = {}
+        self._spent = spent  # seconds, by earlier attempts up to the start
         self._rows: list[dict[str, Any]] = []
 
     def configure_model(self) -> None:
@@ -185,7 +186,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         )
         if self.resume:
             self.checkpoints.load(self.resume, self._stepper)
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() - self._spent
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
         """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
@@ -195,7 +196,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             self._swap(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
         rank, world_size = self.global_rank, self.trainer.world_size
-        sequences = self._stream.batch(before, batch, rank=rank, world_size=world_size).to(self.device)
+        sequences = send(self._stream.batch(before, batch, rank=rank, world_size=world_size), self.device)
         number, rate_factor = run.n_steps(before), segment.rate_factor(before)
         spikes = len(self._stepper.spikes)
         loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor)
@@ -225,8 +226,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             "left_out": left_out,
         }
         if at_end or passes(run.evaluate_every_tokens, before, tokens):
-            self.evaluation = self.evaluate()
-            row |= self.evaluation
+            row |= self.evaluate()
             if not math.isfinite(row["val_loss"]):
                 step = run.n_steps(tokens)
                 raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
@@ -277,7 +277,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
 
     Returns:
         `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
-        `seconds` of this attempt, `environment`.
+        `seconds` that the steps took, over all attempts, `environment`.
 
     Raises:
         StageError: If the run diverges.
@@ -287,7 +287,11 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         return dict(json.loads(finished.read_text()))
     run.directory.mkdir(parents=True, exist_ok=True)
     start, resume = Checkpoints(run.directory / CHECKPOINTS).latest() or (0, None)
-    module = FullRunModule(run, start, resume)
+    metrics = run.directory / METRICS
+    _drop_metrics_after(metrics, start)
+    module = FullRunModule(
+        run, start, resume, spent=_last_row(metrics)["seconds"] if start and _launched_rank() == 0 else 0.0
+    )
     own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
     trainer = L.Trainer(
@@ -303,17 +307,15 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         enable_model_summary=False,
         default_root_dir=run.directory,
     )
-    _drop_metrics_after(run.directory / METRICS, start)
-    started = time.perf_counter()
     if start < run.n_tokens:
         trainer.fit(module)
-    evaluation = module.evaluation if start < run.n_tokens else _last_row(run.directory / METRICS)
+    last = _last_row(metrics)  # written before the barrier that ended the last checkpoint
     result = {
-        "loss": evaluation["val_loss"],
-        "source_losses": evaluation["source_losses"],
+        "loss": last["val_loss"],
+        "source_losses": last["source_losses"],
         "tokens": run.n_tokens,
         "resumed_from": start,
-        "seconds": time.perf_counter() - started,
+        "seconds": last["seconds"],
         "environment": environment(trainer.strategy.root_device, world_size=trainer.world_size),
     }
     if trainer.global_rank == 0:

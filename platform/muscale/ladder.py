@@ -5,6 +5,7 @@ One policy holds for the ladder and for the full run: muP across size, the horiz
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,7 +105,7 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
 
 def grid_rows(runs: pd.DataFrame, jobs: Sequence[Job]) -> pd.DataFrame:
     """The grid's runs as `scaling` wants them: width, rate, n_tokens, seed, loss (NaN where the run diverged)."""
-    outcome = runs[runs["purpose"] == "transfer"].set_index(["stem", "n_tokens"])["loss"]
+    outcome = runs[runs["purpose"] == "transfer"].set_index("key")["loss"]
     return pd.DataFrame(
         [
             {
@@ -112,24 +113,29 @@ def grid_rows(runs: pd.DataFrame, jobs: Sequence[Job]) -> pd.DataFrame:
                 "rate": job.hyperparameters.learning_rate,
                 "n_tokens": job.chain.last.end,
                 "seed": job.chain.numerics.seed,
-                "loss": outcome.get((job.chain.stem, job.chain.last.end), np.nan),
+                "loss": outcome.get(job.chain.key, np.nan),
             }
             for job in jobs
         ]
     )
 
 
-def law_rows(runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw) -> pd.DataFrame:
+def law_rows(
+    runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw, numerics: Numerics
+) -> pd.DataFrame:
     """Every annealed run, with what `scaling.fit` needs, and in `left_out` why it can't tell the law ("" if it can).
 
     The law is that of the policy which the full run follows, so `regret` is how far the run's loss is predicted to lie
     from the policy's at the same size and length, in either direction. The surface it is read from is fitted to the
-    sweep and the rate grid. Where they are too few for one, only the rate's regret is known, from the horizon law.
+    sweep and the rate grid. Where they are too few for one, only the rate's regret is known, from the horizon law. Runs of
+    an earlier revision of the study, whose other settings were not those of `best` and `numerics`, tell neither.
     """
     rows = runs[runs["loss"].notna() & (runs["purpose"] != "full")].drop_duplicates("key").reset_index(drop=True)
     at = _coordinates(rows, space, horizon)
     policy = _policy(best, space)
-    surface = _surface(at.assign(loss=rows["loss"]), rows)
+    foreign = [_foreign(row, best, space, numerics) for row in rows.to_dict("records")]
+    tells = rows["purpose"].isin(["sweep", "transfer"]) & (np.array(foreign, dtype=object) == "")
+    surface = _surface(at.assign(loss=rows["loss"])[tells], rows[tells])
     if surface:
         rows["regret"] = np.abs(surface.regret(at, policy))
     else:
@@ -137,10 +143,10 @@ def law_rows(runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: H
     rows["annealed"] = True
     searched = rows["purpose"] == "sweep"
     rows["left_out"] = [
-        "the regret of its searched hyperparameters is not known"
-        if unknown and surface is None
-        else _left_out(row, best, space)
-        for row, unknown in zip(rows.to_dict("records"), searched, strict=True)
+        reason
+        or ("the regret of its searched hyperparameters is not known" if unknown and surface is None else "")
+        or _left_out(row, best, space)
+        for row, reason, unknown in zip(rows.to_dict("records"), foreign, searched, strict=True)
     ]
     columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
     return rows[[*columns, "annealed", "left_out"]]
@@ -177,16 +183,25 @@ def _place(value: float, distribution: Distribution) -> float:
 
 def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
     """The regret surface, or None where the runs are too few for one."""
-    tells = rows["purpose"].isin(["sweep", "transfer"])
     groups = list(zip(rows["numerics"].map(content_key), rows["n_tokens"], strict=True))
     try:
-        return fit_regret_surface(
-            at[tells],
-            coordinates=[name for name in at if name != "loss"],
-            groups=[group for group, used in zip(groups, tells, strict=True) if used],
-        )
+        return fit_regret_surface(at, coordinates=[name for name in at if name != "loss"], groups=groups)
     except ScalingError:
         return None
+
+
+def _foreign(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    """In what a run differs from the study as it is now beyond what is searched, "" if in nothing."""
+    settings = {"learning_rate", *space}
+    shape = {"model", "seed", "run_tokens"}
+    for found, wanted, free in (
+        (row["hyperparameters"], best.to_dict(), settings),
+        (row["numerics"], numerics.to_dict(), shape),
+    ):
+        for name, value in json.loads(json.dumps(wanted)).items():
+            if name not in free and found[name] != value:
+                return f"its {name} is {found[name]!r}, the study's is {value!r}"
+    return ""
 
 
 def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space) -> str:

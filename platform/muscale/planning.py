@@ -121,6 +121,8 @@ def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, f
         config.promote.seed,
         config.promote.precision,
         config.plan.level,
+        config.fit.n_bootstrap,
+        config.fit.seed,
         {k: list(map(str, v)) for k, v in evidence.items()},
     )
     return Plan(

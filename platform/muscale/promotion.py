@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, cluster, interrupted_later, interruptible
-from muscale.layout import CORPUS, FULL_RUNS, RESULT
+from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan
 from muscale.tables import runs, segments
@@ -126,7 +126,7 @@ def promote(
     """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
 
     Raises:
-        StageError: If the run ended without a loss.
+        StageError: If the run diverged or failed more often than `promote.max_failures`.
     """
     registered = ledger.forecast(plan.key)
     if registered is None:
@@ -191,7 +191,7 @@ def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
 def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     with interrupted_later():
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
 
     settings, resources = config.promote, config.resources
@@ -200,12 +200,15 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
     trainer = TorchTrainer(
         _train_worker,
         train_loop_config={
-            "numerics": chain.numerics,
-            "segments": chain.segments,
-            "directory": directory,
-            "corpus": corpus,
-            "checkpoint_every_tokens": settings.checkpoint_every_tokens,
-            "evaluate_every_tokens": settings.evaluate_every_tokens,
+            "threads": resources.cpus_per_worker,
+            "run": {
+                "numerics": chain.numerics,
+                "segments": chain.segments,
+                "directory": directory,
+                "corpus": corpus,
+                "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+                "evaluate_every_tokens": settings.evaluate_every_tokens,
+            },
         },
         scaling_config=ScalingConfig(
             num_workers=settings.workers,
@@ -218,12 +221,22 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),
     )
-    with interruptible():
-        trainer.fit()
+    failure = directory / FAILURE
+    failure.unlink(missing_ok=True)
+    try:
+        with interruptible():
+            trainer.fit()
+    except TrainingFailedError as error:
+        raise StageError(f"promote: {error}; the run's records are in {directory}") from error
+    if failure.exists():
+        raise StageError(f"{failure.read_text()}; the run's records are in {directory}")
 
 
 def _train_worker(config: dict[str, Any]) -> None:
-    """One worker of the full run, inside Ray Train."""
+    """One worker of the full run, inside Ray Train.
+
+    What another attempt would end in again, such as a divergence, goes into a file: Ray would retry an error.
+    """
     from muscale.compat import import_lightning
 
     import_lightning()
@@ -234,7 +247,12 @@ def _train_worker(config: dict[str, Any]) -> None:
 
     from muscale.full_run import FullRun, ShardedStrategy, train
 
-    torch.set_num_threads(1)
-    world_size = ray.train.get_context().get_world_size()
-    strategy = ShardedStrategy(world_size=world_size, root_device=get_device())
-    train(FullRun(**config), strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
+    torch.set_num_threads(config["threads"])
+    run = FullRun(**config["run"])
+    context = ray.train.get_context()
+    strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
+    try:
+        train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
+    except StageError as error:
+        if context.get_world_rank() == 0:
+            (run.directory / FAILURE).write_text(str(error))

@@ -195,7 +195,7 @@ class Study:
         best, horizon = self.sweep().best, self.horizon()
         jobs = ladder.ladder_jobs(self.config, self.numerics, best, horizon)
         self._finish("ladder", jobs)
-        return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon)
+        return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self.numerics)
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the tuned runs."""

@@ -119,7 +119,7 @@ def collect(config: StudyConfig, ledger: Ledger, numerics: Numerics) -> SweepRes
     floats = [name for name in table if str(name).startswith("loss_at_")] + ["annealed_loss"]
     table[floats] = table[floats].astype(float)
     table = table.sort_values(["n_tokens", "annealed_loss"], ascending=[False, True], na_position="last")
-    best = plan.hyperparameters({name: table.iloc[0][name] for name in config.sweep.space})
+    best = plan.hyperparameters(ledger_config(records[int(table.iloc[0]["trial"])], config))
     return SweepResult(trials=table.reset_index(drop=True), best=best)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, Outcome, insert_once
 from muscale.lineage import Chain
 from muscale.tables import segments
+from proxy_models.averaging import Tail
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.peak import datasheet_flops
@@ -49,18 +51,20 @@ class Worker:
 
     def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
         """Train the last segment from the nearest state that is kept; returns where that was, and the result."""
-        state = self._nearest_state(chain)
+        averaged = chain.parent is None and not chain.anneals  # rungs, which are ranked by it, lie on stems
+        last = chain.last
+        latest = Tail().begins(last.end, last.recipe.batch_tokens) if averaged else last.end - 1
+        state = self._nearest_state(chain, latest)
         if state is None and chain.parent:
             state = self._state(chain.parent)
         start = state.tokens if state else 0
         remainder = replace(chain.last, start=start)
-        averaged = chain.parent is None and not chain.anneals  # rungs, which are ranked by it, lie on stems
         return start, self.trainer.train(chain.numerics, remainder, state, averaged=averaged, on_step=on_step)
 
-    def _nearest_state(self, chain: Chain) -> TrainState | None:
-        """The latest kept state on the chain's own line, before its end."""
+    def _nearest_state(self, chain: Chain, latest: int) -> TrainState | None:
+        """The last kept state on the chain's own line, after `latest` tokens at most."""
         for row in self.ledger.line(chain.line):
-            if row["tokens"] < chain.last.end and (state := self._load(row)):
+            if row["tokens"] <= latest and (state := self._load(row)):
                 return state
         return None
 
@@ -121,6 +125,6 @@ class Worker:
         )
         path = self.directory / CURVES / f"{chain.key}.parquet"
         path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         curve.to_parquet(unfinished, index=False)
         unfinished.replace(path)

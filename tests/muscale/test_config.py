@@ -117,6 +117,15 @@ def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identi
         Study.open(path, quiet=True)
 
 
+def test_whole_numbers_for_floats_are_the_same_study(make_study: MakeStudy) -> None:
+    path = make_study()
+    whole, fraction = (
+        StudyConfig.read(path, [f"model.mlp_ratio={ratio}", f"hyperparameters.weight_decay_tau={tau}"])
+        for ratio, tau in (("4", "1"), ("4.0", "1.0"))
+    )
+    assert json.dumps(whole.to_dict()) == json.dumps(fraction.to_dict())
+
+
 def test_a_study_has_no_swap_of_the_optimizer(make_study: MakeStudy) -> None:
     settings = {"swap_optimizer": "muon", "swap_fraction": "0.5", "swap_learning_rate": "0.01"}
     swap = [f"hyperparameters.{name}={value}" for name, value in settings.items()]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -269,8 +270,13 @@ def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> N
     torn = bytearray(shard.read_bytes())
     torn[len(torn) // 2] ^= 1
     shard.write_bytes(torn)
+    for later in (1, 2):  # of a run that had come further
+        shutil.copytree(newest[1], newest[1].with_name(f"tokens={run.n_tokens * later + 1}"))
     assert checkpoints.latest() is None
     assert train(run)["resumed_from"] == 0
+    end = checkpoints.latest()
+    assert end is not None, "a checkpoint made way for torn ones"
+    assert end[0] == run.n_tokens
 
 
 def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: FullRun) -> None:

@@ -1,5 +1,6 @@
 """One policy for the ladder and the full run, and a reason for each row that can't tell the law."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,8 @@ def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(
         Job(purpose="transfer", label="", hyperparameters=h, chain=plan.branch({}, rung))
         for rung in range(config.sweep.rungs)
     ]
-    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon)
+    runs = pd.DataFrame([as_run(job) for job in jobs])
+    table = ladder.law_rows(runs, h, config.sweep.space, horizon, plan.numerics)
     assert list(table["left_out"]) == ["its data are those of a run of 16384 tokens", ""]
 
 
@@ -103,11 +105,42 @@ def test_a_row_that_can_not_tell_the_law_is_left_out_with_the_reason(
     h = config.hyperparameters
     jobs = ladder.branches(numerics, h, [4096, 16384], tuned_at=16384, purpose="ladder", label="w")
     jobs += ladder.branches(numerics, h, [8192], tuned_at=8192, purpose="sweep", label="trial 0")
-    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon)
+    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon, numerics)
     reasons = dict(zip(table["n_tokens"], table["left_out"], strict=True))
     assert reasons[16384] == ""
     assert reasons[4096] == "its warmup takes 19% of its tokens, more than 11%"
     assert reasons[8192] == "the regret of its searched hyperparameters is not known"
+
+
+def test_runs_of_an_earlier_revision_of_the_study_tell_no_law(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    h = config.hyperparameters
+    settings = [
+        (numerics, h, ""),
+        (replace(numerics, seed=1), replace(h, learning_rate=0.5), ""),
+        (numerics, replace(h, clip_norm=5.0), "its clip_norm is 5.0, the study's is 1.0"),
+        (numerics, replace(h, optimizer="lion"), "its optimizer is 'lion', the study's is 'adamw'"),
+        (
+            replace(numerics, evaluation_tokens=2),
+            h,
+            "its evaluation_tokens is 2, the study's is 1",
+        ),
+    ]
+    jobs = []
+    for trained, tuned, _ in settings:
+        jobs += ladder.branches(trained, tuned, [16384], tuned_at=16384, purpose="transfer", label="w")
+    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon, numerics)
+    assert list(table["left_out"]) == [reason for *_, reason in settings]
+
+
+def test_the_grid_of_a_revised_study_is_its_own(config: StudyConfig, numerics: Numerics) -> None:
+    h = config.hyperparameters
+    now, before = (ladder.transfer_jobs(config, numerics, tuned) for tuned in (h, replace(h, cooldown_fraction=0.3)))
+    runs = [as_run(job) | {"loss": 2.0} for job in now] + [as_run(job) | {"loss": 9.0} for job in before]
+    table = ladder.grid_rows(pd.DataFrame(runs), now)
+    assert len(table) == len(now)
+    assert set(table["loss"]) == {2.0}
 
 
 def test_a_sweep_tells_how_far_each_run_lies_from_the_policy(
@@ -123,7 +156,7 @@ def test_a_sweep_tells_how_far_each_run_lies_from_the_policy(
         (job,) = ladder.branches(numerics, tuned, [n_tokens], tuned_at=n_tokens, purpose="sweep", label="trial")
         planted.append(0.02 * off**2 + 0.03 * init**2)
         runs.append(as_run(job) | {"loss": 2.0 * np.exp(planted[-1])})
-    table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon)
+    table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon, numerics)
     assert set(table["left_out"]) == {""}
     assert table["regret"].to_numpy() == pytest.approx(np.expm1(planted), abs=1e-6)
 
@@ -141,7 +174,7 @@ def as_run(job: Job) -> dict[str, object]:
         "loss": 2.0,
         "numerics": job.chain.numerics.to_dict(),
         "segment": segment_to_dict(job.chain.last),
-        "hyperparameters": job.hyperparameters.to_dict(),
+        "hyperparameters": json.loads(json.dumps(job.hyperparameters.to_dict())),
     }
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pandas as pd
 import psutil
 import pytest
 
-from muscale import Promotion, Study
+from muscale import Promotion, StageError, Study
 from muscale.layout import FULL_RUNS, METRICS, REPORT
+from muscale.planning import register
+from muscale.promotion import promote
 
 MakeStudy = Callable[..., Path]
 OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
@@ -36,12 +39,18 @@ def segments(ledger: Path) -> dict[str, str]:
 @pytest.mark.usefixtures("ray_cluster")
 def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_study: MakeStudy) -> None:
     path = make_study()
-    asha = ["sweep.searcher=tpe", "sweep.scheduler=asha", "sweep.trials=6"]
+    asha = [
+        "sweep.searcher=tpe",
+        "sweep.scheduler=asha",
+        "sweep.trials=6",
+        'sweep.space.zero_readout={distribution="choice", values=[true, false]}',
+    ]
     first = Study.open(path, asha, quiet=True).sweep()
     assert len(first.trials) == 6
     assert set(first.trials["status"]) == {"completed", "stopped"}
     annealed = first.trials[first.trials["annealed_loss"].notna()]
     assert first.best.learning_rate == annealed.iloc[0]["learning_rate"]
+    assert first.best.zero_readout is bool(annealed.iloc[0]["zero_readout"])
     more = Study.open(path, [*asha, "sweep.trials=8"], quiet=True).sweep()
     assert len(more.trials) == 8
     kept = more.trials.set_index("trial").loc[first.trials["trial"], "learning_rate"]
@@ -72,6 +81,8 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     pd.testing.assert_frame_equal(outcomes(resumed), outcomes(undisturbed))
     assert undisturbed.plan().key == resumed.plan().key
 
+    check_that_a_divergence_is_told(undisturbed)
+
     trained = segments(ledger)
     again = Study.open(killed, quiet=True)
     assert again.run(force=True) == promotion
@@ -88,12 +99,23 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     metrics = pd.read_json(study.directory / FULL_RUNS / plan.key / METRICS, lines=True)
     assert metrics["tokens"].is_monotonic_increasing, "a resumed run repeats no step in its record"
     assert metrics["tokens"].iloc[-1] == plan.n_tokens
+    assert metrics["seconds"].is_monotonic_increasing, "the time of all attempts counts"
+    assert promotion.seconds == metrics["seconds"].iloc[-1]
     (full,) = study.runs().query("purpose == 'full'").to_dict("records")
     assert (full["loss"], full["environment"]["world_size"]) == (promotion.loss, 2)
     assert len(study.sweep().trials) == study.config.sweep.trials
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
     assert str(study.corpus) in page
+
+
+def check_that_a_divergence_is_told(study: Study) -> None:
+    """By the full run's workers to the user, and without another attempt."""
+    plan = study.plan()
+    broken = replace(plan, key="broken", hyperparameters=replace(plan.hyperparameters, learning_rate=1e12))
+    register(broken, study.ledger)
+    with pytest.raises(StageError, match=r"the run diverged: .* at step \d+; the run's records are in"):
+        promote(broken, study.config, study.ledger, study.numerics, verdict="pass", forced=True)
 
 
 def end_during(stage: str, study: Path, how: signal.Signals) -> None:

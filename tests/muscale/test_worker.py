@@ -1,7 +1,6 @@
 """A worker trains nothing that the ledger knows, goes on from the nearest state, and reports divergence as a result."""
 
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from muscale.environment import device_name
 from muscale.layout import CORPUS, CURVES
 from muscale.lineage import Chain
 from muscale.worker import Worker
@@ -74,12 +74,25 @@ def test_a_worker_without_the_device_that_it_is_to_train_on_does_not_start(
         Worker(worker.directory, compiled=False, device="cuda")
 
 
+def test_a_stem_may_end_within_the_averaged_stretch_of_a_longer_one(worker: Worker, numerics: Numerics) -> None:
+    for stable in (18, 20):
+        assert worker.reach(run(numerics, stable)).loss is not None
+    alone = worker.trainer.train(numerics, run(numerics, 20).segments[0], averaged=True)
+    parent = run(numerics, 20).parent
+    assert parent is not None
+    row = worker.ledger.segment(parent.key)
+    assert row is not None
+    assert (row["trained_from"], row["averaged_loss"]) == (0, alone.averaged_loss)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_device_that_trained_is_recorded(worker: Worker, numerics: Numerics, device: str) -> None:
     Worker(worker.directory, compiled=False, device=device).reach(run(numerics, 4))
     row = worker.ledger.segment(run(numerics, 4).key)
     assert row is not None
-    assert row["environment"]["device"] == (platform.machine() if device == "cpu" else torch.cuda.get_device_name())
+    assert row["environment"]["device"] == (
+        device_name(torch.device("cpu")) if device == "cpu" else torch.cuda.get_device_name()
+    )
 
 
 def test_a_pruned_state_is_trained_again_to_the_same_loss(worker: Worker, numerics: Numerics) -> None:
