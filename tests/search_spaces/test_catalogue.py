@@ -44,7 +44,7 @@ def test_a_search_under_mup_holds_hyperparameters_that_may_be_carried_over(name:
 def test_the_full_search_turns_every_factor_of_the_training_around_one() -> None:
     space = mup_adamw_full()
     factors = {field.name for field in fields(Hyperparameters) if field.name.endswith(("_multiplier", "_rate"))}
-    factors -= {"learning_rate"}
+    factors -= {"learning_rate", "swap_learning_rate"}
     assert set(space) == {*mup_adamw(), *factors}
     assert all(space.decode([0.5] * len(space))[name] == pytest.approx(1) for name in factors)
 
