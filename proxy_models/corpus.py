@@ -151,7 +151,10 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, the sources weighted as in the corpus's loss; None where one was given as tokens."""
+        """Bytes of text per token, closing tokens among them; None where a source was given as tokens.
+
+        Sources are weighted as in the corpus's loss.
+        """
         each = {name: files.bytes_per_token for name, files in self.sources.items()}
         known = {name: value for name, value in each.items() if value is not None}
         weights = self.evaluation_weights

@@ -83,19 +83,18 @@ class TokenFiles:
     @property
     def fertility(self) -> float | None:
         """Tokens per word, the closing tokens not counted; a word has no ASCII white space. None without text."""
-        return self._per("words", inverse=False)
+        text = self.manifest["text"]
+        return (self._n_in_both - text["documents"]) / text["words"] if text and text["words"] else None
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, the closing tokens not counted. None without text."""
-        return self._per("bytes", inverse=True)
-
-    def _per(self, what: str, *, inverse: bool) -> float | None:
+        """Bytes of text per token, closing tokens among them, as a loss is a mean over them too. None without text."""
         text = self.manifest["text"]
-        if text is None or not text[what]:
-            return None
-        tokens = self.n_tokens + self.n_validation_tokens - text["documents"]
-        return float(text[what] / tokens if inverse else tokens / text[what])
+        return text["bytes"] / self._n_in_both if text else None
+
+    @property
+    def _n_in_both(self) -> int:
+        return self.n_tokens + self.n_validation_tokens
 
     @cached_property
     def train(self) -> Tokens:
