@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from proxy_models.adafactor import Adafactor
 from proxy_models.decoder import Decoder
 from proxy_models.hyperparameters import Recipe
 from proxy_models.parametrization import Parametrization, TensorClass
 
-ADAFACTOR_FLOOR = 1e-18
-"""Below it torch's Adafactor takes a mean squared gradient for this value; its default, fp32's machine epsilon, lies above
-the squared gradients of small models, and its square must not underflow."""
 MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 
 
@@ -98,7 +96,7 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
 
             return cast(torch.optim.Optimizer, Lion(settings, betas=betas))
         case "adafactor":
-            return torch.optim.Adafactor(settings, eps=(ADAFACTOR_FLOOR, 1e-3))
+            return Adafactor(settings)
         case "muon":
             return MuonWithAdamW(settings, betas=betas)
     return torch.optim.AdamW(settings, betas=betas, fused=True)
