@@ -251,9 +251,10 @@ def coordinate_check(
     table = parametrization or (
         lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
     )
-    # Any long horizon: warmup and decay, which depend on it, are switched off, and the batch is the run's first.
+    # Any long horizon: warmup, batch ramp and decay, which depend on it, are switched off.
     n_tokens = 10_000 * hyperparameters.batch_tokens
-    recipe = replace(hyperparameters.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
+    plain = replace(hyperparameters, warmup_fraction=0.0, warmup_floor_tokens=0, batch_doublings=0, batch_ramp_tokens=0)
+    recipe = replace(plain.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
     stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
     rows: list[dict[str, Any]] = []

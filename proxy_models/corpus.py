@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from proxy_models.documents import in_validation
+from proxy_models.content_key import content_key
 from proxy_models.exclusive import sole_writer
 from proxy_models.kept_tokenizer import (
     TrainingText,
@@ -28,13 +28,12 @@ from proxy_models.kept_tokenizer import (
 )
 from proxy_models.mixture import MAX_EPOCHS, Mixture
 from proxy_models.pass_progress import OnProgress, PassProgress
-from proxy_models.sources import EMBEDDED, CorpusError, Source, source_files
+from proxy_models.sources import EMBEDDED, CorpusError, Source
 from proxy_models.token_files import (
     FORMAT,
     MANIFEST,
     STATED,
     TokenFiles,
-    hash_of,
     read_manifest,
     recorded_files,
     write_manifest,
@@ -48,8 +47,6 @@ __all__ = [
     "ONE_SOURCE",
     "Corpus",
     "CorpusError",
-    "in_validation",
-    "source_files",
     "write_corpus",
     "write_mixture",
 ]
@@ -365,7 +362,7 @@ class _Request:
         if self.mixture:
             keys = {name: TokenFiles.open(self.folder_of(folder, name)).key for name in self.sources}
             identity = {SOURCES: keys, "mixture": self.mixture.to_dict()}
-            write_manifest(folder, {"format": FORMAT, "key": hash_of(identity), **identity})
+            write_manifest(folder, {"format": FORMAT, "key": content_key(identity), **identity})
         return Corpus.open(folder)
 
 

@@ -182,26 +182,13 @@ class Hyperparameters:
                 raise ValueError(
                     f"a {name} of {length} tokens does not fit into the stable part of a run of {n_tokens} tokens"
                 )
-        return Recipe(
-            learning_rate=self.learning_rate,
-            weight_decay=self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
-            batch_tokens=self.batch_tokens,
-            init_scale=self.init_scale,
-            zero_readout=self.zero_readout,
-            warmup_tokens=warmup,
-            optimizer=self.optimizer,
-            batch_doublings=doublings,
-            batch_ramp_tokens=ramp,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            clip_norm=self.clip_norm,
-            embedding_multiplier=self.embedding_multiplier,
-            output_multiplier=self.output_multiplier,
-            attention_multiplier=self.attention_multiplier,
-            embedding_rate=self.embedding_rate,
-            output_rate=self.output_rate,
-        )
+        resolved: dict[str, Any] = {
+            "weight_decay": self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
+            "warmup_tokens": warmup,
+            "batch_ramp_tokens": ramp,
+        }
+        as_here = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in resolved}
+        return Recipe(**as_here, **resolved)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from proxy_models.content_key import content_key
 from proxy_models.documents import Split
 from proxy_models.pass_progress import OnProgress
 from proxy_models.sources import CorpusError, Source, SourceFile
@@ -179,7 +180,7 @@ def write_token_files(
         if source.kind == "tokens"
         else {name: tally.text[name] for name in ("documents", "bytes", "words")},
         "sha256": content_hashes,
-        "key": hash_of(identity),
+        "key": content_key(identity),
         "files": [{**asdict(file), **tally.of_file[file.path]} for file in files if file.path in tally.of_file],
         "empty_files": [asdict(file) for file in files if file.path not in tally.of_file],
     }
@@ -192,11 +193,6 @@ def recorded_files(manifest: dict[str, Any]) -> list[SourceFile]:
     names = SourceFile.__dataclass_fields__
     listed = manifest["files"] + manifest["empty_files"]
     return [SourceFile(**{name: entry[name] for name in names}) for entry in listed]
-
-
-def hash_of(values: Any) -> str:
-    """Hash of plain values by their JSON, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
