@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DECAY = 0.8  # the weight of step t in the second moments is t^-.8; section 7.2
-_LEAST_SQUARE = 1e-30  # epsilon 1 of section 9, added to a mean squared gradient
+_DECAY = 0.8  # the weight of step t in the second moments is t^-.8; algorithm 6, as are the next two
+_LEAST_SQUARE = 1e-30  # epsilon 1, added to a mean squared gradient
 _LEAST_RMS = 1e-3  # epsilon 2: a tensor that is smaller moves as if it were of this size
 
 
