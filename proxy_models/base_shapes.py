@@ -17,6 +17,8 @@ from torch import nn
 
 from proxy_models.parametrization import TensorClass, TensorShape
 
+_OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
+
 
 def module_shapes(
     target: nn.Module, base: nn.Module, delta: nn.Module, *, readout: Sequence[str], block_prefix: str = "blocks."
@@ -88,6 +90,11 @@ def _shape(
         if not in_block:
             raise ValueError(
                 f"{described} is a matrix outside the blocks {block_prefix!r}, where the depth rules don't hold"
+            )
+        if len(sizes) == 2 and not isinstance(owner, _OUTPUTS_FIRST):
+            raise ValueError(
+                f"{described} in {type(owner).__name__} may have its inputs first or last: use nn.Linear or a "
+                "subclass, whose fan-in is known"
             )
         tensor_class = TensorClass.HIDDEN
     elif grows == [False, True] and not isinstance(owner, nn.Linear):

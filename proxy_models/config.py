@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, Self, get_args
 
 from proxy_models.advice import Advice, advise
@@ -39,7 +40,7 @@ class ModelConfig:
         attention_dropout, mlp_dropout, embedding_dropout: Probabilities: of an attention weight, of an output of the
             MLP, of an entry of the embedded input.
         stochastic_depth: Probability that the last block leaves a sequence as it is; rising linearly from the first
-            block, which drops none (Huang et al., arXiv 1603.09382).
+            block, which drops none, also where it is the only one (Huang et al., arXiv 1603.09382).
         label_smoothing: Share of the target spread over all tokens; in the training loss only.
         z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
         vocab_size: Number of token ids.
@@ -121,7 +122,8 @@ class ModelConfig:
     @property
     def is_random(self) -> bool:
         """Whether a training step draws random numbers."""
-        return any(getattr(self, name) > 0 for name in DROPPED)
+        dropped = {name for name in DROPPED if getattr(self, name) > 0}
+        return bool(dropped - {"stochastic_depth"} if self.n_layers == 1 else dropped)
 
     @cached_property
     def n_params_by_group(self) -> dict[str, int]:
@@ -152,12 +154,20 @@ class ModelConfig:
     def n_params(self) -> int:
         """The N of the scaling law: every parameter but those that are only looked up.
 
-        A look-up costs no floating-point operation; the readout is a product and counts, tied or not. With this N,
+        Left out are the embedding table and learned positions, as a look-up costs no floating-point operation. The readout is
+        a product and counts; so a tied table, which is the readout too, counts once. With this N,
         C = 6·N·D counts what is computed (Porian et al., arXiv 2406.19146, section 3.1, show that leaving the readout
         out bends the law at small sizes).
         """
         groups = self.n_params_by_group
         return self.n_params_total - groups["embedding"] - groups["positions"]
+
+    @property
+    def n_matrix_entries(self) -> int:
+        """Entries of the blocks' weight matrices: attention and MLP without their biases and gains."""
+        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
+        n_up = 2 if self.activation == "swiglu" else 1
+        return self.n_layers * (2 * width * (width + d_kv) + (n_up + 1) * width * self.d_ff)
 
     @property
     def train_flops_per_token(self) -> float:
@@ -166,11 +176,8 @@ class ModelConfig:
         Attention is 12·n_layers·context_length·d_model: its two products forward and twice backward, the masked half
         included (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without it.
         """
-        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
-        n_up = 2 if self.activation == "swiglu" else 1
-        matrices = 2 * width * (width + d_kv) + (n_up + 1) * width * self.d_ff
-        products = self.n_layers * matrices + self.vocab_size * width
-        return 6.0 * products + 12.0 * self.n_layers * self.context_length * width
+        products = self.n_matrix_entries + self.vocab_size * self.d_model
+        return 6.0 * products + 12.0 * self.n_layers * self.context_length * self.d_model
 
     def advice(self) -> tuple[Advice, ...]:
         """What of this shape costs speed on a GPU, each finding with its source."""
@@ -200,12 +207,16 @@ class ModelFamily:
         )
 
     def for_params(self, n_params: float, *, depth: int | None = None) -> ModelConfig:
-        """The member whose `n_params` is nearest to the wanted one in ratio, by width in whole groups of heads."""
+        """The member whose `n_params` is nearest to the wanted one in ratio.
+
+        Widths are those of whole groups of heads at which `mlp_ratio` is exact.
+        """
         if n_params <= 0:
             raise ValueError(f"n_params must be positive, got {n_params}")
         step = self.base.head_dim * self.base.queries_per_kv
-        below = self.at(width=step, depth=depth)
-        while (above := self.at(width=below.d_model + step, depth=depth)).n_params < n_params:
+        widths = (width for width in count(step, step) if float(width * self.base.mlp_ratio).is_integer())
+        below = self.at(width=next(widths), depth=depth)
+        while (above := self.at(width=next(widths), depth=depth)).n_params < n_params:
             below = above
         return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
 

@@ -59,6 +59,7 @@ from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters, Recipe
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import Parametrization, Scheme, TensorClass, parametrize
+from proxy_models.watching import rms, watching
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -251,9 +252,10 @@ def coordinate_check(
     table = parametrization or (
         lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
     )
-    # Any long horizon: warmup and decay, which depend on it, are switched off, and the batch is the run's first.
+    # Any long horizon: warmup, batch ramp and decay, which depend on it, are switched off.
     n_tokens = 10_000 * hyperparameters.batch_tokens
-    recipe = replace(hyperparameters.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
+    plain = replace(hyperparameters, warmup_fraction=0.0, warmup_floor_tokens=0, batch_doublings=0, batch_ramp_tokens=0)
+    recipe = replace(plain.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
     stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
     sequences = stream.batch(0, n_sequences * family.base.context_length)
     rows: list[dict[str, Any]] = []
@@ -266,8 +268,8 @@ def coordinate_check(
                 runs = [_comparable_in_depth(run, size) for run in runs]
             for key in runs[0]:
                 place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
-                rms = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
-                rows.append({"axis": axis, "width": config.d_model, "depth": config.n_layers, **place, "rms": rms})
+                mean = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
+                rows.append({"axis": axis, "width": config.d_model, "depth": config.n_layers, **place, "rms": mean})
     return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=tuple(seeds))
 
 
@@ -287,9 +289,9 @@ def measure(
             loss = next_token_loss(model, sequences)
         first = first or outputs
         for name, output in outputs.items():
-            measured[name, kinds[name], "size", step] = _rms(output)
+            measured[name, kinds[name], "size", step] = rms(output)
             if step:
-                measured[name, kinds[name], "change", step] = _rms(output - first[name])
+                measured[name, kinds[name], "change", step] = rms(output - first[name])
         if step < n_steps:
             loss.backward()  # type: ignore[no-untyped-call]
             clip(model.parameters(), recipe.clip_norm)
@@ -308,20 +310,13 @@ def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     outputs: dict[str, Tensor] = {}
     seen: list[Tensor] = []
 
-    def recorder(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if not any(output is other for other in seen):
-                seen.append(output)
-                outputs[name] = output.detach()
+    def record(name: str, output: Tensor) -> None:
+        if not any(output is other for other in seen):
+            seen.append(output)
+            outputs[name] = output.detach()
 
-        return record
-
-    handles = [module.register_forward_hook(recorder(name)) for name, module in model.named_modules()]
-    try:
+    with watching(model, record):
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def coordinate_lines(check: CoordinateCheck) -> pd.DataFrame:
@@ -411,7 +406,3 @@ def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str
     if name == "readout" or (rule and rule.tensor_class is TensorClass.READOUT):
         return "readout"
     return "norm" if isinstance(module, nn.RMSNorm | nn.LayerNorm) else "hidden"
-
-
-def _rms(output: Tensor) -> float:
-    return float(output.double().square().mean().sqrt())

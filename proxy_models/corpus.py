@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from proxy_models.documents import in_validation
+from proxy_models.content_key import content_key
 from proxy_models.exclusive import sole_writer
 from proxy_models.kept_tokenizer import (
     TrainingText,
@@ -28,13 +28,12 @@ from proxy_models.kept_tokenizer import (
 )
 from proxy_models.mixture import MAX_EPOCHS, Mixture
 from proxy_models.pass_progress import OnProgress, PassProgress
-from proxy_models.sources import EMBEDDED, CorpusError, Source, source_files
+from proxy_models.sources import EMBEDDED, CorpusError, Source
 from proxy_models.token_files import (
     FORMAT,
     MANIFEST,
     STATED,
     TokenFiles,
-    hash_of,
     read_manifest,
     recorded_files,
     write_manifest,
@@ -48,8 +47,6 @@ __all__ = [
     "ONE_SOURCE",
     "Corpus",
     "CorpusError",
-    "in_validation",
-    "source_files",
     "write_corpus",
     "write_mixture",
 ]
@@ -151,7 +148,10 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, the sources weighted as in the corpus's loss; None where one was given as tokens."""
+        """Bytes of text per token, closing tokens among them; None where a source was given as tokens.
+
+        Sources are weighted as in the corpus's loss.
+        """
         each = {name: files.bytes_per_token for name, files in self.sources.items()}
         known = {name: value for name, value in each.items() if value is not None}
         weights = self.evaluation_weights
@@ -362,7 +362,7 @@ class _Request:
         if self.mixture:
             keys = {name: TokenFiles.open(self.folder_of(folder, name)).key for name in self.sources}
             identity = {SOURCES: keys, "mixture": self.mixture.to_dict()}
-            write_manifest(folder, {"format": FORMAT, "key": hash_of(identity), **identity})
+            write_manifest(folder, {"format": FORMAT, "key": content_key(identity), **identity})
         return Corpus.open(folder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -25,13 +25,19 @@ from proxy_models.schedule import (
     StepDecay,
 )
 
-_OWN_SETTINGS: dict[str, tuple[ScheduleName, ...]] = {
+_OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
     "final_fraction": ("cosine", "exponential", "cosine_cycles"),
     "milestones": ("step",),
     "step_factor": ("step",),
     "cycles": ("cosine_cycles",),
 }
-"""Settings that only some schedules read: one set for another schedule would be ignored, so it is refused."""
+_OF_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
+    "weight_decay_tau": ("adamw", "lion", "adafactor", "muon"),
+    "beta1": ("adamw", "adam", "lion", "muon"),
+    "beta2": ("adamw", "adam", "lion", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+}
+"""Settings that only some schedules or optimizers read: one set for another would be ignored, so it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,7 @@ class Hyperparameters:
         zero_readout: Whether the readout starts at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2); an
             untied one only.
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
-            (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738).
+            (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay.
         batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
         batch_doublings: Times that the batch doubles on its way to `batch_tokens`.
         batch_ramp_tokens: Tokens until the last doubling, in equal stages, each rounded to whole batches.
@@ -58,10 +64,11 @@ class Hyperparameters:
         step_factor: See `milestones`.
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: One that the parametrization has rules for.
-        beta1, beta2, eps: Adam's and AdamW's; Lion takes the betas, Adafactor none of them.
+        beta1, beta2, eps: Adam's and AdamW's, Muon's beside it; Lion takes the betas, Adafactor none of them.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
-        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout.
+        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table goes by the
+            readout's.
         swap_optimizer: One that takes over on the way, with fresh moments and another warmup; None: none does. The timescale
             of the decay stays, and so do all other values.
         swap_fraction: Share of the run's tokens after which it does.
@@ -112,6 +119,7 @@ class Hyperparameters:
             raise ValueError(f"warmup_floor_tokens must not be negative, got {self.warmup_floor_tokens}")
         self._validate_schedule()
         self._validate_swap()
+        self._refuse_ignored("optimizer", _OF_OPTIMIZERS, {self.optimizer, self.swap_optimizer})
         if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
             self.batch_ramp_tokens
         ):
@@ -128,13 +136,7 @@ class Hyperparameters:
         object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
         if self.schedule not in get_args(ScheduleName):
             raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
-        for field in fields(self):
-            users = _OWN_SETTINGS.get(field.name)
-            if users and self.schedule not in users and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f'{field.name} is a setting of {" and ".join(users)}: schedule "{self.schedule}" would ignore '
-                    f"{getattr(self, field.name)}"
-                )
+        self._refuse_ignored("schedule", _OF_SCHEDULES, {self.schedule})
         if not 0 <= self.final_fraction < 1 or (self.schedule == "exponential" and self.final_fraction == 0):
             raise ValueError(
                 f"final_fraction must lie in [0, 1), and above 0 for an exponential, got {self.final_fraction}"
@@ -145,6 +147,16 @@ class Hyperparameters:
             raise ValueError(f"step_factor must lie in (0, 1), got {self.step_factor}")
         if self.cycles < 1:
             raise ValueError(f"cycles must be at least 1, got {self.cycles}")
+
+    def _refuse_ignored(self, kind: str, users: Mapping[str, tuple[str, ...]], chosen: Set[str | None]) -> None:
+        """Refuse a setting, other than its default, that nothing chosen would read."""
+        for field in fields(self):
+            readers = users.get(field.name)
+            if readers and not chosen & set(readers) and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f'{field.name} is a setting of {" and ".join(readers)}: {kind} "{getattr(self, kind)}" would ignore '
+                    f"{getattr(self, field.name)}"
+                )
 
     def _validate_swap(self) -> None:
         if self.swap_optimizer == self.optimizer:
@@ -182,26 +194,13 @@ class Hyperparameters:
                 raise ValueError(
                     f"a {name} of {length} tokens does not fit into the stable part of a run of {n_tokens} tokens"
                 )
-        return Recipe(
-            learning_rate=self.learning_rate,
-            weight_decay=self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
-            batch_tokens=self.batch_tokens,
-            init_scale=self.init_scale,
-            zero_readout=self.zero_readout,
-            warmup_tokens=warmup,
-            optimizer=self.optimizer,
-            batch_doublings=doublings,
-            batch_ramp_tokens=ramp,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            clip_norm=self.clip_norm,
-            embedding_multiplier=self.embedding_multiplier,
-            output_multiplier=self.output_multiplier,
-            attention_multiplier=self.attention_multiplier,
-            embedding_rate=self.embedding_rate,
-            output_rate=self.output_rate,
-        )
+        resolved: dict[str, Any] = {
+            "weight_decay": self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
+            "warmup_tokens": warmup,
+            "batch_ramp_tokens": ramp,
+        }
+        as_here = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in resolved}
+        return Recipe(**as_here, **resolved)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from proxy_models.content_key import content_key
 from proxy_models.documents import in_validation, pieces
 from proxy_models.pass_progress import PassProgress
 from proxy_models.sources import Source, SourceFile
-from proxy_models.token_files import hash_of, replace
+from proxy_models.token_files import replace
 from proxy_models.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, train_bpe
 
 TOKENIZER = "tokenizer.json"
@@ -37,9 +38,12 @@ class TrainingText:
 
     @property
     def key(self) -> str:
-        """Hash of what identifies it."""
-        contents = {name: [file.content for file in files] for name, files in self.files.items()}
-        return hash_of({"files": contents, "validation_fraction": self.validation_fraction})
+        """Hash of what identifies it: what is read of which files, wherever they lie."""
+        contents = {
+            name: {**self.sources[name].to_dict(), "path": None, "files": [file.content for file in files]}
+            for name, files in self.files.items()
+        }
+        return content_key({"sources": contents, "validation_fraction": self.validation_fraction})
 
     def read(self, progress: PassProgress) -> Iterator[bytes]:
         """Its pieces, thinned evenly where it is longer than `BPE_SAMPLE_BYTES`."""

@@ -1,8 +1,8 @@
 """What training a decoder takes in memory on each device: parameters, gradients, optimizer state, activations.
 
 Weights, gradients and moments are fp32, whatever matrices are multiplied in. Activations are counted tensor by tensor, as
-autograd keeps them for the backward pass of `Decoder` (tests compare the count with what it keeps); attention is taken to
-be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
+autograd keeps them for the backward pass of `Decoder` (tests compare the count with what it keeps, in fp32 and bf16); attention
+is taken to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Rajbhandari et al., arXiv 1910.02054, section 5."""
 Checkpointing = Literal["none", "full"]
 _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "adafactor": 0}
-"""Numbers of optimizer state for each parameter; Adafactor keeps row and column sums of matrices only, which is little."""
+_MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
+"""Numbers of optimizer state for each entry of the blocks' matrices and for each other parameter, which Muon leaves to AdamW.
+Adafactor keeps means of rows and columns only, which is little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +31,11 @@ class MemoryEstimate:
 
     Attributes:
         parameters: What the device keeps of the weights.
-        gathered: Weights of the largest unit, whole, while it is computed; 0 where nothing is cut.
+        gathered: Weights outside the blocks, whole from the forward pass to the end of the backward pass, and those of the
+            block that is computed; 0 where parameters are not cut.
         gradients: What it keeps of the gradients.
         optimizer: What it keeps of the moments.
-        activations: Kept between forward and backward of one micro-batch.
+        activations: Kept between forward and backward of one micro-batch, with the matrices in low precision.
     """
 
     parameters: int
@@ -88,12 +90,15 @@ def training_memory(
     kept = n // world_size if sharding == "full" else n
     groups = config.n_params_by_group
     outside = groups["embedding"] + groups["positions"] + groups["readout"]
-    unit = max(outside, (n - outside) // config.n_layers)
+    gathered = outside + (n - outside) // config.n_layers
+    in_blocks = config.n_matrix_entries
+    moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
+    moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
     return MemoryEstimate(
         parameters=_FP32 * kept,
-        gathered=_COMPUTE_BYTES[precision] * unit if sharding == "full" and world_size > 1 else 0,
+        gathered=_FP32 * gathered if sharding == "full" and world_size > 1 else 0,
         gradients=_FP32 * n // share,
-        optimizer=_FP32 * _MOMENTS[optimizer] * n // share,
+        optimizer=_FP32 * moments // share,
         activations=activation_bytes(config, micro_batch, precision, checkpointing),
     )
 
@@ -101,25 +106,38 @@ def training_memory(
 def activation_bytes(
     config: ModelConfig, micro_batch: int, precision: Precision = "fp32", checkpointing: Checkpointing = "none"
 ) -> int:
-    """Bytes that autograd keeps for the backward pass of `micro_batch` sequences."""
+    """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
+
+    In low precision these are also a copy of every matrix, and one of a norm's output for each matrix that reads it, as
+    autocast makes them.
+    """
     compute = _COMPUTE_BYTES[precision]
     width, d_kv, d_ff = config.d_model, config.n_kv_heads * config.head_dim, config.d_ff
-    block = _norm(config, compute) + compute * (width + 2 * d_kv)  # of attention, and queries, keys, values
+    is_low, n_up = compute < _FP32, 2 if config.activation == "swiglu" else 1
+    copies = (3, n_up) if is_low else (1, 0 if config.parallel else 1)  # for attention and MLP
+    block = _norm(config) + compute * width * sum(copies)
+    block += compute * (width + 2 * d_kv)  # queries, keys, values
     block += compute * width + _FP32 * config.n_heads  # mixed values, and the softmax's normaliser
     if config.qk_norm:
-        block += compute * (width + d_kv) + _FP32 * (config.n_heads + config.n_kv_heads)
+        block += _FP32 * (width + d_kv + config.n_heads + config.n_kv_heads)
     if not config.parallel:
-        block += _norm(config, compute)
+        block += _norm(config)
     kept_of_mlp = {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
     block += compute * kept_of_mlp * d_ff
     if config.mlp_dropout:
         block += width  # a mask of bytes
-    head = _norm(config, compute) + _FP32 * config.vocab_size + (_FP32 * config.vocab_size if config.z_loss else 0)
+    head = (
+        _norm(config)
+        + compute * width
+        + _FP32 * config.vocab_size
+        + (_FP32 * config.vocab_size if config.z_loss else 0)
+    )
     blocks = _FP32 * width * config.n_layers + block if checkpointing == "full" else block * config.n_layers
-    return micro_batch * config.context_length * (blocks + head)
+    matrices = compute * (config.n_matrix_entries + config.vocab_size * width) if is_low else 0
+    return micro_batch * config.context_length * (blocks + head) + matrices
 
 
-def _norm(config: ModelConfig, compute: int) -> int:
-    """Bytes a token of a norm: its fp32 input, its output as the matrices take it, and its statistics."""
+def _norm(config: ModelConfig) -> int:
+    """Bytes a token of a norm: its fp32 input and its statistics."""
     statistics = 2 if config.norm == "layernorm" else 1
-    return config.d_model * (_FP32 + compute) + _FP32 * statistics
+    return _FP32 * (config.d_model + statistics)

@@ -17,7 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from proxy_models.device import wait
+from proxy_models.device import CPU, wait
+from proxy_models.watching import rms, watching
+
+WAIT_EVERY = 32
+"""Steps after which a GPU is waited for, so that the time of as many steps is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,11 @@ class Curve:
             is not the validation loss's kind.
         grad_norm: Global norm before clipping.
         rate_factor: The schedule's.
-        seconds: Wall time since the first step began, at the step's end, without observation; on an accelerator steps
-            are launched ahead, so that only differences over many steps mean anything.
+        seconds: Wall time since the first step began, at the step's end, without observation; on a GPU, which is waited for
+            every `window` steps, other steps are but launched then.
         val_loss: Nats per token after the step, NaN where it was not evaluated.
         layers: Columns tokens, name, quantity ("activation", before the step, or "update"), rms.
+        window: Steps over which a time means anything: 1 on the CPU, `WAIT_EVERY` on a GPU.
     """
 
     start: int
@@ -69,6 +74,7 @@ class Curve:
     seconds: NDArray[np.float64]
     val_loss: NDArray[np.float64]
     layers: pd.DataFrame
+    window: int = 1
 
     def table(
         self,
@@ -79,13 +85,19 @@ class Curve:
     ) -> pd.DataFrame:
         """A row a step, with what follows from the measured: bits per byte, perplexity, tokens per second, utilisation.
 
+        The last two are of the latest `window` steps, and NaN before there are so many.
+
         Args:
             bytes_per_token: Of the text, such as `Corpus.bytes_per_token`; None where unknown: bits per byte are NaN then.
             train_flops_per_token: `ModelConfig.train_flops_per_token`.
             peak_flops: FLOP/s of the device in the run's precision, such as `peak.datasheet_flops`; with both, the column `mfu`
                 tells the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
         """
-        rate = np.diff(self.tokens, prepend=self.start) / np.maximum(np.diff(self.seconds, prepend=0.0), 1e-9)
+        tokens, seconds = np.array([self.start, *self.tokens]), np.array([0.0, *self.seconds])
+        rate = np.full(len(self.tokens), np.nan)
+        rate[self.window - 1 :] = (tokens[self.window :] - tokens[: -self.window]) / np.maximum(
+            seconds[self.window :] - seconds[: -self.window], 1e-9
+        )
         nats_per_bit_per_byte = np.log(2) * (bytes_per_token or np.nan)
         columns = {
             "tokens": self.tokens,
@@ -96,6 +108,7 @@ class Curve:
             "val_perplexity": np.exp(self.val_loss),
             "grad_norm": self.grad_norm,
             "rate_factor": self.rate_factor,
+            "seconds": self.seconds,
             "tokens_per_second": rate,
         }
         if train_flops_per_token is not None and peak_flops is not None:
@@ -128,6 +141,8 @@ class Recorder:
         """Count the step that ended at `tokens`."""
         self.losses.append(loss)
         self._norms.append(norm)
+        if len(self.losses) % WAIT_EVERY == 0:
+            wait(self._device)
         self._steps.append((tokens, rate_factor, time.perf_counter() - self._started))
 
     @contextmanager
@@ -173,34 +188,21 @@ class Recorder:
             seconds=np.array(seconds),
             val_loss=np.array([self._val_losses.get(at, np.nan) for at in tokens]),
             layers=pd.DataFrame(self._layers, columns=["tokens", "name", "quantity", "rms"]),
+            window=1 if self._device == CPU else WAIT_EVERY,
         )
-
-
-def rms(tensor: Tensor) -> float:
-    """Root mean square of all entries."""
-    return float(tensor.detach().float().square().mean().sqrt())
 
 
 @torch.no_grad()
 def activation_rms(module: nn.Module, sequences: Tensor) -> dict[str, float]:
     """Root mean square of every module's output on a batch, by name ("" is the model), in evaluation mode."""
     sizes: dict[str, float] = {}
-    handles = []
-    for name, part in module.named_modules():
-
-        def note(_part: nn.Module, _inputs: Any, output: Any, name: str = name) -> None:
-            if isinstance(output, Tensor):
-                sizes[name] = rms(output)
-
-        handles.append(part.register_forward_hook(note))
     was_training = module.training
     module.eval()
     try:
-        module(sequences[:, :-1])
+        with watching(module, lambda name, output: sizes.update({name: rms(output)})):
+            module(sequences[:, :-1])
     finally:
         module.train(was_training)
-        for handle in handles:
-            handle.remove()
     return sizes
 
 

@@ -1,25 +1,21 @@
-"""What determines the numbers of a training besides its hyperparameters, and the hash of plain values that names it."""
+"""What determines the numbers of a training besides its hyperparameters."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 from proxy_models.config import ModelConfig
+from proxy_models.content_key import content_key
 from proxy_models.guard import GuardSettings
 from proxy_models.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
 
-SEMANTICS = 1  # raise it when the same segment would train to another loss: older results are then not reused
+SEMANTICS = 1
+"""Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of
+a sum): results of another number are not reused."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What matrices are multiplied in; weights and moments are fp32 always, and fp16 scales the loss."""
-
-
-def content_key(values: Any) -> str:
-    """Hash of plain values by their canonical JSON, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from proxy_models.adafactor import Adafactor
 from proxy_models.decoder import Decoder
 from proxy_models.hyperparameters import Recipe
 from proxy_models.parametrization import Parametrization, TensorClass
 
-ADAFACTOR_FLOOR = 1e-18
-"""Below it torch's Adafactor takes a mean squared gradient for this value; its default, fp32's machine epsilon, lies above
-the squared gradients of small models, and its square must not underflow."""
 MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 
 
@@ -24,19 +22,26 @@ MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
     """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
-    A recipe may start the readout at 0.
+    A recipe may start the readout at 0. Only `Decoder` is given the multipliers: any other module is to apply
+    `Parametrization.multipliers`, times the recipe's, in its own forward pass.
 
     Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
     parameters, nor on how they are sharded.
 
     Raises:
-        ValueError: If the model's parameter names are not the table's, or a tied readout is to start at zero.
+        ValueError: If the model's parameter names are not the table's, a tied readout is to start at zero, or there is a rate
+            for embeddings and none of them is untied.
     """
     parameters = dict(model.named_parameters())
     if parameters.keys() != parametrization.rules.keys():
         odd = sorted(parameters.keys() ^ parametrization.rules.keys())
         raise ValueError(f"the parametrization is of another model: {', '.join(odd)} stand in only one of the two")
-    if recipe.zero_readout and any(rule.tensor_class is TensorClass.TIED for rule in parametrization.rules.values()):
+    classes = {rule.tensor_class for rule in parametrization.rules.values()}
+    if recipe.embedding_rate != 1 and TensorClass.EMBEDDING not in classes:
+        raise ValueError(
+            f"embedding_rate: the tied table goes by output_rate, and would ignore {recipe.embedding_rate}"
+        )
+    if recipe.zero_readout and TensorClass.TIED in classes:
         raise ValueError(
             "zero_readout: a readout that is tied to the embedding can't start at zero, nor could its input"
         )
@@ -98,7 +103,7 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
 
             return cast(torch.optim.Optimizer, Lion(settings, betas=betas))
         case "adafactor":
-            return torch.optim.Adafactor(settings, eps=(ADAFACTOR_FLOOR, 1e-3))
+            return Adafactor(settings)
         case "muon":
             return MuonWithAdamW(settings, betas=betas)
     return torch.optim.AdamW(settings, betas=betas, fused=True)

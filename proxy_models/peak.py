@@ -24,8 +24,8 @@ the rate of sparse matrices, half of it."""
 def datasheet_flops(name: str, precision: Precision) -> float | None:
     """FLOP/s that the vendor states for the GPU of this name (`torch.cuda.get_device_name`), or None where none is known here.
 
-    In fp32 none is: what matrix products reach then depends on whether TF32 is allowed.
+    In fp32 none is: what matrix products reach then depends on whether TF32 is allowed. Nor for a slice of a GPU (MIG).
     """
-    if precision == "fp32":
+    if precision == "fp32" or "MIG" in name.split():
         return None
     return next((flops for part, flops in _HALF_PRECISION.items() if re.search(rf"\b({part})\b", name)), None)

@@ -25,18 +25,18 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 @cache
-def unsupported(precision: Precision, device_type: str) -> str | None:
+def unsupported(precision: Precision, device: torch.device) -> str | None:
     """Why this device can't train in this precision, or None; found out by multiplying two small matrices."""
     dtype = _DTYPES.get(precision)
     if dtype is None:
         return None
-    matrix = torch.ones(2, 2, device=device_type)
+    matrix = torch.ones(2, 2, device=device)
     try:
-        with torch.autocast(device_type, dtype=dtype):
+        with torch.autocast(device.type, dtype=dtype):
             product = matrix @ matrix
     except RuntimeError as error:
         return str(error)
-    return None if product.dtype == dtype else f"autocast to {precision} leaves {product.dtype} on {device_type}"
+    return None if product.dtype == dtype else f"autocast to {precision} leaves {product.dtype} on {device}"
 
 
 class LossScaler:

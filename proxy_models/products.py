@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 _MIN_FEATURES, _MIN_ROWS = 64, 256  # below, what a call costs eats up what it saves
@@ -52,6 +51,7 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
         and input.dtype == weight.dtype == torch.float32
         and input.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()  # which `_Product` does not follow
         and MKL_IS_SLOW
     )
 
@@ -91,7 +91,8 @@ class _Product(torch.autograd.Function):
         return product(input, weight.t())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         input, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted, which torch's products have
+            return gradient @ weight, gradient.t() @ input
         return product(gradient, weight), product(gradient.t(), input)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 ScheduleName = Literal[
     "wsd",  # warmup, constant, 1 - sqrt cooldown to zero
@@ -209,18 +209,6 @@ Phase = (
     | CosineCycle
     | Rewarmed
 )
-_KINDS: tuple[type[Phase], ...] = (
-    Constant,
-    InverseSqrt,
-    Cooldown,
-    LinearCooldown,
-    LinearDecay,
-    CosineDecay,
-    ExponentialDecay,
-    StepDecay,
-    CosineCycle,
-    Rewarmed,
-)
 
 
 def phase_to_dict(phase: Phase) -> dict[str, Any]:
@@ -231,6 +219,6 @@ def phase_to_dict(phase: Phase) -> dict[str, Any]:
 
 def phase_from_dict(values: dict[str, Any]) -> Phase:
     """Rebuild what `phase_to_dict` wrote."""
-    kinds = {kind.__name__: kind for kind in _KINDS}
+    kinds: dict[str, type[Phase]] = {kind.__name__: kind for kind in get_args(Phase)}
     inner = {"phase": phase_from_dict(values["phase"])} if "phase" in values else {}
     return kinds[values["kind"]](**{name: value for name, value in {**values, **inner}.items() if name != "kind"})

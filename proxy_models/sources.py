@@ -149,15 +149,6 @@ class Source:
         return {name: value for name, value in asdict(self).items() if name in ("path", "kind", *relevant)}
 
 
-def source_files(source: str) -> tuple[Path, list[Path]]:
-    """The root and the sorted text files of a source: the standard library's own modules, a folder, or one file.
-
-    Raises:
-        CorpusError: If there is no such source or it holds no file.
-    """
-    return Source(path=source).files()
-
-
 def _saved_files(root: Path) -> list[Path]:
     """The Arrow files of one data set that `save_to_disk` wrote, in its order."""
     if (splits := root / "dataset_dict.json").is_file():

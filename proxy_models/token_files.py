@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from proxy_models.content_key import content_key
 from proxy_models.documents import Split
 from proxy_models.pass_progress import OnProgress
 from proxy_models.sources import CorpusError, Source, SourceFile
@@ -83,19 +84,18 @@ class TokenFiles:
     @property
     def fertility(self) -> float | None:
         """Tokens per word, the closing tokens not counted; a word has no ASCII white space. None without text."""
-        return self._per("words", inverse=False)
+        text = self.manifest["text"]
+        return (self._n_in_both - text["documents"]) / text["words"] if text and text["words"] else None
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, the closing tokens not counted. None without text."""
-        return self._per("bytes", inverse=True)
-
-    def _per(self, what: str, *, inverse: bool) -> float | None:
+        """Bytes of text per token, closing tokens among them, as a loss is a mean over them too. None without text."""
         text = self.manifest["text"]
-        if text is None or not text[what]:
-            return None
-        tokens = self.n_tokens + self.n_validation_tokens - text["documents"]
-        return float(text[what] / tokens if inverse else tokens / text[what])
+        return text["bytes"] / self._n_in_both if text else None
+
+    @property
+    def _n_in_both(self) -> int:
+        return self.n_tokens + self.n_validation_tokens
 
     @cached_property
     def train(self) -> Tokens:
@@ -180,7 +180,7 @@ def write_token_files(
         if source.kind == "tokens"
         else {name: tally.text[name] for name in ("documents", "bytes", "words")},
         "sha256": content_hashes,
-        "key": hash_of(identity),
+        "key": content_key(identity),
         "files": [{**asdict(file), **tally.of_file[file.path]} for file in files if file.path in tally.of_file],
         "empty_files": [asdict(file) for file in files if file.path not in tally.of_file],
     }
@@ -193,11 +193,6 @@ def recorded_files(manifest: dict[str, Any]) -> list[SourceFile]:
     names = SourceFile.__dataclass_fields__
     listed = manifest["files"] + manifest["empty_files"]
     return [SourceFile(**{name: entry[name] for name in names}) for entry in listed]
-
-
-def hash_of(values: Any) -> str:
-    """Hash of plain values by their JSON, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

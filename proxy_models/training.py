@@ -23,7 +23,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.device import CPU, send, usable
 from proxy_models.guard import Divergence, Spike
 from proxy_models.hyperparameters import Segment
-from proxy_models.metrics import Curve, Observation, Recorder
+from proxy_models.metrics import WAIT_EVERY, Curve, Observation, Recorder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
@@ -32,7 +32,6 @@ from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels
 
 _NO_OBSERVATION = Observation()
-_CHECK_EVERY = 32  # steps between looks at whether the loss is still finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +221,7 @@ class Trainer:
                 running.add(tokens, batch)
             if stepper.divergence:
                 return stepper.divergence
-            if (number + 1 - first) % _CHECK_EVERY == 0 or after == segment.end:
+            if (number + 1 - first) % WAIT_EVERY == 0 or after == segment.end:
                 if divergence := _divergence(recorder.losses, first):
                     return divergence
                 if on_step:
@@ -255,7 +254,7 @@ class Trainer:
         if numerics.stages_by_fraction != self.corpus.stages_by_fraction:
             raise ValueError(f"stages_by_fraction must be the corpus's, {self.corpus.stages_by_fraction}")
         numerics.require_length(segment.end)
-        if reason := unsupported(numerics.precision, self.device.type):
+        if reason := unsupported(numerics.precision, self.device):
             raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")
         if recipe.ramp.first_batch_tokens % numerics.model.context_length:
             raise ValueError(
@@ -281,7 +280,7 @@ class Trainer:
 
 def _divergence(losses: list[Tensor], first: int) -> Divergence | None:
     """Of the steps since the last look; step `first` gave the first loss."""
-    finite = torch.isfinite(torch.stack(losses[-_CHECK_EVERY:]))
+    finite = torch.isfinite(torch.stack(losses[-WAIT_EVERY:]))
     if bool(finite.all()):
         return None
     within = len(losses) - len(finite) + int((~finite).nonzero()[0])

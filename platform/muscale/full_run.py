@@ -167,7 +167,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """
         run = self.run
         precision = run.numerics.precision
-        if reason := unsupported(precision, self.device.type):
+        if reason := unsupported(precision, self.device):
             raise StageError(f"promote: precision {precision} can't be trained here: {reason}")
         if precision == "fp16" and self.trainer.world_size > 1:
             raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")

@@ -16,8 +16,9 @@ import pandas as pd
 from muscale.config import Stem, StudyConfig
 from muscale.jobs import Job
 from muscale.lineage import Chain
+from proxy_models.content_key import content_key
 from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
-from proxy_models.numerics import Numerics, content_key
+from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Space
 

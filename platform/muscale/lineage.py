@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from proxy_models.content_key import content_key
 from proxy_models.hyperparameters import Segment
-from proxy_models.numerics import Numerics, content_key
+from proxy_models.numerics import Numerics
 from proxy_models.schedule import Constant, phase_to_dict
 
 

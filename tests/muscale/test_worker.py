@@ -125,7 +125,10 @@ def test_a_cycle_goes_on_from_the_kept_end_of_the_one_before_it(worker: Worker, 
     assert second["trained_from"] == 10 * BATCH
     curve = pd.read_parquet(worker.directory / CURVES / f"{cycles.parent.key}.parquet")
     assert curve["tokens"].tolist() == [BATCH // 2, *(BATCH * n for n in range(1, 11))]
-    assert curve["train_bits_per_byte"].to_numpy() == pytest.approx(curve["train_loss"].to_numpy() / math.log(2))
+    nats_per_bit_per_byte = math.log(2) * (worker.trainer.corpus.bytes_per_token or math.nan)
+    assert curve["train_bits_per_byte"].to_numpy() == pytest.approx(
+        curve["train_loss"].to_numpy() / nats_per_bit_per_byte
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.75, 0.9])

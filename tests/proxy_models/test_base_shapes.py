@@ -167,9 +167,22 @@ def fixed_gain(width: int) -> nn.Module:
     return nn.ModuleDict({**head(width), "norm": nn.RMSNorm(16)})
 
 
+class Transposed(nn.Module):
+    """Inputs first, as GPT-2's Conv1D."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, 4 * width))
+
+
+def inputs_first(width: int) -> nn.Module:
+    return head(width, Transposed(width))
+
+
 @pytest.mark.parametrize(
     ("build", "rule"),
     [
+        (inputs_first, r"blocks.0.weight of shape \(64, 256\).* in Transposed may have its inputs first or last"),
         (fixed_key_heads, r"blocks.0.weight of shape \(16, 64\).*fixed number of outputs"),
         (biased_readout, r"readout.bias.*none of embedding.*nor for its bias"),
         (finite_input, r"blocks.0.weight of shape \(64, 3\).*none of embedding"),
@@ -183,6 +196,13 @@ def test_what_the_rules_do_not_serve_is_refused_by_name(build: type, rule: str) 
         models = [build(width) for width in (64, 32, 24)]
     with pytest.raises(ValueError, match=rule):
         module_shapes(*models, readout=READOUT)
+
+
+def test_attention_of_torch_s_own_is_served() -> None:
+    with torch.device("meta"):
+        models = [head(width, nn.MultiheadAttention(width, 2, bias=False)) for width in (64, 32, 24)]
+    shapes = module_shapes(*models, readout=READOUT)
+    assert shapes["blocks.0.in_proj_weight"].fan_in == shapes["blocks.0.out_proj.weight"].fan_in == 64
 
 
 def test_a_readout_that_is_missing_or_is_none_is_refused() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -143,6 +144,13 @@ def test_what_is_not_named_stays_and_zero_is_no_default() -> None:
             family.at(**shape)
 
 
+def test_a_first_block_drops_nothing_so_one_alone_is_not_random() -> None:
+    two = ModelConfig(d_model=64, n_layers=2, stochastic_depth=0.2)
+    assert two.is_random
+    assert not replace(two, n_layers=1).is_random
+    assert replace(two, n_layers=1, mlp_dropout=0.1).is_random
+
+
 @given(n_params=st.floats(1e3, 1e8))
 def test_for_params_finds_the_nearest_member_in_ratio(n_params: float) -> None:
     family = ModelFamily(base=ModelConfig(d_model=64, n_layers=2))
@@ -153,6 +161,14 @@ def test_for_params_finds_the_nearest_member_in_ratio(n_params: float) -> None:
     found = family.for_params(n_params)
     neighbours = [family.at(width=width) for width in (found.d_model - 16, found.d_model + 16) if width]
     assert all(ratio(found) <= ratio(neighbour) for neighbour in neighbours)
+
+
+@given(n_params=st.floats(1e4, 1e9))
+def test_for_params_keeps_to_widths_at_which_the_mlp_s_ratio_is_exact(n_params: float) -> None:
+    family = ModelFamily(base=ModelConfig(d_model=768, n_layers=2, head_dim=64, mlp_ratio=8 / 3))
+    found = family.for_params(n_params)
+    assert found.d_model % 192 == 0
+    assert found.d_ff * 3 == found.d_model * 8
 
 
 def test_a_size_of_nothing_is_refused() -> None:

@@ -233,6 +233,15 @@ def test_only_the_readout_is_blamed_for_a_missing_readout_multiplier(check: Call
     assert finding.module == "readout"
 
 
+def test_a_warmup_or_ramp_longer_than_its_horizon_changes_nothing(corpus: Corpus) -> None:
+    long = replace(VALUES, warmup_floor_tokens=10**9, batch_doublings=1, batch_ramp_tokens=10**9)
+    first, second = (
+        coordinate_check(FAMILY, values, corpus, widths=(16, 32, 64, 128), n_steps=1, n_sequences=1).measurements
+        for values in (VALUES, long)
+    )
+    pd.testing.assert_frame_equal(first, second, check_exact=True)
+
+
 def test_its_steps_are_those_of_training(corpus: Corpus) -> None:
     config, recipe = FAMILY.at(width=32), replace(VALUES, clip_norm=0.1).resolve(512 * 100)
     table, sequences = parametrize(config, FAMILY.base), torch.arange(99).reshape(3, 33)

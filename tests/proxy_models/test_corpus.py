@@ -17,11 +17,10 @@ from proxy_models.corpus import (
     MANIFEST,
     Corpus,
     CorpusError,
-    in_validation,
-    source_files,
     write_corpus,
     write_mixture,
 )
+from proxy_models.documents import in_validation
 from proxy_models.mixture import Mixture, Stage
 from proxy_models.sources import Source
 from proxy_models.tokenizer import TokenizerSettings
@@ -149,7 +148,7 @@ def test_nothing_to_read_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_embedded_source_is_the_standard_library_without_its_tests() -> None:
-    root, files = source_files(EMBEDDED)
+    root, files = Source(path=EMBEDDED).files()
     names = {path.relative_to(root).as_posix() for path in files}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not any({"test", "site-packages"} & set(name.split("/")) for name in names)
@@ -284,13 +283,33 @@ def test_bpe_is_trained_on_the_training_text_and_kept(source: Path, tmp_path: Pa
     assert write_corpus(tmp_path / "file", str(source), validation_fraction=0.3, tokenizer=given) == again
 
 
+def test_bpe_of_another_field_is_not_taken_for_this_one_s(tmp_path: Path) -> None:
+    lines = [{"text": f"aaaa bbbb {number}", "content": f"yyyy zzzz {number}"} for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def write(folder: str, field: str, interrupt: bool = False) -> Corpus:
+        def on_progress(done: int, total: int) -> None:
+            if interrupt and done > total / 2:  # BPE is trained, tokenizing has begun
+                raise InterruptionError
+
+        source = Source(path=str(tmp_path / "a.jsonl"), kind="jsonl", field=field)
+        return write_corpus(tmp_path / folder, source, tokenizer=BPE, on_progress=on_progress)
+
+    with pytest.raises(InterruptionError):
+        write("cut", "text", interrupt=True)
+    assert (tmp_path / "cut" / "tokenizer.json").exists()
+    assert write("cut", "content").key == write("whole", "content").key
+
+
 def test_fertility_and_bytes_per_token_are_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for number in range(30):
         (tmp_path / "a" / f"{number}.txt").write_text(f"{number:02} ab\n  cde ")
-    files = write_corpus(tmp_path / "tokens", str(tmp_path / "a")).sources["corpus"]
+    corpus = write_corpus(tmp_path / "tokens", str(tmp_path / "a"))
+    files = corpus.sources["corpus"]
     assert files.fertility == pytest.approx(12 / 3)
-    assert files.bytes_per_token == 1
+    # A loss is a mean over all tokens, so its sum in bits over the bytes counts the closing ones.
+    assert corpus.bytes_per_token == files.bytes_per_token == pytest.approx(12 / 13)
 
 
 # Token files

@@ -175,6 +175,11 @@ def test_every_schedule_may_be_swapped_in(schedule: ScheduleName) -> None:
         assert all(isinstance(segment.phase, Rewarmed) == (segment.start >= swap) for segment in segments)
 
 
+def test_a_setting_of_the_optimizer_that_takes_over_is_kept() -> None:
+    values = swapping(optimizer="adafactor", beta2=0.99, eps=1e-8)
+    assert (chain(values, 100 * BATCH)[-1].recipe.beta2, values.eps) == (0.99, 1e-8)
+
+
 def test_a_swap_where_a_warmup_has_no_room_is_refused() -> None:
     for fraction, swap in ((0.02, 2), (0.97, 97)):
         with pytest.raises(ValueError, match=f"a swap after {swap * BATCH} tokens leaves .* change swap_fraction"):
@@ -228,6 +233,11 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"schedule": "step", "milestones": (0.5, 1.0)}, r"milestones must .* lie in \(0, 1\)"),
         ({"schedule": "step", "step_factor": 1.0}, r"step_factor must lie in \(0, 1\), got 1.0"),
         ({"schedule": "cosine_cycles", "cycles": 0}, "cycles must be at least 1, got 0"),
+        ({"optimizer": "adam", "weight_decay_tau": 0.3}, 'weight_decay_tau is .*: optimizer "adam" would ignore 0.3'),
+        ({"optimizer": "lion", "eps": 1e-8}, 'eps is a setting of adamw and adam and muon: optimizer "lion" would'),
+        ({"optimizer": "adafactor", "eps": 1e-8}, 'optimizer "adafactor" would ignore 1e-08'),
+        ({"optimizer": "adafactor", "beta1": 0.8}, 'beta1 is .*: optimizer "adafactor" would ignore 0.8'),
+        ({"optimizer": "adafactor", "beta2": 0.8}, 'beta2 is .*: optimizer "adafactor" would ignore 0.8'),
         ({"swap_optimizer": "adamw"}, "swap_optimizer must be another than optimizer, got 'adamw' for both"),
         ({"swap_optimizer": "lion", "swap_fraction": 0.5}, "a swap needs .*, got 'lion', 0.5 and 0.0"),
         ({"swap_fraction": 0.5, "swap_learning_rate": 0.1}, "a swap needs swap_optimizer, .*, got None, 0.5 and 0.1"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -31,12 +32,34 @@ def test_what_follows_from_the_measured_has_its_units() -> None:
     table = curve().table(bytes_per_token=4.0, train_flops_per_token=6.0, peak_flops=2400.0)
     assert table["tokens_per_second"].tolist() == [100, 200, 200]
     assert table["mfu"].tolist() == [0.25, 0.5, 0.5]
+    assert table["seconds"].tolist() == [1.0, 1.5, 2.5]
     assert table["val_perplexity"].iloc[1] == pytest.approx(math.e**4)
     assert table["val_bits_per_byte"].iloc[2] == pytest.approx(3 / math.log(2) / 4)
     assert table["val_bits_per_byte"].isna().tolist() == [True, False, False]
     assert table["train_bits_per_byte"].tolist() == pytest.approx((curve().train_loss / math.log(2) / 4).tolist())
     assert "mfu" not in curve().table()
     assert curve().table(bytes_per_token=None)["val_bits_per_byte"].isna().all()
+
+
+def test_where_steps_are_launched_ahead_rates_are_those_of_a_window() -> None:
+    # Two steps are launched in a tenth of a second each; the second waits for both, which take a second each.
+    four = np.ones(4)
+    launched = replace(
+        curve(),
+        tokens=np.array([100, 200, 300, 400]),
+        train_loss=four.astype(np.float32),
+        grad_norm=four.astype(np.float32),
+        rate_factor=four,
+        seconds=np.array([0.1, 2, 2.1, 4]),
+        val_loss=four,
+        window=2,
+    )
+    rates = launched.table(train_flops_per_token=6.0, peak_flops=1200.0)[["tokens_per_second", "mfu"]]
+    assert rates.isna().all(axis=1).tolist() == [True, False, False, False]
+    assert rates["tokens_per_second"].tolist()[1:] == pytest.approx([100, 100, 100])
+    assert rates["mfu"].tolist()[1:] == pytest.approx([0.5, 0.5, 0.5])
+    short = replace(launched, window=32).table()
+    assert short["tokens_per_second"].isna().all()
 
 
 def test_a_multiple_is_passed_once() -> None:

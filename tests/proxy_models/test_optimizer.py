@@ -83,6 +83,14 @@ def test_a_readout_that_is_tied_to_the_embedding_can_not_start_at_zero(recipe: R
         initialize(Decoder(tied), parametrize(tied, tied), replace(recipe, zero_readout=True), seed=0)
 
 
+def test_a_rate_of_embeddings_is_refused_where_it_would_move_none(recipe: Recipe) -> None:
+    slower, tied = replace(recipe, embedding_rate=0.5), replace(WIDE, tied=True)
+    with pytest.raises(ValueError, match="embedding_rate: the tied table goes by output_rate, and would ignore 0.5"):
+        initialize(Decoder(tied), parametrize(tied, tied), slower, seed=0)
+    with_positions = replace(tied, positions="learned")
+    initialize(Decoder(with_positions), parametrize(with_positions, with_positions), slower, seed=0)
+
+
 def test_no_two_tensors_and_no_two_seeds_start_alike(recipe: Recipe, table: Parametrization) -> None:
     draws = []
     for seed in (0, 1):

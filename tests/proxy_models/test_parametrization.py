@@ -119,6 +119,31 @@ def test_depth_scales_branches_rates_and_eps_inside_the_blocks_only(
         assert deep.rules[name] == shallow.rules[name], name
 
 
+@pytest.mark.parametrize("exponent", [1.0, 0.5])
+def test_eps_falls_with_depth_as_gradients_in_a_block_do(exponent: float) -> None:
+    base = replace(BASE, qk_norm=True)
+    deep = ModelFamily(base=base).at(depth=16)
+    sequences = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=64).resolve(64 * 100)
+
+    def gradients(config: ModelConfig) -> dict[TensorClass, float]:
+        table, model = parametrize(config, base, depth_exponent=exponent), Decoder(config)
+        initialize(model, table, recipe, seed=0)
+        next_token_loss(model, sequences).backward()  # type: ignore[no-untyped-call]
+        squares: dict[TensorClass, list[torch.Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            squares.setdefault(table.rules[name].tensor_class, []).append(parameter.grad.square().mean())
+        return {kind: float(torch.stack(values).mean().sqrt()) for kind, values in squares.items()}
+
+    at_base, at_depth = gradients(base), gradients(deep)
+    factors = {
+        rule.tensor_class: rule.eps_factor for rule in parametrize(deep, base, depth_exponent=exponent).rules.values()
+    }
+    for kind in (TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.QK_NORM):
+        assert at_depth[kind] / at_base[kind] == pytest.approx(factors[kind], rel=0.3), kind
+
+
 def test_width_and_depth_multiply() -> None:
     rule = parametrize(FAMILY.at(width=64, depth=8), BASE, depth_exponent=0.5).rules[MATRIX]
     assert (rule.lr_factor, rule.eps_factor) == (1 / 4, 1 / 4)
@@ -160,7 +185,7 @@ def test_vectors_and_tied_tables_follow_their_rows() -> None:
             "width_mult": 1,
             "weight_decay_factor": 0,
             "lr_factor": 2**-0.5,
-            "eps_factor": 1,
+            "eps_factor": 2**-0.5,
         },
         "final_norm.bias": {"init_mean": 0, "lr_factor": 1, "eps_factor": 0.25, "weight_decay_factor": 0},
     }

@@ -20,6 +20,7 @@ from proxy_models.peak import datasheet_flops
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40", None),
         ("Tesla T4", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
 def test_a_gpu_is_known_by_its_whole_name(name: str, expected: float | None) -> None:

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_matrices_are_multiplied_in_the_precision(precision: Precision, dtype: torch.dtype) -> None:
-    assert unsupported(precision, "cpu") is None
+    assert unsupported(precision, CPU) is None
     matrix = torch.ones(2, 2)
     with autocast(precision, CPU):
         assert (matrix @ matrix).dtype == dtype
@@ -25,8 +25,20 @@ def test_a_device_that_refuses_is_told_with_its_reason(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "autocast", refuse)
     unsupported.cache_clear()
-    assert unsupported("fp16", "cpu") == "no half precision on this device"
+    assert unsupported("fp16", CPU) == "no half precision on this device"
     unsupported.cache_clear()
+
+
+def test_the_very_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ones = [], torch.ones
+
+    def recorded(*size: int, device: torch.device) -> torch.Tensor:
+        asked.append(device)
+        return ones(*size, device=device)
+
+    monkeypatch.setattr(torch, "ones", recorded)
+    assert unsupported("bf16", torch.device("cpu:0")) is None
+    assert asked == [torch.device("cpu:0")]
 
 
 def test_an_overflow_leaves_the_step_out_and_halves_the_scale() -> None:

@@ -54,6 +54,21 @@ def test_only_large_fp32_products_without_autocast_are_taken() -> None:
         assert wide(torch.randn(4, 64, 64)).dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("fast")
+def test_gradients_have_gradients_and_torch_func_s_are_the_same() -> None:
+    torch.manual_seed(0)
+    ours, torchs, input = Linear(64, 72, bias=False), nn.Linear(64, 72, bias=False), torch.randn(300, 64)
+    torchs.load_state_dict(ours.state_dict())
+    penalties, gradients = [], []
+    for layer in (ours, torchs):
+        leaf = input.clone().requires_grad_()
+        (first,) = torch.autograd.grad(layer(leaf).pow(3).sum(), leaf, create_graph=True)
+        penalties.append(torch.autograd.grad(first.square().sum(), layer.weight)[0])
+        gradients.append(torch.func.grad(lambda x, layer=layer: layer(x).pow(3).sum())(input))
+    for pair in (penalties, gradients):
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.compiler
 @pytest.mark.usefixtures("fast")
 def test_compiled_the_product_is_the_same() -> None:
