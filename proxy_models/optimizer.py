@@ -16,6 +16,9 @@ from proxy_models.hyperparameters import Recipe
 from proxy_models.parametrization import Parametrization, TensorClass
 
 MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
+_MUON_RATE = (
+    "match_rms_adamw"  # 0.2·√max(rows, columns), so that AdamW's rates and decays serve; Liu et al., section 2.2
+)
 
 
 @torch.no_grad()
@@ -112,7 +115,8 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the groups that say `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
 
-    Groups and state are this optimizer's, and are lent to the two for each step.
+    Groups and state are this optimizer's, and are lent to the two for each step. Of a sharded matrix the update is gathered,
+    and every rank orthogonalises the whole: torch's Muon would communicate in each of its products.
     """
 
     def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
@@ -123,7 +127,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 continue
             copies = [dict(group) for group in own]
             self._inner[orthogonal] = (
-                torch.optim.Muon(copies, adjust_lr_fn="match_rms_adamw", momentum=MUON_MOMENTUM)
+                torch.optim.Muon(copies, adjust_lr_fn=_MUON_RATE, momentum=MUON_MOMENTUM)
                 if orthogonal
                 else torch.optim.AdamW(copies, betas=betas, fused=True)
             )
@@ -141,9 +145,31 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for orthogonal, optimizer in self._inner.items():
-            optimizer.param_groups, optimizer.state = self._groups(orthogonal), self.state
+            groups = self._groups(orthogonal)
+            if orthogonal and isinstance(groups[0]["params"][0], DTensor):
+                for group in groups:
+                    self._step_sharded(group)
+                continue
+            optimizer.param_groups, optimizer.state = groups, self.state
             optimizer.step()
         return loss
+
+    def _step_sharded(self, group: dict[str, Any]) -> None:
+        """Momentum and decay on each rank's own rows; torch's Muon, without either, on the whole update."""
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            momentum.lerp_(parameter.grad, 1 - MUON_MOMENTUM)
+            moved = torch.zeros(parameter.shape, device=parameter.device)
+            moved.grad = parameter.grad.lerp(momentum, MUON_MOMENTUM).full_tensor()  # Nesterov's
+            torch.optim.Muon(  # type: ignore[no-untyped-call]
+                [moved], lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=_MUON_RATE
+            ).step()
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            # every rank has the same values already, so none are sent
+            parameter.add_(distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -309,6 +309,8 @@ def _contradictions(config: StudyConfig) -> list[str]:
             problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
         elif name.startswith("swap_"):
             problems.append(f"sweep.space.{name}: {_NO_SWAP}")
+        else:
+            problems += _unsearchable(h, name, config.sweep.space)
     if h.swap_optimizer:
         problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
     if h.schedule not in ("wsd", "wsd_linear"):
@@ -347,6 +349,19 @@ def _check_contradictions(check: CheckSettings) -> list[str]:
         except ValueError as error:
             problems.append(f"{key}: {error}")
     return problems
+
+
+def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
+    """Why a hyperparameter can't take what its space offers, if it can't: its bounds, or each of its choices."""
+    distribution = space[name]
+    corners = [space.decode([u] * len(space))[name] for u in (0.0, 1.0)]
+    for value in distribution.values if isinstance(distribution, Choice) else corners:
+        given: dict[str, Any] = {name: value}
+        try:
+            dataclasses.replace(h, **given)
+        except ValueError as error:
+            return [f"sweep.space.{name}: {error}"]
+    return []
 
 
 def _given(config: StudyConfig, name: str) -> dict[str, tuple[Any, ...]]:

@@ -117,6 +117,17 @@ def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identi
         Study.open(path, quiet=True)
 
 
+def test_what_the_optimizer_would_ignore_is_not_searched(make_study: MakeStudy) -> None:
+    adam = [
+        "hyperparameters.optimizer=adam",
+        "sweep.space.weight_decay_tau={distribution='log_uniform', low=0.1, high=1.0}",
+    ]
+    with pytest.raises(StudyFileError, match=r'sweep.space.weight_decay_tau: .* optimizer "adam" would ignore 0.1'):
+        StudyConfig.read(make_study(), adam)
+    with pytest.raises(StudyFileError, match=r"sweep.space.beta1: beta1 must lie in \[0, 1\), got 1.5"):
+        StudyConfig.read(make_study("other"), ["sweep.space.beta1={distribution='uniform', low=0.5, high=1.5}"])
+
+
 def test_whole_numbers_for_floats_are_the_same_study(make_study: MakeStudy) -> None:
     path = make_study()
     whole, fraction = (
