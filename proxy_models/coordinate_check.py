@@ -346,6 +346,7 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
                 line={"color": colors[step], "dash": "dash" if line["kind"].iloc[0] == "readout" else "solid"},
                 name=f"step {step}",
                 legendgroup=f"step {step}",
+                legendrank=step,
                 showlegend=step not in named,
                 hovertemplate=f"{module}, step {step}<br>{axis} %{{x}}: %{{y:.3g}}<extra></extra>",
             ),
