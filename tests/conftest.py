@@ -11,6 +11,6 @@ from proxy_models.compilation import missing_compiler
 def pytest_runtest_setup(item: pytest.Item) -> None:
     gpu = item.get_closest_marker("gpu")
     if gpu and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("trains on an NVIDIA GPU, and torch sees none here")
     if item.get_closest_marker("compiler") and (reason := missing_compiler("cuda" if gpu else "cpu")):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)

@@ -27,11 +27,11 @@ def import_lightning() -> Any:
 
 
 def _declare_operators() -> None:
-    import torch
+    from torch import library as operators
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
-    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    library: Any = operators.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _declared.append(library)

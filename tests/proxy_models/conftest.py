@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.training import SegmentResult, Trainer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,3 +59,37 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="session")
 def family() -> ModelFamily:
     return ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=32))
+
+
+@pytest.fixture
+def trainer(corpus: Corpus) -> Trainer:
+    return Trainer(corpus, compile=False)
+
+
+@pytest.fixture
+def numerics(family: ModelFamily, corpus: Corpus) -> Numerics:
+    return Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=16 * 32)
+
+
+@pytest.fixture
+def hyperparameters() -> Hyperparameters:
+    return Hyperparameters(learning_rate=0.01, batch_tokens=4 * 32)
+
+
+@pytest.fixture
+def assert_same() -> Callable[[SegmentResult, SegmentResult], None]:
+    """Compares states and losses bit for bit."""
+
+    def assert_same(one: SegmentResult, other: SegmentResult) -> None:
+        assert one.state is not None
+        assert other.state is not None
+        assert one.state.tokens == other.state.tokens
+        assert one.state.tensors.keys() == other.state.tensors.keys()
+        for name, tensor in one.state.tensors.items():
+            told, expected = (
+                t.nan_to_num(nan=-1.0) for t in (tensor, other.state.tensors[name])
+            )  # a guard's gaps are NaN
+            assert torch.equal(told, expected), name
+        assert (one.loss, one.averaged_loss) == (other.loss, other.averaged_loss)
+
+    return assert_same

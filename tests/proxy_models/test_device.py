@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus
 from proxy_models.device import CPU, usable
 from proxy_models.guard import GuardSettings
@@ -28,11 +28,6 @@ BATCH = 4 * 32
 ROUNDING = 1e-4
 """Relative, on losses of 20 steps in fp32. On the CPU other orders of the sums (micro-batches) change them by 3e-7, and with
 Muon, which orthogonalizes in bf16, by 5e-6; a GPU's exponentials and roots differ besides."""
-
-
-@pytest.fixture
-def numerics(family: ModelFamily, corpus: Corpus) -> Numerics:
-    return Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=16 * 32)
 
 
 def dropping(numerics: Numerics) -> Numerics:

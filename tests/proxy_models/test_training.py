@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from proxy_models.batches import TokenStream, evaluation_sequences
 from proxy_models.config import ModelFamily
 from proxy_models.corpus import Corpus, write_mixture
 from proxy_models.decoder import Decoder, next_token_loss, training_loss
-from proxy_models.guard import Divergence, GuardSettings
+from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
 from proxy_models.metrics import Observation
 from proxy_models.mixture import Mixture
@@ -30,21 +30,7 @@ from proxy_models.training import SegmentResult, Trainer
 
 BATCH = 4 * 32
 N_TOKENS = 40 * BATCH
-
-
-@pytest.fixture
-def trainer(corpus: Corpus) -> Trainer:
-    return Trainer(corpus, compile=False)
-
-
-@pytest.fixture
-def numerics(family: ModelFamily, corpus: Corpus) -> Numerics:
-    return Numerics(model=family.base, base=family.base, corpus_key=corpus.key, seed=0, evaluation_tokens=16 * 32)
-
-
-@pytest.fixture
-def hyperparameters() -> Hyperparameters:
-    return Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
+AssertSame = Callable[[SegmentResult, SegmentResult], None]
 
 
 def train_chain(trainer: Trainer, numerics: Numerics, segments: tuple[Segment, ...]) -> list[SegmentResult]:
@@ -52,17 +38,6 @@ def train_chain(trainer: Trainer, numerics: Numerics, segments: tuple[Segment, .
     for segment in segments:
         results.append(trainer.train(numerics, segment, results[-1].state if results else None))
     return results
-
-
-def assert_same(one: SegmentResult, other: SegmentResult) -> None:
-    assert one.state is not None
-    assert other.state is not None
-    assert one.state.tokens == other.state.tokens
-    assert one.state.tensors.keys() == other.state.tensors.keys()
-    for name, tensor in one.state.tensors.items():
-        told, expected = (t.nan_to_num(nan=-1.0) for t in (tensor, other.state.tensors[name]))  # a guard's gaps are NaN
-        assert torch.equal(told, expected), name
-    assert (one.loss, one.averaged_loss) == (other.loss, other.averaged_loss)
 
 
 def test_training_is_the_loop_written_out(
@@ -101,7 +76,7 @@ def test_it_learns(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperp
 
 
 def test_a_branch_from_a_rung_is_the_run_planned_for_that_length(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
 ) -> None:
     recipe = hyperparameters.resolve(N_TOKENS)
     rung = 17 * BATCH
@@ -152,6 +127,7 @@ def test_resuming_from_disk_is_the_uninterrupted_run(
     tmp_path: Path,
     schedule: Any,
     change: dict[str, Any],
+    assert_same: AssertSame,
 ) -> None:
     if change.pop("random", False):
         numerics = dropping(numerics)
@@ -242,7 +218,7 @@ def test_a_batch_ramp_sees_every_sequence_once_in_order(
 
 
 def test_other_averages_are_evaluated_beside_the_last_weights(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
 ) -> None:
     recipe = hyperparameters.resolve(N_TOKENS)
     three, last = LastCheckpoints(n=3, every_tokens=BATCH), LastCheckpoints(n=1, every_tokens=BATCH)
@@ -262,7 +238,7 @@ def test_other_averages_are_evaluated_beside_the_last_weights(
 
 
 def test_observing_a_run_leaves_it_as_it_is(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
 ) -> None:
     segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
     observation = Observation(evaluate_every_tokens=4 * BATCH, layers_every_tokens=6 * BATCH)
@@ -287,7 +263,11 @@ def test_observing_a_run_leaves_it_as_it_is(
 
 
 def test_an_interrupted_step_leaves_nothing_behind(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_same: AssertSame,
 ) -> None:
     segment = stem(hyperparameters.resolve(N_TOKENS), 4 * BATCH)
     expected = trainer.train(numerics, segment)
@@ -329,7 +309,7 @@ def test_a_state_is_not_changed_by_going_on_from_it(
 
 
 def test_a_reused_trainer_is_a_fresh_one(
-    family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus
+    family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus, assert_same: AssertSame
 ) -> None:
     segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
     fresh = Trainer(corpus, compile=False).train(numerics, segment, averaged=True)
@@ -355,7 +335,7 @@ def test_seed_and_base_change_the_run(
 
 
 def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
 ) -> None:
     # 15 % of 20 steps: the weights after steps 18, 19 and 20.
     recipe = hyperparameters.resolve(N_TOKENS)
@@ -381,72 +361,6 @@ def test_on_step_hears_of_progress(trainer: Trainer, numerics: Numerics, hyperpa
     )
     assert [tokens for tokens, _ in heard] == [32 * BATCH, 40 * BATCH]
     assert [loss for _, loss in heard] == result.train_losses[[31, 39]].tolist()
-
-
-def test_a_rate_out_of_all_measure_is_a_divergence_and_no_loss(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
-) -> None:
-    recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
-    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
-    assert (result.state, result.loss, result.averaged_loss) == (None, None, None)
-    finite = np.isfinite(result.train_losses)
-    assert isinstance(result.divergence, Divergence)
-    assert result.divergence.step == finite.argmin() > 0
-    assert result.divergence.reason == f"the training loss is nan at step {result.divergence.step}"
-
-
-def test_a_divergence_names_its_step_in_the_run_and_ends_the_training(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
-) -> None:
-    recipe = hyperparameters.resolve(200 * BATCH)
-    state = trainer.train(numerics, stem(recipe, 3 * BATCH)).state
-    assert state is not None
-    state.tensors["weight/readout.weight"][0, 0] = float("nan")
-    segment = replace(stem(recipe, 150 * BATCH), start=3 * BATCH)
-    result = trainer.train(numerics, segment, state)
-    assert result.divergence == Divergence(step=3, reason="the training loss is nan at step 3")
-    assert len(result.train_losses) == 32  # and not 147
-
-
-def test_a_last_step_that_breaks_the_model_is_a_divergence(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
-) -> None:
-    recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
-    result = trainer.train(numerics, stem(recipe, BATCH))
-    assert np.isfinite(result.train_losses).all()
-    assert result.divergence == Divergence(step=1, reason="the validation loss is not finite")
-    assert result.loss is None
-
-
-def test_a_state_of_another_position_is_refused(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
-) -> None:
-    recipe = hyperparameters.resolve(N_TOKENS)
-    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
-    late = replace(stem(recipe, 20 * BATCH), start=10 * BATCH)
-    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 640"):
-        trainer.train(numerics, late, state)
-    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 0"):
-        trainer.train(numerics, late)
-
-
-def test_a_state_trained_under_another_table_is_refused_also_from_disk(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, family: ModelFamily, tmp_path: Path
-) -> None:
-    recipe = hyperparameters.resolve(N_TOKENS)
-    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
-    assert state is not None
-    state.save(tmp_path / "state.pt")
-    assert TrainState.load(tmp_path / "state.pt").parametrization == numerics.parametrization("adamw")
-    later = replace(stem(recipe, 10 * BATCH), start=5 * BATCH)
-    rebased = replace(numerics, base=family.at(width=16))
-    with pytest.raises(
-        ValueError, match=r"another parametrization: embedding.weight's width_mult is 1.0 there and 2.0"
-    ):
-        trainer.train(rebased, later, TrainState.load(tmp_path / "state.pt"))
-    other = replace(later, recipe=replace(recipe, optimizer="lion"))
-    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and lion here"):
-        trainer.train(numerics, other, state)
 
 
 @pytest.fixture(scope="module")
@@ -491,40 +405,14 @@ def test_one_source_alone_has_no_losses_by_source(
     assert trainer.train(numerics, stem(hyperparameters.resolve(N_TOKENS), BATCH)).source_losses == {}
 
 
-def test_rungs_too_near_to_each_other_to_average_between_are_refused(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
-) -> None:
-    recipe = hyperparameters.resolve(N_TOKENS)
-    state = trainer.train(numerics, stem(recipe, 18 * BATCH)).state
-    with pytest.raises(ValueError, match=r"begins at 2176 tokens, before .* 2304: rungs must lie .* factor 1.18 apart"):
-        trainer.train(numerics, replace(stem(recipe, 20 * BATCH), start=18 * BATCH), state, averaged=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"corpus_key": "other"}, "the run is of corpus other, this trainer holds"),
-        ({"evaluation_tokens": 10**9}, "the validation split of .* tokens has"),
-    ],
-)
-def test_numerics_that_this_trainer_can_not_serve_are_refused(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, change: dict[str, Any], rule: str
-) -> None:
-    with pytest.raises(ValueError, match=rule):
-        trainer.train(replace(numerics, **change), stem(hyperparameters.resolve(N_TOKENS), BATCH))
-
-
-def test_a_batch_of_parts_of_sequences_is_refused(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
-) -> None:
-    recipe = replace(hyperparameters, batch_tokens=48).resolve(480)
-    with pytest.raises(ValueError, match="batch_tokens must be a multiple of context_length=32, got 48"):
-        trainer.train(numerics, stem(recipe, 48))
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adafactor", "muon"])
 def test_every_optimizer_learns_and_resumes_bit_for_bit(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, optimizer: OptimizerName, tmp_path: Path
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    optimizer: OptimizerName,
+    tmp_path: Path,
+    assert_same: AssertSame,
 ) -> None:
     rate = 0.05 if optimizer == "adafactor" else 0.003
     (whole,) = chain(replace(hyperparameters, schedule="cosine", optimizer=optimizer, learning_rate=rate), 30 * BATCH)
@@ -538,7 +426,11 @@ def test_every_optimizer_learns_and_resumes_bit_for_bit(
 
 
 def test_what_an_error_left_in_a_warm_model_does_not_reach_the_next_training(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_same: AssertSame,
 ) -> None:
     (segment,) = chain(replace(hyperparameters, schedule="linear"), 5 * BATCH)
     expected = trainer.train(numerics, segment)
@@ -551,97 +443,3 @@ def test_what_an_error_left_in_a_warm_model_does_not_reach_the_next_training(
         with pytest.raises(KeyboardInterrupt):
             trainer.train(numerics, segment)
     assert_same(trainer.train(numerics, segment), expected)
-
-
-SWAPS: list[tuple[OptimizerName, str]] = [("muon", "momentum_buffer"), ("lion", "exp_avg")]
-
-
-def swapped_chain(hyperparameters: Hyperparameters, optimizer: OptimizerName) -> tuple[Segment, ...]:
-    values = replace(
-        hyperparameters,
-        warmup_fraction=0.1,
-        swap_optimizer=optimizer,
-        swap_fraction=0.5,
-        swap_learning_rate=0.003,
-    )
-    return chain(values, N_TOKENS)
-
-
-@pytest.mark.parametrize(("optimizer", "moment"), SWAPS)
-def test_a_swap_keeps_the_weights_and_begins_with_fresh_moments(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, optimizer: OptimizerName, moment: str
-) -> None:
-    before, after, _ = swapped_chain(hyperparameters, optimizer)
-    state = trainer.train(numerics, before).state
-    assert state is not None
-    recipe = after.recipe
-    expected = Decoder(numerics.model)
-    table = numerics.parametrization(optimizer)
-    initialize(expected, table, recipe, seed=0)
-    expected.load_state_dict(
-        {n.removeprefix("weight/"): t for n, t in state.tensors.items() if n.startswith("weight/")}
-    )
-    step = make_optimizer(expected, table, recipe)
-    loss = next_token_loss(
-        expected, TokenStream(tokens=trainer.corpus.train, context_length=32, seed=0).batch(after.start, BATCH)
-    )
-    loss.backward()  # type: ignore[no-untyped-call]
-    clip(expected.parameters(), recipe.clip_norm)
-    set_rates(step, 0.25)  # the first of four steps of warmup
-    step.step()
-    result = trainer.train(numerics, replace(after, end=after.start + BATCH), state)
-    assert result.train_losses.tolist() == [loss.item()]
-    assert result.curve.rate_factor.tolist() == [0.25]
-    assert result.state is not None
-    assert result.state.parametrization == table
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(result.state.tensors[f"weight/{name}"], parameter.detach()), name
-    assert f"{moment}/blocks.0.mlp.up.weight" in result.state.tensors
-    assert "exp_avg_sq/blocks.0.mlp.up.weight" not in result.state.tensors
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize(("optimizer", "moment"), SWAPS)
-def test_a_swapped_run_learns_and_resumes_bit_for_bit(
-    trainer: Trainer,
-    numerics: Numerics,
-    hyperparameters: Hyperparameters,
-    optimizer: OptimizerName,
-    moment: str,
-    precision: Any,
-    tmp_path: Path,
-) -> None:
-    # So high a rate, and so touchy a guard, that steps are left out on both sides of the swap.
-    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=7)
-    numerics = replace(numerics, precision=precision, guard=guard)
-    segments = swapped_chain(replace(hyperparameters, learning_rate=0.03), optimizer)
-    results = train_chain(trainer, numerics, segments)
-    assert results[-1].train_losses.mean() < results[0].train_losses[:5].mean() - 0.3
-    assert results[0].spikes
-    assert results[1].spikes
-    _, after, cooldown = segments
-    state = results[0].state
-    for start, end in pairwise((after.start, after.start + 3 * BATCH, after.end)):
-        assert state is not None
-        state.save(tmp_path / "state.pt")
-        part = trainer.train(numerics, replace(after, start=start, end=end), TrainState.load(tmp_path / "state.pt"))
-        state = part.state
-    assert_same(part, results[1])
-    assert_same(trainer.train(numerics, cooldown, state), results[2])
-
-
-def test_only_where_a_swap_is_planned_may_a_state_be_another_optimizer_s(
-    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, family: ModelFamily
-) -> None:
-    before, after, _ = swapped_chain(hyperparameters, "muon")
-    first = replace(before, end=4 * BATCH)
-    state = trainer.train(numerics, first).state
-    late = replace(after, start=4 * BATCH)
-    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and muon here"):
-        trainer.train(numerics, late, state)
-    rebased = replace(numerics, base=family.at(width=16))
-    at_swap = trainer.train(numerics, before).state
-    with pytest.raises(
-        ValueError, match=r"another parametrization: embedding.weight's width_mult is 1.0 there and 2.0"
-    ):
-        trainer.train(rebased, after, at_swap)
