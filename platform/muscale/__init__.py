@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from muscale.planning import Plan
     from muscale.promotion import Promotion
     from muscale.study import Study
-    from muscale.sweep import SweepResult
+    from muscale.sweep_result import SweepResult
 
 __all__ = [
     "MuscaleError",
@@ -39,7 +39,7 @@ _HOMES = {
     "StudyConfig": "config",
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
-    "SweepResult": "sweep",
+    "SweepResult": "sweep_result",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from ray import tune
 
 from muscale.ledger import Outcome
 from muscale.lineage import Chain
+from muscale.search.path import path_from_json
+from muscale.search.tune_adapter import FIRST, METRIC, PATH, TRIAL, UNTIL
+from muscale.sweep_settings import RankBy
 from muscale.trial import TrialPlan
 from muscale.worker import Worker
 from proxy_models.compilation import Compile
 
-WORST_LOSS = 1e9  # finite, as Tune's searchers and schedulers refuse NaN; the adapters replace it
+WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 
 
 class TrainingActor:
@@ -29,43 +33,57 @@ class TrainingActor:
         return self._worker.reach(chain)
 
 
-class Trial(tune.Trainable):
-    """A trial of a sweep: each step trains to the next rung and reports the averaged weights' loss there."""
+class TrialLeg(tune.Trainable):
+    """A leg of a sweep's trial: each step trains to the next rung and reports there what trials are ranked by."""
 
     def setup(  # type: ignore[override]
         self,
         config: dict[str, Any],
         *,
         plan: TrialPlan,
+        rank_by: RankBy,
         directory: Path,
         compiled: Compile,
         threads: int,
         device: str,
     ) -> None:
-        """Start a trial in a fresh process."""
+        """Start a leg in a fresh process."""
         torch.set_num_threads(threads)
-        self._plan = plan
+        self._plan, self._rank_by = plan, rank_by
         self._worker = Worker(directory, compiled=compiled, device=device)
-        self._rung = 0
+        self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Start another trial in this process, with its models warm."""
-        self._rung = 0
+        """Start another leg in this process, with its models warm."""
+        self._rung = new_config[FIRST]
+        self._path = path_from_json(json.loads(new_config[PATH]))
         return True
 
     def step(self) -> dict[str, Any]:
         """Train to the next rung."""
-        outcome = self._worker.reach(self._plan.rung(self.config, self._rung))
-        loss = outcome.averaged_loss
+        plan, rung = self._plan, self._rung
+        outcome = self._worker.reach(plan.rung(self._path, rung))
+        loss = self._loss(outcome, rung)
         self._rung += 1
         return {
-            "loss": WORST_LOSS if loss is None else loss,
-            "rung": self._rung - 1,
-            "tokens": outcome.tokens,
+            METRIC: WORST_LOSS if loss is None else loss,
+            "diverged": loss is None,
+            TRIAL: self.config[TRIAL],
+            "rung": rung,
             "segment": outcome.key,
-            "diverged": outcome.diverged,
-            "done": outcome.diverged or self._rung == len(self._plan.rung_tokens),
+            "tokens": plan.rung_tokens[rung] - (plan.rung_tokens[rung - 1] if rung else 0),
+            "seconds": outcome.seconds,
+            "done": loss is None or rung == self.config[UNTIL],
         }
+
+    def _loss(self, outcome: Outcome, rung: int) -> float | None:
+        """What the trial is ranked by at this rung, None after a divergence."""
+        if outcome.diverged:
+            return None
+        if self._rank_by == "annealed" and self._plan.has_branch(rung):
+            return self._worker.reach(self._plan.branch(self._path, rung)).loss
+        averaged = self._rank_by == "averaged" and outcome.averaged_loss is not None
+        return outcome.averaged_loss if averaged else outcome.loss
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Nothing: the ledger keeps the state."""

@@ -18,18 +18,18 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.strict import StrictTable as _Table
+from muscale.sweep_settings import COOLING, SweepSettings
 from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
-from search_spaces import Choice, Fixed, Space, SpaceError, mup_adamw
+from search_spaces import Choice, Fixed, Space, SpaceError
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 _FIXED_IN_A_SWEEP = ("batch_tokens", "batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
 _NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
-MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
 
 
 class CheckSettings(_Table):
@@ -38,21 +38,6 @@ class CheckSettings(_Table):
     widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
     depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: the check is of widths only
     seeds: tuple[int, ...] = (0, 1)
-
-
-class SweepSettings(_Table):
-    """[sweep]: the search at the base shape."""
-
-    trials: PositiveInt
-    n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
-    searcher: Literal["tpe", "random", "grid"] = "tpe"
-    scheduler: Literal["asha", "none"] = "asha"
-    rungs: PositiveInt = 4
-    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO)] = 2.0  # between rungs, and of the survivors
-    top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
-    seed: int = 0
-    grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
-    space: Space = Field(default_factory=mup_adamw)
 
 
 class TransferSettings(_Table):
@@ -150,9 +135,16 @@ class StudyConfig(_Table):
         return ModelFamily(base=self.model)
 
     def rung_tokens(self) -> tuple[int, ...]:
-        """Stable tokens of each rung, the last one the whole trial's."""
+        """Tokens at each rung: of the stem under a schedule with a cooldown, else of the run; the last one is its end.
+
+        Under a population they are a generation apart, else a factor.
+        """
         h, sweep = self.hyperparameters, self.sweep
-        last = h.stable_tokens(h.whole_batches(sweep.n_tokens))
+        last = h.whole_batches(sweep.n_tokens)
+        if (sweep.schedule or h.schedule) in COOLING:
+            last = h.stable_tokens(last)
+        if sweep.is_population:
+            return tuple(h.whole_batches(last * (k + 1) / sweep.rungs) for k in range(sweep.rungs))
         return tuple(h.whole_batches(last / sweep.reduction_factor**k) for k in reversed(range(sweep.rungs)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -313,11 +305,7 @@ def _contradictions(config: StudyConfig) -> list[str]:
             problems += _unsearchable(h, name, config.sweep.space)
     if h.swap_optimizer:
         problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
-    if h.schedule not in ("wsd", "wsd_linear"):
-        problems.append(
-            'hyperparameters.schedule: rungs, branches and ladders need "wsd" or "wsd_linear", which have a stem that runs of '
-            f"several lengths share, got {h.schedule!r}"
-        )
+    problems += config.sweep.contradictions(h.schedule)
     if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
         problems.append(
             f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "

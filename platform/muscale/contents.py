@@ -10,7 +10,7 @@ from muscale.errors import StageError
 from muscale.layout import CORPUS, FULL_RUNS, METRICS
 from muscale.ledger import now
 from muscale.report import ReportContents
-from muscale.sweep import collect
+from muscale.sweep import Sweep, collect
 from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import MANIFEST, Corpus
 
@@ -42,7 +42,7 @@ def _search(study: Study) -> dict[str, Any]:
     """Sweep, transfer and law, as far as their runs are complete."""
     known: dict[str, Any] = {}
     try:
-        sweep = collect(study.config, study.ledger, study.numerics)
+        sweep = collect(Sweep(config=study.config, ledger=study.ledger, numerics=study.numerics))
         known.update(trials=sweep.trials, best=sweep.best.to_dict())
         if study.is_complete("transfer"):
             known.update(transfer=study.transfer(), horizon=study.horizon())

@@ -7,7 +7,8 @@ is what resuming means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError
 from muscale.lineage import Chain
-from muscale.tables import SCHEMA, forecasts, metadata, results, revisions, rungs, runs, segments, studies, trials
+from muscale.tables import SCHEMA, decisions, forecasts, metadata, results, revisions, rungs, runs, segments, studies, trials
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
@@ -41,6 +42,7 @@ class Outcome:
     loss: float | None
     averaged_loss: float | None
     diverged_because: str | None
+    seconds: float
 
     @property
     def diverged(self) -> bool:
@@ -214,18 +216,35 @@ class Ledger:
         """Every rung result of the sweep in order of arrival."""
         return self.rows(sa.select(rungs).where(rungs.c.sweep == sweep).order_by(rungs.c.sequence))
 
-    def add_rung(self, **values: Any) -> None:
-        """Insert a rung result and its decision, with the sweep's next sequence number."""
-        with self.write() as connection:
-            last = sa.select(sa.func.max(rungs.c.sequence)).where(rungs.c.sweep == values["sweep"])
-            sequence = (connection.execute(last).scalar() or 0) + 1
-            connection.execute(insert_once(rungs, {**values, "sequence": sequence}))
+    def decisions(self, sweep: str) -> list[dict[str, Any]]:
+        """Every decision of the sweep that a trial goes on, in order."""
+        return self.rows(sa.select(decisions).where(decisions.c.sweep == sweep).order_by(decisions.c.sequence))
 
-    def finish_trial(self, sweep: str, number: int, status: str) -> None:
-        """Note how a running trial ended."""
-        running = (trials.c.sweep == sweep) & (trials.c.number == number) & (trials.c.status == "running")
+    def add_trial(self, **values: Any) -> None:
+        """Insert a suggestion."""
+        self.insert(trials, **values)
+
+    def add_rung(self, **values: Any) -> None:
+        """Insert a result at a rung, with the sweep's next sequence number."""
+        self._add_event(rungs, values)
+
+    def add_decision(self, **values: Any) -> None:
+        """Insert the decision that a trial goes on, with the sweep's next sequence number."""
+        self._add_event(decisions, values)
+
+    def _add_event(self, table: sa.Table, values: Mapping[str, Any]) -> None:
         with self.write() as connection:
-            connection.execute(sa.update(trials).where(running).values(status=status))
+            lasts = [
+                connection.execute(sa.select(sa.func.max(t.c.sequence)).where(t.c.sweep == values["sweep"])).scalar() or 0
+                for t in (rungs, decisions)
+            ]
+            connection.execute(insert_once(table, {**values, "sequence": max(lasts) + 1}))
+
+    def losses(self, keys: Sequence[str]) -> dict[str, float]:
+        """The annealed losses of the runs among these segments that have ended, NaN where one diverged."""
+        rows = self.rows(sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key))
+        wanted = set(keys)
+        return {row["key"]: math.nan if row["loss"] is None else row["loss"] for row in rows if row["key"] in wanted}
 
     # Forecasts
 

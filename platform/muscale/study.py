@@ -6,6 +6,7 @@ are run first. So a study that was interrupted goes on when the same method, or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +25,9 @@ from muscale.lineage import input_key
 from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
-from muscale.sweep import SweepResult, collect, run_sweep
+from muscale.search.record import Arrival
+from muscale.sweep import Sweep, collect, run_sweep
+from muscale.sweep_result import SweepResult
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, ScalingFit, Transfer, fit, fit_horizon_law, fit_transfer
@@ -153,21 +156,20 @@ class Study:
     @cached_property
     def _sweep(self) -> SweepResult:
         trials = self.config.sweep.trials
-        best: list[float] = [row["loss"] for row in self.ledger.runs().to_dict("records") if row["purpose"] == "sweep"]
-        ended = 0
+        best, seen = math.inf, set[int]()
         with self.display.stage("sweep") as update:
 
-            def on_trial(number: int, loss: float | None) -> None:
-                nonlocal ended
-                ended += 1
-                best.extend([loss] if loss is not None else [])
-                update(
-                    ended, trials, f"trial {number} ended, best {min(best):.4f}" if best else f"trial {number} ended"
-                )
+            def on_arrival(arrival: Arrival) -> None:
+                nonlocal best
+                seen.add(arrival.trial)
+                best = min(best, math.inf if arrival.loss is None else arrival.loss)
+                update(len(seen), trials, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
 
-            return run_sweep(
-                self.config, self.ledger, self.numerics, on_trial, lambda done, total: update(done, total, "annealing")
-            )
+            return run_sweep(self._search, on_arrival, lambda done, total: update(done, total, "annealing"))
+
+    @property
+    def _search(self) -> Sweep:
+        return Sweep(config=self.config, ledger=self.ledger, numerics=self.numerics)
 
     def transfer(self) -> Transfer:
         """The learning-rate grid at several widths, and its verdict at the longest horizon."""
@@ -272,7 +274,7 @@ class Study:
         Raises:
             StageError: If the sweep before it has no result yet.
         """
-        best = collect(self.config, self.ledger, self.numerics).best
+        best = collect(self._search).best
         jobs = ladder.transfer_jobs(self.config, self.numerics, best)
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())

@@ -1,215 +1,200 @@
-"""The sweep: Ray Tune searches the space at the base shape; its survivors and leaders are annealed into runs."""
+"""The sweep: Ray Tune searches the space at the base shape, survivors and leaders are annealed, the best are repeated."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 
 from muscale.config import StudyConfig
-from muscale.errors import StageError
-from muscale.jobs import Job, cluster, finish, interrupted_later, interruptible
+from muscale.jobs import Job, cluster, finish, interrupted_later
+from muscale.lease import lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
+from muscale.search.budget import Budget
+from muscale.search.engine import Engine
+from muscale.search.methods import make_rule, make_sampler
+from muscale.search.record import Arrival, Record
+from muscale.search.tune_run import run_legs
+from muscale.sweep_result import SweepResult, make_result
 from muscale.trial import TrialPlan
-from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 
-OnTrial = Callable[[int, float | None], None]
+OnArrival = Callable[[Arrival], None]
+OnRun = Callable[[int, int], None]  # done, wanted
+_HOW_MUCH = ("trials", "max_tokens", "max_flops", "max_device_hours", "top_k", "leaders", "repeats", "cost_weight", "learn_from")
+"""Settings that say how much is searched, or what is made of it: with another value the same sweep goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepResult:
-    """What a sweep found.
+class Sweep:
+    """One search of a study: what is searched, how, and under which name it stands in the ledger."""
 
-    Attributes:
-        trials: A row each: number, status, configuration, loss of the averaged weights at each rung reached, and the
-            loss and tokens of its longest annealed run (NaN without one). Losses in nats per token.
-        best: Hyperparameters of the best annealed run of the longest horizon.
-    """
+    config: StudyConfig
+    ledger: Ledger
+    numerics: Numerics
 
-    trials: pd.DataFrame
-    best: Hyperparameters
+    @property
+    def key(self) -> str:
+        """What makes two sweeps the same search."""
+        settings = self.config.to_dict()["sweep"]
+        searched = {name: value for name, value in settings.items() if name not in _HOW_MUCH}
+        return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched)
 
-    def __str__(self) -> str:
-        best = self.trials.iloc[0]
-        return (
-            f"sweep: {len(self.trials)} trials, {int((self.trials['status'] == 'stopped').sum())} stopped early, "
-            f"{int((self.trials['status'] == 'diverged').sum())} diverged; best annealed loss "
-            f"{best['annealed_loss']:.4f} by trial {best['trial']}"
+    @property
+    def plan(self) -> TrialPlan:
+        """The trial that every suggestion is put into."""
+        settings, h = self.config.sweep, self.config.hyperparameters
+        return TrialPlan(
+            numerics=self.numerics,
+            defaults=replace(h, schedule=settings.schedule or h.schedule),
+            n_tokens=h.whole_batches(settings.n_tokens),
+            rung_tokens=self.config.rung_tokens(),
         )
 
-    def _repr_html_(self) -> str:
-        return str(self.trials.to_html(index=False))
+    @property
+    def budget(self) -> Budget:
+        """What it may cost."""
+        settings, plan, resources = self.config.sweep, self.plan, self.config.resources
+        branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
+        trials = settings.trials
+        if settings.searcher == "grid":
+            trials = min(trials, len(settings.space.grid(settings.grid_points)))
+        return Budget(
+            trials=trials,
+            rung_tokens=plan.rung_tokens,
+            branch_tokens=tuple(branches),
+            top_k=settings.top_k,
+            reserved_tokens=settings.leaders * settings.repeats * plan.run_tokens(plan.top),
+            n_params=self.config.model.n_params,
+            devices=resources.gpus_per_worker or resources.cpus_per_worker,
+            max_tokens=settings.max_tokens,
+            max_flops=settings.max_flops,
+            max_device_hours=settings.max_device_hours,
+        )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"best": self.best.to_dict(), "trials": self.trials.to_dict("records")}
+    def record(self) -> Record:
+        """What the ledger has of it."""
+        return Record(self.ledger, self.key)
+
+    def engine(self, on_arrival: OnArrival) -> Engine:
+        """The search, where the record left it."""
+        settings = self.config.sweep
+        sampler = make_sampler(settings, settings.space)
+        return Engine(
+            self.record(), make_rule(settings), sampler, self.budget, top=self.plan.top, on_arrival=on_arrival
+        )
+
+    def branches(self, record: Record) -> list[tuple[int, int, Job]]:
+        """(trial, rung, run) of the runs that end from rungs: of every trial that went on, and of each rung's leaders."""
+        jobs = []
+        for rung in range(self.plan.top + 1):
+            if self.plan.has_branch(rung):
+                arrived = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+                gone = {trial for trial in arrived if (trial, rung) in record.went_on}
+                chosen = sorted({*arrived[: self.config.sweep.top_k], *gone})
+                jobs += [(trial, rung, self._job(record, trial, rung)) for trial in chosen]
+        return jobs
+
+    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[int, int, Job]]:
+        """(trial, seed, run) of the leading trials under seeds that the search did not see."""
+        first = self.config.sweep.seed + 1
+        seeds = range(first, first + self.config.sweep.repeats)
+        return [(trial, seed, self._job(record, trial, rung, seed=seed)) for trial, rung in leading for seed in seeds]
+
+    def _job(self, record: Record, trial: int, rung: int, *, seed: int | None = None) -> Job:
+        path = record.path_towards(trial, rung)
+        return Job(
+            purpose="sweep",
+            label=f"trial {trial}, rung {rung}" + ("" if seed is None else f", seed {seed}"),
+            hyperparameters=self.plan.hyperparameters(path[-1][1]),
+            chain=self.plan.branch(path, rung, seed=seed),
+        )
 
 
-def sweep_key(config: StudyConfig, numerics: Numerics) -> str:
-    """What makes two sweeps the same search; the number of trials may change."""
-    settings = config.to_dict()["sweep"]
-    return input_key(numerics.to_dict(), config.hyperparameters.to_dict(), {**settings, "trials": None})
+def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun) -> SweepResult:
+    """Search, or go on searching, up to the budget; then anneal, then repeat the leaders.
 
-
-def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
-    """The trial that every suggestion is put into."""
-    h = config.hyperparameters
-    return TrialPlan(
-        numerics=numerics, defaults=h, n_tokens=h.whole_batches(config.sweep.n_tokens), rung_tokens=config.rung_tokens()
-    )
-
-
-def run_sweep(
-    config: StudyConfig, ledger: Ledger, numerics: Numerics, on_trial: OnTrial, on_branch: Callable[[int, int], None]
-) -> SweepResult:
-    """Search, or go on searching, up to the budget; then anneal.
+    Another process that runs the same sweep is waited for.
 
     Raises:
-        StageError: If no trial came to an annealed end.
+        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
+        StageError: If no trial came to an annealed end, or a leg failed for another reason than divergence.
     """
-    key, plan = sweep_key(config, numerics), trial_plan(config, numerics)
-    if _unfinished(config, ledger, key):
-        with cluster(config.resources):
-            _search(config, ledger, key, plan, on_trial)
-    jobs = _branches(config, ledger, key, plan)
+    with lease(sweep.ledger, f"sweep {sweep.key}"):
+        engine = sweep.engine(on_arrival)
+        if not engine.is_finished:
+            _search(sweep, engine)
+        record = engine.record
+        _finish([job for *_, job in sweep.branches(record)], sweep, on_run)
+        _finish([job for *_, job in sweep.repetitions(record, leading(sweep, record))], sweep, on_run)
+        return collect(sweep, record)
+
+
+def _search(sweep: Sweep, engine: Engine) -> None:
+    """Let Tune run the engine's legs."""
+    resources = sweep.config.resources
+    with cluster(resources):
+        with interrupted_later():
+            from muscale.actor import TrialLeg
+        parameters = {
+            "plan": sweep.plan,
+            "rank_by": sweep.config.sweep.rank_by,
+            "directory": sweep.ledger.path.parent,
+            "compiled": resources.compile,
+            "threads": resources.cpus_per_worker,
+            "device": resources.device,
+        }
+        run_legs(engine, TrialLeg, parameters, resources)
+
+
+def _finish(jobs: Sequence[Job], sweep: Sweep, on_run: OnRun) -> None:
     done = 0
 
     def count(_job: Job, _outcome: object) -> None:
         nonlocal done
         done += 1
-        on_branch(done, len(jobs))
+        on_run(done, len(jobs))
 
-    finish(jobs, ledger, config.resources, count)
-    return collect(config, ledger, numerics)
+    finish(jobs, sweep.ledger, sweep.config.resources, count)
 
 
-def collect(config: StudyConfig, ledger: Ledger, numerics: Numerics) -> SweepResult:
-    """The sweep as the ledger has it, best first.
+def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
+    """The sweep's annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or not known)."""
+    jobs = sweep.branches(record)
+    losses = sweep.ledger.losses([job.chain.key for *_, job in jobs])
+    rows = [(trial, rung, job.chain.last.end, losses.get(job.chain.key, math.nan)) for trial, rung, job in jobs]
+    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
+
+
+def leading(sweep: Sweep, record: Record) -> list[tuple[int, int]]:
+    """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
+
+    With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
+    """
+    settings = sweep.config.sweep
+    runs = annealed_runs(sweep, record).dropna()
+    longest = runs[runs["n_tokens"] == runs["n_tokens"].max()]
+    seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
+    score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
+    best = longest.assign(score=score).nsmallest(settings.leaders, "score")
+    return [(int(row["trial"]), int(row["rung"])) for row in best.to_dict("records")]
+
+
+def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
+    """The sweep as the ledger has it, best first; trains nothing.
 
     Raises:
         StageError: If no trial came to an annealed end.
     """
-    key, plan = sweep_key(config, numerics), trial_plan(config, numerics)
-    records = {
-        row["number"]: {"trial": row["number"], "status": row["status"], **row["config"]} for row in ledger.trials(key)
-    }
-    for record in records.values():
-        record.update({f"loss_at_{tokens}": None for tokens in plan.rung_tokens})
-        record.update(annealed_loss=None, n_tokens=0)
-    for rung in ledger.rungs(key):
-        record = records[rung["trial"]]
-        record[f"loss_at_{rung['tokens']}"] = rung["loss"]
-        chain = plan.branch(ledger_config(record, config), rung["rung"])
-        outcome = ledger.outcome(chain)
-        if outcome and outcome.loss is not None and chain.last.end > record["n_tokens"]:
-            record.update(annealed_loss=outcome.loss, n_tokens=chain.last.end)
-    table = pd.DataFrame(list(records.values()))
-    if table.empty or table["annealed_loss"].isna().all():
-        raise StageError(
-            f"sweep: none of the {len(table)} trials came to an annealed end; "
-            "lower the upper bound of sweep.space.learning_rate or raise sweep.trials"
-        )
-    floats = [name for name in table if str(name).startswith("loss_at_")] + ["annealed_loss"]
-    table[floats] = table[floats].astype(float)
-    table = table.sort_values(["n_tokens", "annealed_loss"], ascending=[False, True], na_position="last")
-    best = plan.hyperparameters(ledger_config(records[int(table.iloc[0]["trial"])], config))
-    return SweepResult(trials=table.reset_index(drop=True), best=best)
-
-
-def ledger_config(record: dict[str, Any], config: StudyConfig) -> dict[str, Any]:
-    """The searched values of a trial's record."""
-    return {name: record[name] for name in config.sweep.space}
-
-
-def _unfinished(config: StudyConfig, ledger: Ledger, key: str) -> bool:
-    recorded = ledger.trials(key)
-    budget = config.sweep.trials
-    if config.sweep.searcher == "grid":
-        budget = min(budget, len(config.sweep.space.grid(config.sweep.grid_points)))
-    return len(recorded) < budget or any(row["status"] == "running" for row in recorded)
-
-
-def _search(config: StudyConfig, ledger: Ledger, key: str, plan: TrialPlan, on_trial: OnTrial) -> None:
-    """Run Tune until the budget is used up.
-
-    Raises:
-        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If a trial failed for another reason than divergence.
-    """
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new output prints tables that `verbose=0` does not silence
-    with interrupted_later():
-        from ray import tune
-
-        from muscale.actor import Trial
-        from muscale.search import METRIC, MODE, RecordedScheduler, RecordedSearcher, TrialReport
-
-    resources = config.resources
-    searcher = RecordedSearcher(ledger, key, config.sweep)
-    wanted = searcher.remaining
-
-    trainable = tune.with_resources(
-        tune.with_parameters(
-            Trial,
-            plan=plan,
-            directory=ledger.path.parent,
-            compiled=resources.compile,
-            threads=resources.cpus_per_worker,
-            device=resources.device,
-        ),
-        {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker},
+    record = record or sweep.record()
+    repetitions = sweep.repetitions(record, leading(sweep, record))
+    losses = sweep.ledger.losses([job.chain.key for *_, job in repetitions])
+    repeated = pd.DataFrame(
+        [(trial, seed, losses[job.chain.key]) for trial, seed, job in repetitions if job.chain.key in losses],
+        columns=["trial", "seed", "loss"],
     )
-    with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
-        tuner = tune.Tuner(
-            trainable,
-            tune_config=tune.TuneConfig(
-                metric=METRIC,
-                mode=MODE,
-                search_alg=searcher,
-                scheduler=RecordedScheduler(ledger, key, config.sweep),
-                num_samples=wanted,
-                max_concurrent_trials=resources.workers,
-                reuse_actors=True,
-            ),
-            run_config=tune.RunConfig(
-                name=Path(scratch).name,
-                storage_path=scratch,
-                verbose=0,
-                callbacks=[TrialReport(on_trial)],
-                failure_config=tune.FailureConfig(max_failures=2),
-            ),
-        )
-        with interruptible():
-            results = tuner.fit()
-    if results.errors:
-        raise StageError(f"sweep: a trial failed: {results.errors[0]}")
-    if _unfinished(config, ledger, key):
-        raise KeyboardInterrupt
-
-
-def _branches(config: StudyConfig, ledger: Ledger, key: str, plan: TrialPlan) -> list[Job]:
-    """The runs that cool down from rungs: of every trial that went on, and of the leaders of each rung."""
-    configs = {row["number"]: row["config"] for row in ledger.trials(key)}
-    reached = pd.DataFrame(ledger.rungs(key))
-    reached = reached[reached["loss"].notna()]
-    jobs = []
-    for rung, group in reached.groupby("rung"):
-        leaders = set(group.nsmallest(config.sweep.top_k, "loss")["trial"])
-        goes_on = set(group[group["decision"] == "continue"]["trial"])
-        for number in sorted(leaders | goes_on):
-            jobs.append(
-                Job(
-                    purpose="sweep",
-                    label=f"trial {number}, rung {rung}",
-                    hyperparameters=plan.hyperparameters(configs[number]),
-                    chain=plan.branch(configs[number], int(rung)),
-                )
-            )
-    return jobs
+    return make_result(sweep.config, sweep.plan, record, annealed_runs(sweep, record), repeated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA = 2  # raise it when a table or what a column holds changes: an older ledger is then refused
+SCHEMA = 3  # raise it when a table or what a column holds changes: an older ledger is then refused
 
 metadata = sa.MetaData()
 
@@ -62,7 +62,7 @@ trials = sa.Table(
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),
     sa.Column("config", sa.JSON, nullable=False),
-    sa.Column("status", sa.String, nullable=False),  # running, stopped, completed, diverged
+    sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it was begun
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -72,13 +72,24 @@ rungs = sa.Table(
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("trial", sa.Integer, primary_key=True),
     sa.Column("rung", sa.Integer, primary_key=True),
-    sa.Column(
-        "sequence", sa.Integer, nullable=False
-    ),  # order of arrival in the sweep: what a scheduler's state depends on
-    sa.Column("tokens", sa.Integer, nullable=False),
+    sa.Column("sequence", sa.Integer, nullable=False),  # of all results and decisions of the sweep
     sa.Column("segment", sa.String, nullable=False),
-    sa.Column("loss", sa.Float),  # of averaged weights; null after a divergence
-    sa.Column("decision", sa.String, nullable=False),  # continue, stop, end
+    sa.Column("tokens", sa.Integer, nullable=False),  # from the rung before
+    sa.Column("seconds", sa.Float, nullable=False),
+    sa.Column("loss", sa.Float),  # that trials are ranked by; null after a divergence
+    sa.Column("created_at", sa.String, nullable=False),
+)
+
+decisions = sa.Table(
+    "decisions",
+    metadata,
+    sa.Column("sweep", sa.String, primary_key=True),
+    sa.Column("trial", sa.Integer, primary_key=True),
+    sa.Column("rung", sa.Integer, primary_key=True),  # from which it goes on; without a row it does not
+    sa.Column("sequence", sa.Integer, nullable=False),
+    sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it goes on
+    sa.Column("path", sa.JSON, nullable=False),  # [first rung, configuration] pairs
+    sa.Column("donor", sa.Integer),  # the trial whose state it goes on from, where that is another's
     sa.Column("created_at", sa.String, nullable=False),
 )
 

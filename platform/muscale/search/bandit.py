@@ -1,0 +1,103 @@
+"""Population based bandits (PB2): a copy's hyperparameters are those from which a Gaussian process expects the largest gain.
+
+Parker-Holder et al., arXiv 2002.02518: the gain of a generation is a function of hyperparameters that drifts with time, with
+covariance (1 − eps)^(|t − t'|/2) · k(x, x') (section 4.1), and the next configuration maximises an upper confidence bound,
+those chosen before in the same generation counted as if their gain had been seen (section 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+
+from muscale.search.population import Perturb, changeable
+from muscale.search.record import Record
+from search_spaces import Config, Space
+
+Array = NDArray[np.float64]
+
+FORGETTING = (0.0, 0.1, 0.3)  # eps; the likeliest of these is taken, and so for the others (assumed grids)
+LENGTHS = (0.1, 0.2, 0.4, 0.8)
+NOISE = 0.1  # variance of a standardised gain (assumed)
+CANDIDATES = 1000
+EXPLORATION = 2.0  # standard deviations of the confidence bound (assumed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandit:
+    """PB2's exploration over the changeable hyperparameters of a space, all of them continuous.
+
+    Attributes:
+        space: Bounds.
+        seed: Of the candidates, and of the first generation, in which there is no gain yet and `Perturb` takes over.
+    """
+
+    space: Space
+    seed: int
+
+    def changed(self, record: Record, trial: int, rung: int, donor: int) -> Config:
+        """The donor's configuration with the changeable values that promise most."""
+        points, times, gains = self._gains(record, rung)
+        if len(gains) < 2:
+            return Perturb(space=self.space, resample=0.25, seed=self.seed).changed(record, trial, rung, donor)
+        chosen = self._chosen(record, rung)
+        candidates = np.random.default_rng([self.seed, rung, trial]).random((CANDIDATES, points.shape[1]))
+        best = candidates[np.argmax(_bound(points, times, gains, chosen, candidates, float(rung + 1)))]
+        config = dict(record.paths[donor][-1][1])
+        for place, name in zip(best, changeable(self.space), strict=True):
+            config[name] = self.space[name].decode(float(place))
+        return config
+
+    def _gains(self, record: Record, rung: int) -> tuple[Array, Array, Array]:
+        """Points in the unit cube [K, d], generations [K] and drops of log loss [K] of every member's generations so far."""
+        points, times, gains = [], [], []
+        for r in range(1, rung + 1):
+            for trial in record.configs:
+                before, after = self._before(record, trial, r), record.loss(trial, r)
+                if math.isfinite(before) and math.isfinite(after):
+                    points.append(self._point(record.config_at(trial, r)))
+                    times.append(float(r))
+                    gains.append(math.log(before / after))
+        return np.array(points), np.array(times), np.array(gains)
+
+    def _before(self, record: Record, trial: int, rung: int) -> float:
+        """The loss of the state that a member's generation started from: its own, or its donor's."""
+        return record.loss(record.donors.get((trial, rung - 1), trial), rung - 1)
+
+    def _chosen(self, record: Record, rung: int) -> Array:
+        """Points that were chosen for the next generation already, [C, d]."""
+        chosen = [self._point(record.paths[t][-1][1]) for t in record.configs if (t, rung) in record.donors]
+        return np.array(chosen).reshape(len(chosen), len(changeable(self.space)))
+
+    def _point(self, config: Config) -> list[float]:
+        return [float(np.ravel(self.space[name].encode(config[name]))[0]) for name in changeable(self.space)]
+
+
+def _kernel(a: Array, b: Array, times_a: Array, times_b: Array, length: float, forgetting: float) -> Array:
+    squared = ((a[:, None] - b[None]) ** 2).sum(-1)
+    drift = (1 - forgetting) ** (np.abs(times_a[:, None] - times_b[None]) / 2)
+    return np.asarray(drift * np.exp(-squared / (2 * length**2)))
+
+
+def _bound(points: Array, times: Array, gains: Array, chosen: Array, candidates: Array, now: float) -> Array:
+    """Upper confidence bound of the standardised gain at the candidates: mean from the gains, spread from all points."""
+    y = (gains - gains.mean()) / (gains.std() or 1.0)
+
+    def likelihood(setting: tuple[float, float]) -> float:
+        covariance = _kernel(points, points, times, times, *setting) + NOISE * np.eye(len(y))
+        factor = cho_factor(covariance, lower=True)
+        return float(-0.5 * y @ cho_solve(factor, y) - np.log(np.diag(factor[0])).sum())
+
+    setting = max(((length, eps) for length in LENGTHS for eps in FORGETTING), key=likelihood)
+    at = np.full(len(candidates), now)
+    factor = cho_factor(_kernel(points, points, times, times, *setting) + NOISE * np.eye(len(y)), lower=True)
+    mean = _kernel(candidates, points, at, times, *setting) @ cho_solve(factor, y)
+    seen, seen_times = np.vstack([points, chosen]), np.concatenate([times, np.full(len(chosen), now)])
+    factor = cho_factor(_kernel(seen, seen, seen_times, seen_times, *setting) + NOISE * np.eye(len(seen)), lower=True)
+    cross = _kernel(candidates, seen, at, seen_times, *setting)
+    variance = 1 - np.einsum("ij,ij->i", cross, cho_solve(factor, cross.T).T)
+    return np.asarray(mean + EXPLORATION * np.sqrt(np.maximum(variance, 0)))

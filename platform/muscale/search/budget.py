@@ -1,0 +1,87 @@
+"""What a sweep may cost, and what it has cost: the sweep stops before the first leg that would go beyond it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from muscale.search.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """Of the stems and of the branches owed to them: trials begun, tokens, compute in FLOPs (6·N·D), hours × devices."""
+
+    trials: int
+    tokens: int
+    flops: float
+    device_hours: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of a sweep; None where there is none.
+
+    Attributes:
+        trials: Suggestions ever made.
+        max_tokens, max_flops, max_device_hours: Of all its training, its branches and repetitions counted as soon as they
+            are owed. Hours are those of the devices of a worker: of its GPUs, or of its CPUs where it has none.
+        rung_tokens: Stable tokens of each rung, [R].
+        branch_tokens: Further tokens that anneal a trial from each rung, [R].
+        top_k: Trials of each rung that are annealed beside those that go on.
+        reserved_tokens: Kept for the repetitions of the leading trials.
+        n_params: N of the model that is searched.
+        devices: Of a worker.
+    """
+
+    trials: int
+    rung_tokens: tuple[int, ...]
+    branch_tokens: tuple[int, ...]
+    top_k: int
+    reserved_tokens: int
+    n_params: int
+    devices: float
+    max_tokens: int | None = None
+    max_flops: float | None = None
+    max_device_hours: float | None = None
+
+    def allows_trial(self, record: Record) -> bool:
+        """Whether another trial may be begun, as far as their number goes."""
+        return len(record.configs) < self.trials
+
+    def allows(self, record: Record, rung: int, until: int) -> bool:
+        """Whether a leg from one rung (−1: the start) to another stays within every limit."""
+        leg = self.rung_tokens[until] - self._stable(rung)
+        spent = self.spent(record)
+        tokens = spent.tokens + self._in_flight(record) + leg + self.branch_tokens[until] + self.reserved_tokens
+        flops = 6.0 * self.n_params * tokens
+        return (
+            (self.max_tokens is None or tokens <= self.max_tokens)
+            and (self.max_flops is None or flops <= self.max_flops)
+            and (self.max_device_hours is None or spent.device_hours < self.max_device_hours)
+        )
+
+    def spent(self, record: Record) -> Spent:
+        """The cost of everything that has arrived, and of the branches owed to it."""
+        tokens = record.tokens + sum(self._owed(record, rung) for rung in range(len(self.rung_tokens)))
+        return Spent(
+            trials=len(record.configs),
+            tokens=tokens,
+            flops=6.0 * self.n_params * tokens,
+            device_hours=record.seconds / 3600 * self.devices,
+        )
+
+    def _owed(self, record: Record, rung: int) -> int:
+        """Tokens of the branches from a rung: of those that went on, and of the leaders beside them."""
+        arrived, gone = len(record.ranking(rung)), record.n_went_on.get(rung, 0)
+        return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
+
+    def _in_flight(self, record: Record) -> int:
+        """Tokens of the legs that have not arrived, and of their branches."""
+        return sum(
+            self.rung_tokens[until] - self._stable(record.last_rung(trial)) + self.branch_tokens[until]
+            for trial, until in record.open.items()
+        )
+
+    def _stable(self, rung: int) -> int:
+        """Stable tokens at a rung, 0 before the first."""
+        return self.rung_tokens[rung] if rung >= 0 else 0

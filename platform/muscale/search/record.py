@@ -1,0 +1,144 @@
+"""The record of one sweep: every suggestion, every result at a rung, every decision, as the ledger has them.
+
+Only the driver that holds the sweep's lease writes it. Nothing in it is ever changed: what a trial's status is follows from
+its rows, so a record read again is the record that was left.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from dataclasses import dataclass
+from typing import Any
+
+from muscale.ledger import Ledger
+from muscale.search.path import Path, path_from_json, path_of, path_to_json
+from search_spaces import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A result at a rung: the loss that trials are ranked by, in nats per token, None after a divergence.
+
+    `tokens` and `seconds` are what it took from the rung before.
+    """
+
+    trial: int
+    rung: int
+    loss: float | None
+    segment: str
+    tokens: int
+    seconds: float
+
+
+class Record:
+    """Rows of a sweep in memory, read from the ledger once and written through to it."""
+
+    def __init__(self, ledger: Ledger, sweep: str) -> None:
+        self._ledger, self.sweep = ledger, sweep
+        self.configs: dict[int, Config] = {}
+        self.paths: dict[int, Path] = {}
+        self.donors: dict[tuple[int, int], int] = {}
+        self.arrivals: dict[tuple[int, int], Arrival] = {}
+        self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
+        self.went_on: set[tuple[int, int]] = set()
+        self.n_went_on: dict[int, int] = {}  # by rung
+        self.tokens, self.seconds = 0, 0.0  # of all arrivals
+        self._last: dict[int, int] = {}
+        self._turns: dict[int, list[tuple[int, Path]]] = {}
+        self._ranking: dict[int, list[tuple[float, int]]] = {}
+        for row in ledger.trials(sweep):
+            self._started(row["number"], row["config"], row["until"])
+        events = [*((row["sequence"], row) for row in ledger.rungs(sweep))]
+        events += [(row["sequence"], row) for row in ledger.decisions(sweep)]
+        for _, row in sorted(events, key=lambda event: event[0]):
+            if "until" in row:
+                self._gone_on(row["trial"], row["rung"], row["until"], path_from_json(row["path"]), row["donor"])
+            else:
+                self._arrived(Arrival(**{name: row[name] for name in Arrival.__dataclass_fields__}))
+
+    def start(self, config: Config, until: int) -> int:
+        """Note a suggestion before it is trained; returns its number."""
+        number = len(self.configs)
+        self._ledger.add_trial(sweep=self.sweep, number=number, config=config, until=until)
+        self._started(number, config, until)
+        return number
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Note a result."""
+        self._ledger.add_rung(sweep=self.sweep, **{name: getattr(arrival, name) for name in arrival.__dataclass_fields__})
+        self._arrived(arrival)
+
+    def go_on(self, trial: int, until: int, path: Path | None = None, donor: int | None = None) -> None:
+        """Note the decision that a trial goes on from where it is, in a population on another path."""
+        rung, path = self.last_rung(trial), path or self.paths[trial]
+        self._ledger.add_decision(
+            sweep=self.sweep, trial=trial, rung=rung, until=until, path=path_to_json(path), donor=donor
+        )
+        self._gone_on(trial, rung, until, path, donor)
+
+    def last_rung(self, trial: int) -> int:
+        """The rung at which a trial arrived last, −1 before the first."""
+        return self._last.get(trial, -1)
+
+    def path_towards(self, trial: int, rung: int) -> Path:
+        """The path on which a trial trained towards a rung."""
+        return next(path for first, path in reversed(self._turns[trial]) if first <= rung)
+
+    def config_at(self, trial: int, rung: int) -> Config:
+        """The configuration under which a trial trained towards a rung."""
+        return self.path_towards(trial, rung)[-1][1]
+
+    def loss(self, trial: int, rung: int) -> float:
+        """The loss at a rung where the trial arrived, infinite after a divergence."""
+        loss = self.arrivals[trial, rung].loss
+        return math.inf if loss is None else loss
+
+    def diverged(self, trial: int) -> bool:
+        """Whether the trial's last result is a divergence."""
+        last = self.last_rung(trial)
+        return last >= 0 and self.arrivals[trial, last].loss is None
+
+    def ranking(self, rung: int) -> list[tuple[float, int]]:
+        """(loss, trial) of all that arrived at a rung, best first; divergences last."""
+        return self._ranking.get(rung, [])
+
+    def losses(self, trial: int, rung: int) -> list[float]:
+        """The losses of a trial at the rungs up to this one where it arrived."""
+        return [self.loss(trial, r) for r in range(rung + 1) if (trial, r) in self.arrivals]
+
+    def cost(self, trial: int) -> tuple[int, float]:
+        """Tokens and seconds of a trial's stem, in a population of all its generations."""
+        arrivals = [self.arrivals[trial, rung] for rung in range(self.last_rung(trial) + 1)]
+        return sum(arrival.tokens for arrival in arrivals), sum(arrival.seconds for arrival in arrivals)
+
+    def status(self, trial: int, top: int) -> str:
+        """`running`, `diverged`, `completed`, or `stopped` where it was not told to go on."""
+        if trial in self.open:
+            return "running"
+        return "diverged" if self.diverged(trial) else "completed" if self.last_rung(trial) == top else "stopped"
+
+    def _started(self, number: int, config: dict[str, Any], until: int) -> None:
+        self.configs[number] = config
+        self.paths[number] = path_of(config)
+        self._turns[number] = [(0, path_of(config))]
+        self.open[number] = until
+
+    def _arrived(self, arrival: Arrival) -> None:
+        trial, rung = arrival.trial, arrival.rung
+        self.arrivals[trial, rung] = arrival
+        self.tokens += arrival.tokens
+        self.seconds += arrival.seconds
+        self._last[trial] = max(rung, self.last_rung(trial))
+        insort(self._ranking.setdefault(rung, []), (self.loss(trial, rung), trial))
+        if arrival.loss is None or rung >= self.open.get(trial, rung):
+            self.open.pop(trial, None)
+
+    def _gone_on(self, trial: int, rung: int, until: int, path: Path, donor: int | None) -> None:
+        self.went_on.add((trial, rung))
+        self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
+        self.paths[trial] = path
+        self._turns[trial].append((rung + 1, path))
+        self.open[trial] = until
+        if donor is not None:
+            self.donors[trial, rung] = donor

@@ -1,0 +1,185 @@
+"""Where the next configuration comes from: grids, draws, and Optuna's samplers, each a function of what is known so far.
+
+A sampler holds no state between calls: what it needs is in the observations, so an interrupted sweep asks on as if it had
+not been interrupted. `muscale.search.across_scales` has our own.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from scipy.stats import qmc
+
+from muscale.search.observations import Known, Observation
+from search_spaces import Config, Space
+
+MAX_OBSERVATIONS = 1000
+"""That an Optuna sampler is given, the best and the latest half each: its cost grows with them, and far ones tell little."""
+CLIP = 1.1
+"""A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
+Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
+
+SIGMA = 0.3
+"""First standard deviation of CMA-ES, of the edge of the unit cube (assumed)."""
+
+
+class Sampler(Protocol):
+    """Suggests configurations."""
+
+    def propose(self, number: int, known: Known) -> Config:
+        """The configuration of trial `number`, counted from 0 over the whole sweep."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every combination of a grid, in order."""
+
+    configs: Sequence[Config]
+
+    def propose(self, number: int, known: Known) -> Config:
+        """The grid's next point."""
+        return dict(self.configs[number])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Independent random draws; each depends on the seed and the number alone."""
+
+    space: Space
+    seed: int
+
+    def propose(self, number: int, known: Known) -> Config:
+        """The draw of this number."""
+        return self.space.sample(number + 1, self.seed)[number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuasiRandom:
+    """A scrambled Sobol sequence (Owen, J. Complexity 14, 1998, through scipy), which leaves smaller gaps than draws."""
+
+    space: Space
+    seed: int
+
+    def propose(self, number: int, known: Known) -> Config:
+        """The sequence's point of this number."""
+        sequence = qmc.Sobol(len(self.space.searched), scramble=True, rng=self.seed)
+        if number:
+            sequence.fast_forward(number)
+        return self.space.decode(sequence.random(1)[0])
+
+
+def told(loss: float | None, finite: Sequence[float], *, clip: float = math.inf) -> float:
+    """The finite loss that a sampler is told: a diverged trial's is a little worse than the worst, or at the clip."""
+    if not finite:
+        return math.log(256)
+    worst = max(finite) * 1.01 if loss is None else loss
+    return min(worst, min(finite) * clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptunaSampler:
+    """One of Optuna's samplers over the space, asked by `suggest_*` so that it sees only the hyperparameters there are.
+
+    Attributes:
+        space: What is searched.
+        make: Builds the sampler for a seed.
+        seed: The sweep's.
+        clip: Losses above this many times the best are told as that.
+    """
+
+    space: Space
+    make: Callable[[int], Any]
+    seed: int
+    clip: float = math.inf
+
+    def propose(self, number: int, known: Known) -> Config:
+        """What the sampler suggests for trial `number`."""
+        import optuna
+
+        from muscale.search.optuna_space import distributions, suggest, values
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
+            kept = _kept(known.observations)
+            finite = [seen.loss for seen in kept if seen.loss is not None]
+            for seen in kept:
+                study.add_trial(
+                    optuna.trial.create_trial(
+                        params=values(self.space, seen.config),
+                        distributions=distributions(self.space, seen.config),
+                        value=told(seen.loss, finite, clip=self.clip),
+                    )
+                )
+            for config in known.pending:
+                study.enqueue_trial(values(self.space, config))
+                suggest(study.ask(), self.space)
+            return suggest(study.ask(), self.space)
+
+
+def tpe(space: Space, seed: int) -> OptunaSampler:
+    """Tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011), as Optuna sets it up, aware of what is at work."""
+    import optuna
+
+    return OptunaSampler(
+        space=space, seed=seed, make=lambda number: optuna.samplers.TPESampler(seed=number, constant_liar=True)
+    )
+
+
+def gaussian_process(space: Space, seed: int) -> OptunaSampler:
+    """Optuna's Gaussian process with log expected improvement, losses clipped."""
+    import optuna
+
+    return OptunaSampler(
+        space=space, seed=seed, clip=CLIP, make=lambda number: optuna.samplers.GPSampler(seed=number)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CmaEs:
+    """Covariance matrix adaptation (Hansen, arXiv 1604.00772, through the package cmaes) in the unit cube, losses clipped.
+
+    A generation is whatever came to an end next, in the order of trials: nobody waits for a straggler.
+    """
+
+    space: Space
+    seed: int
+
+    def propose(self, number: int, known: Known) -> Config:
+        """A draw from the distribution that the full generations so far have made."""
+        from cmaes import CMA
+
+        n = len(self.space.encode(self.space.sample(1, self.seed)[0]))
+        strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
+        observations = known.observations
+        finite = [seen.loss for seen in observations if seen.loss is not None]
+        size = strategy.population_size
+        for first in range(0, len(observations) - size + 1, size):
+            generation = observations[first : first + size]
+            strategy.tell([(self.space.encode(seen.config), told(seen.loss, finite, clip=CLIP)) for seen in generation])
+            if strategy.should_stop():
+                break
+        strategy.reseed_rng(_seed(self.seed, number))
+        return self.space.decode(strategy.ask())
+
+
+def _kept(observations: Sequence[Observation]) -> list[Observation]:
+    """All, or of too many the best and the latest, oldest first."""
+    if len(observations) <= MAX_OBSERVATIONS:
+        return list(observations)
+    half = MAX_OBSERVATIONS // 2
+    order = sorted(range(len(observations)), key=lambda i: observations[i].loss or math.inf)
+    chosen = {*order[:half], *range(len(observations) - half, len(observations))}
+    return [observations[i] for i in sorted(chosen)]
+
+
+def _seed(seed: int, number: int) -> int:
+    """A seed of its own for each trial."""
+    return int(np.random.SeedSequence([abs(seed), number]).generate_state(1)[0])

@@ -1,0 +1,71 @@
+"""Between the engine and Ray Tune: a Tune trial is a leg, and Tune's controller keeps the workers busy with them.
+
+Nothing depends on Tune's own state files. A diverged trial has no loss in the record; only Tune gets a finite number.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import Searcher
+
+from muscale.search.engine import Engine
+from muscale.search.path import path_to_json
+from muscale.search.record import Arrival
+
+METRIC, MODE = "loss", "min"
+TRIAL, FIRST, UNTIL, PATH = "trial", "first_rung", "until_rung", "path"  # of a leg, in the config that Tune carries
+
+
+class Legs(Searcher):
+    """Gives Tune the engine's legs as suggestions, and the engine what came of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(metric=METRIC, mode=MODE)
+        self._engine = engine
+        self._trials: dict[str, int] = {}
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
+        """The next leg; None while there is none to begin, and the end once none is at work either."""
+        leg = self._engine.next()
+        if leg is None:
+            return str(Searcher.FINISHED) if self._engine.is_idle else None
+        self._trials[trial_id] = leg.trial
+        config = leg.path[-1][1]
+        return {**config, TRIAL: leg.trial, FIRST: leg.first, UNTIL: leg.until, PATH: json.dumps(path_to_json(leg.path))}
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Note a result on the way."""
+        self._engine.arrived(arrival(result))
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Note the last result of a leg and its end; one that failed is open, and flies again next time."""
+        if not error and result and "rung" in result:
+            self._engine.arrived(arrival(result))
+        self._engine.landed(self._trials.pop(trial_id), failed=error)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the ledger is the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing: the ledger is the state."""
+
+
+class UntilInterrupted(FIFOScheduler):
+    """Lets every leg end where it is going, or at its next rung once the sweep is stopping."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._engine = engine
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Whether the leg goes on."""
+        return str(TrialScheduler.STOP if self._engine.stopping else TrialScheduler.CONTINUE)
+
+
+def arrival(result: dict[str, Any]) -> Arrival:
+    """What a trainable reported, as the record has it."""
+    values = {name: result[name] for name in Arrival.__dataclass_fields__}
+    return Arrival(**{**values, "loss": None if result["diverged"] else float(result["loss"])})

@@ -1,0 +1,92 @@
+"""Runs an engine's legs with Ray Tune: warm actors, fractional devices, three attempts at a leg whose worker was lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from muscale.config import ResourceSettings
+from muscale.errors import StageError
+from muscale.jobs import interrupted_later
+from muscale.search.engine import Engine
+
+_MAX_FAILURES = 2  # of a leg; a divergence is none
+_TUNE = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints tables that `verbose=0` does not silence
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000",  # Tune's own state, which nobody reads
+}
+
+
+def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resources: ResourceSettings) -> None:
+    """Run the engine until it has no more legs. The first Ctrl-C lets the legs at work come to their next rung.
+
+    Raises:
+        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
+        StageError: If a leg failed for another reason than divergence; all other legs have been run.
+    """
+    for name, value in _TUNE.items():
+        os.environ.setdefault(name, value)
+    with interrupted_later():
+        from ray import tune
+
+        from muscale.search.tune_adapter import METRIC, MODE, Legs, UntilInterrupted
+
+    devices = {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker}
+    with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(trainable, **parameters), devices),
+            tune_config=tune.TuneConfig(
+                metric=METRIC,
+                mode=MODE,
+                search_alg=Legs(engine),
+                scheduler=UntilInterrupted(engine),
+                num_samples=-1,
+                max_concurrent_trials=resources.workers,
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(
+                name=Path(scratch).name,
+                storage_path=scratch,
+                verbose=0,
+                failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
+            ),
+        )
+        with _interrupting(engine):
+            results = tuner.fit()
+    if engine.stopping:
+        raise KeyboardInterrupt
+    if results.errors:
+        raise StageError(f"sweep: {len(results.errors)} legs failed, the first with: {results.errors[0]}")
+
+
+@contextmanager
+def _interrupting(engine: Engine) -> Iterator[None]:
+    """The first Ctrl-C stops the engine, which lets what is at work come to a rung; the second is a KeyboardInterrupt."""
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGUSR1)}  # Tune leaves its own set
+
+    def stop(_signal: int, _frame: object) -> None:
+        if engine.stopping:
+            raise KeyboardInterrupt
+        engine.stopping = True
+        logging.getLogger(__name__).warning("interrupted: finishing the running rungs; Ctrl-C again stops at once")
+
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    finally:
+        for which, handler in before.items():
+            if on_main:
+                signal.signal(which, handler)

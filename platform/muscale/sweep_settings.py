@@ -1,0 +1,97 @@
+"""[sweep]: one description of a search, whatever the method; combinations that make no sense are refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from muscale.search.population import CHANGEABLE, changeable
+from muscale.strict import StrictTable
+from proxy_models.schedule import ScheduleName
+from search_spaces import Choice, Fixed, Space, Uniform, LogUniform, mup_adamw
+
+Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
+Scheduler = Literal["asha", "hyperband", "median", "pbt", "pb2", "none"]
+RankBy = Literal["averaged", "stable", "annealed", "mid_decay"]
+
+POPULATIONS = ("pbt", "pb2")
+MODELS = ("across_scales", "tpe", "gp", "cma_es")  # searchers that learn from losses
+MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
+COOLING, DECAYING = ("wsd", "wsd_linear"), ("linear", "cosine", "exponential", "step")
+
+
+class SweepSettings(StrictTable):
+    """[sweep]: the search at the base shape."""
+
+    trials: PositiveInt  # suggestions ever made; under pbt and pb2 the members of the population
+    n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
+    searcher: Searcher = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
+    scheduler: Scheduler = "asha"
+    rungs: PositiveInt = 4
+    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO)] = 2.0  # between rungs, and of the survivors
+    rank_by: RankBy = "averaged"  # weights averaged over the last stretch before a rung, at no extra tokens
+    schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
+    top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
+    leaders: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
+    repeats: NonNegativeInt = 3  # seeds of each leader, none of them the search's own
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: of the members that copy one of the best as many
+    resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
+    cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log compute
+    max_tokens: PositiveInt | None = None  # the sweep stops before it would go beyond any of these
+    max_flops: PositiveFloat | None = None
+    max_device_hours: PositiveFloat | None = None
+    learn_from: tuple[str, ...] = ()  # study files of other studies of the same corpus and family
+    seed: int = 0
+    grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
+    space: Space = Field(default_factory=mup_adamw)
+
+    @property
+    def is_population(self) -> bool:
+        """Whether trials are members of a population, whose hyperparameters change on the way."""
+        return self.scheduler in POPULATIONS
+
+    def contradictions(self, schedule: ScheduleName) -> Iterator[str]:
+        """What no single key can tell, a line each; `schedule` is that of the full run."""
+        searched = self.schedule or schedule
+        if searched not in (*COOLING, *DECAYING):
+            yield (
+                f"sweep.schedule: a search compares trials on their way to one end, under {', '.join((*COOLING, *DECAYING))}; "
+                f'got "{searched}"'
+            )
+        for rank_by, schedules in (("stable", COOLING), ("annealed", COOLING), ("mid_decay", DECAYING)):
+            if self.rank_by == rank_by and searched not in schedules:
+                yield f'sweep.rank_by: "{rank_by}" is for schedule {" or ".join(schedules)}, got "{searched}"'
+        yield from self._method_contradictions(searched)
+
+    def _method_contradictions(self, schedule: ScheduleName) -> Iterator[str]:
+        scheduler, searcher = self.scheduler, self.searcher
+        kinds = [type(distribution) for distribution in self.space.values() if not isinstance(distribution, Fixed)]
+        if scheduler != "none" and self.rungs < 2:
+            yield f'sweep.rungs: "{scheduler}" compares trials before their end, so it needs at least 2, got {self.rungs}'
+        if searcher == "cma_es" and (len(kinds) < 2 or Choice in kinds):
+            yield (
+                'sweep.searcher: "cma_es" adapts a covariance, so it needs at least two hyperparameters and none of them a '
+                f'choice; got {len(kinds)}, {kinds.count(Choice)} of them choices; "tpe" takes any'
+            )
+        if not self.is_population:
+            return
+        if searcher in ("grid", *MODELS):
+            why = "a grid's points stay where they are" if searcher == "grid" else "nothing is known when its members start"
+            yield f'sweep.searcher: a population can\'t start from "{searcher}", as {why}; use "random" or "quasi_random"'
+        if schedule not in COOLING:
+            yield f'sweep.scheduler: "{scheduler}" finds the course of the rate itself, from a constant one: use schedule "wsd"'
+        if self.rank_by == "annealed":
+            yield f'sweep.rank_by: members of "{scheduler}" go on from what they are ranked by, so it can\'t be "annealed"'
+        movable = changeable(self.space)
+        if not movable:
+            yield (
+                f'sweep.space: "{scheduler}" needs a hyperparameter that can change in mid-run: one of '
+                f"{', '.join(CHANGEABLE)}"
+            )
+        rough = [name for name in movable if not isinstance(self.space[name], Uniform | LogUniform)]
+        if scheduler == "pb2" and rough:
+            yield f'sweep.space: "pb2" moves real numbers only, got {", ".join(rough)}; "pbt" takes any'
+        if self.trials < 2:
+            yield f'sweep.trials: a population needs at least 2 members, got {self.trials}'

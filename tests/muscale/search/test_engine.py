@@ -1,0 +1,126 @@
+"""The engine against every method: budgets, resumes, and what a record that was left goes on as."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from muscale.search.engine import Engine, Leg
+from muscale.sweep_settings import SweepSettings
+from search_spaces import LogUniform, Space, Uniform
+
+MakeEngine = Callable[..., Engine]
+Fly = Callable[..., list[Leg]]
+SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
+SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
+SEARCHERS = ["random", "quasi_random", "grid", "tpe", "gp", "cma_es"]
+
+
+def settings(**values: Any) -> SweepSettings:
+    return SweepSettings(**{"trials": 9, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
+
+
+def loss_at(leg: Leg, rung: int) -> float | None:
+    """A parabola in log rate that falls with the tokens; the largest rates diverge."""
+    octaves = math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01)
+    return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
+
+
+def possible(searcher: str, scheduler: str) -> bool:
+    return not list(settings(searcher=searcher, scheduler=scheduler).contradictions("wsd"))
+
+
+PAIRS = [(searcher, scheduler) for searcher in SEARCHERS for scheduler in SCHEDULERS if possible(searcher, scheduler)]
+
+
+@pytest.mark.parametrize(("searcher", "scheduler"), PAIRS)
+def test_every_pair_ends_within_its_trials_and_brings_one_to_the_end(
+    make_engine: MakeEngine, fly: Fly, searcher: str, scheduler: str
+) -> None:
+    engine = make_engine(settings(searcher=searcher, scheduler=scheduler))
+    fly(engine, loss_at)
+    record = engine.record
+    assert engine.is_finished
+    assert len(record.configs) == 9
+    assert all(SPACE.contains(config) for config in record.configs.values())
+    assert record.ranking(3), "no trial came to the last rung"
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("searcher", ["random", "tpe"])
+def test_a_sweep_left_anywhere_goes_on_to_the_same_end(
+    make_engine: MakeEngine, fly: Fly, searcher: str, scheduler: str
+) -> None:
+    chosen = settings(searcher="random" if scheduler in ("pbt", "pb2") else searcher, scheduler=scheduler)
+    whole = make_engine(chosen, "whole")
+    fly(whole, loss_at, workers=1)
+    for legs in (1, 4, 9):
+        fly(make_engine(chosen, "left"), loss_at, workers=1, legs=legs)  # the last one is begun and never arrives
+    left = make_engine(chosen, "left")
+    before = dict(left.record.arrivals)
+    fly(left, loss_at, workers=1)
+    assert left.is_finished
+    assert before.items() <= left.record.arrivals.items()
+    if searcher == "random":  # a model asked with one loss fewer known suggests something else
+        assert left.record.configs == whole.record.configs
+        assert left.record.paths == whole.record.paths
+        assert left.record.arrivals == whole.record.arrivals
+
+
+def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEngine, fly: Fly) -> None:
+    for scheduler in SCHEDULERS:
+        engine = make_engine(settings(scheduler=scheduler), scheduler)
+        fly(engine, loss_at, workers=3, legs=14)
+        again = make_engine(settings(scheduler=scheduler), scheduler).record
+        for name in ("configs", "paths", "arrivals", "donors", "open", "went_on", "n_went_on", "tokens", "seconds"):
+            assert getattr(again, name) == getattr(engine.record, name), f"{scheduler}: {name}"
+        assert [again.ranking(rung) for rung in range(4)] == [engine.record.ranking(rung) for rung in range(4)]
+
+
+def test_more_trials_go_on_with_the_same_sweep(make_engine: MakeEngine, fly: Fly) -> None:
+    fly(make_engine(settings(scheduler="asha")), loss_at)
+    engine = make_engine(settings(scheduler="asha", trials=12))
+    first = dict(engine.record.configs)
+    fly(engine, loss_at)
+    assert len(engine.record.configs) == 12
+    assert first.items() <= engine.record.configs.items()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("limit", [{"max_tokens": 40_000}, {"max_flops": 6.0 * 10 * 40_000}])
+def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str, limit: dict[str, Any]) -> None:
+    engine = make_engine(settings(scheduler=scheduler, trials=40, **limit))
+    fly(engine, loss_at, workers=3)
+    spent = engine.budget.spent(engine.record)
+    assert engine.is_finished
+    assert 20_000 < spent.tokens <= 40_000
+    assert spent.flops == 60 * spent.tokens
+
+
+def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings(scheduler="none", trials=40, max_device_hours=0.1))
+    fly(engine, loss_at, workers=1)
+    spent = engine.budget.spent(engine.record)
+    assert 0.1 <= spent.device_hours <= 0.1 + 4 * 0.01, "by one trial of four rungs of 36 seconds at most"
+
+
+def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings(scheduler="asha"))
+    leg = engine.next()
+    assert leg is not None
+    engine.landed(leg.trial, failed=True)
+    fly(engine, loss_at)
+    assert engine.record.last_rung(leg.trial) == -1
+    again = make_engine(settings(scheduler="asha"))
+    assert not again.is_finished
+    assert again.next() == leg
+
+
+def test_once_it_is_stopping_no_leg_is_begun(make_engine: MakeEngine) -> None:
+    engine = make_engine(settings())
+    assert engine.next() is not None
+    engine.stopping = True
+    assert engine.next() is None

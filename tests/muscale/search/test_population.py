@@ -1,0 +1,87 @@
+"""Populations: who copies whom, what may change, and that no copy comes from nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muscale.search.engine import Engine, Leg
+from muscale.sweep_settings import SweepSettings
+from search_spaces import Choice, LogUniform, Space
+
+MakeEngine = Callable[..., Engine]
+Fly = Callable[..., list[Leg]]
+SPACE = Space(
+    {
+        "learning_rate": LogUniform(low=1e-3, high=1e-1),
+        "init_scale": LogUniform(low=0.25, high=4.0),
+        "zero_readout": Choice(values=(True, False)),
+    }
+)
+
+
+def settings(scheduler: str, **values: Any) -> SweepSettings:
+    given = {"trials": 8, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", "scheduler": scheduler}
+    return SweepSettings(**(given | values))
+
+
+def gain(leg: Leg, rung: int) -> float | None:
+    """The loss falls in each generation by what its rate is worth, along the whole path."""
+    loss = 4.0
+    for generation in range(rung + 1):
+        config = next(config for first, config in reversed(leg.path) if first <= generation)
+        octaves = math.log2(float(config["learning_rate"]) / 0.01)
+        loss -= 0.5 * math.exp(-(octaves**2))
+    return loss if math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01) < 3.2 else None
+
+
+@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+def test_the_worst_go_on_from_the_best_and_nothing_but_what_may_changes(
+    make_engine: MakeEngine, fly: Fly, scheduler: str
+) -> None:
+    engine = make_engine(settings(scheduler))
+    fly(engine, gain, workers=3)
+    record = engine.record
+    assert engine.is_finished
+    assert record.donors
+    for (trial, rung), donor in record.donors.items():
+        ranking = [member for _, member in record.ranking(rung)]
+        assert ranking.index(donor) < 2
+        assert ranking.index(trial) >= 6 or math.isinf(record.loss(trial, rung))
+        assert math.isfinite(record.loss(donor, rung)), "a donor has a state at the rung"
+        copied, own = record.path_towards(donor, rung), record.path_towards(trial, rung + 1)
+        assert own[:-1] == copied
+        assert own[-1][0] == rung + 1
+        for name in ("init_scale", "zero_readout"):
+            assert own[-1][1][name] == copied[-1][1][name]
+        assert SPACE.contains(own[-1][1])
+
+
+def test_who_copies_whom_does_not_depend_on_the_number_of_workers(make_engine: MakeEngine, fly: Fly) -> None:
+    one, many = make_engine(settings("pbt"), "one"), make_engine(settings("pbt"), "many")
+    fly(one, gain, workers=1)
+    fly(many, gain, workers=5, seed=3)
+    assert one.record.paths == many.record.paths
+    assert one.record.donors == many.record.donors
+
+
+def test_a_population_of_divergences_ends(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings("pbt"))
+    fly(engine, lambda leg, rung: None)
+    assert engine.is_finished
+    assert not engine.record.donors
+
+
+def test_the_bandit_ends_lower_than_random_members_that_never_move(make_engine: MakeEngine, fly: Fly) -> None:
+    ends: dict[str, list[float]] = {"pb2": [], "pbt": [], "none": []}
+    for scheduler, found in ends.items():
+        for seed in range(12):
+            engine = make_engine(settings(scheduler, seed=seed, rungs=8), f"{scheduler}{seed}")
+            fly(engine, gain, workers=2)
+            found.append(engine.record.ranking(7)[0][0])
+    assert np.mean(ends["pb2"]) < np.mean(ends["none"])
+    assert np.mean(ends["pbt"]) < np.mean(ends["none"])

@@ -1,0 +1,108 @@
+"""Early stopping as the papers have it."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from muscale.search.engine import Engine, Leg
+from muscale.search.rules import MIN_PEERS, Hyperband
+from muscale.sweep_settings import SweepSettings
+from search_spaces import Space, Uniform
+
+MakeEngine = Callable[..., Engine]
+Fly = Callable[..., list[Leg]]
+SPACE = Space({"learning_rate": Uniform(low=0.0, high=1.0)})
+
+
+def settings(**values: Any) -> SweepSettings:
+    return SweepSettings(**{"trials": 16, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
+
+
+def in_order(leg: Leg, rung: int) -> float:
+    """A trial's rank is the same at every rung."""
+    return 3 - 0.3 * rung + 0.2 * float(leg.path[-1][1]["learning_rate"])
+
+
+def shuffled(leg: Leg, rung: int) -> float:
+    """Another rank at every rung."""
+    return 3 - 0.3 * rung + random.Random(f"{leg.trial}/{rung}").random()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(make_engine: MakeEngine, fly: Fly, workers: int) -> None:
+    engine = make_engine(settings(scheduler="asha"))
+    fly(engine, in_order, workers=workers)
+    record = engine.record
+    best = min(record.configs, key=lambda trial: record.configs[trial]["learning_rate"])
+    assert record.ranking(3)[0][1] == best
+    for rung in range(3):
+        gone = [trial for _, trial in record.ranking(rung) if (trial, rung) in record.went_on]
+        at_least = max(1, len(record.ranking(rung)) // 2)
+        assert at_least <= len(gone) <= len(record.ranking(rung))
+        top = [trial for _, trial in record.ranking(rung)[:at_least]]
+        assert set(top) <= set(gone), "whoever is among the best half in the end was sent on"
+
+
+def test_asha_alone_at_work_promotes_as_soon_as_it_may(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings(scheduler="asha"))
+    legs = fly(engine, in_order, workers=1)
+    assert [leg.first for leg in legs[:4]] == [0, 0, 1, 0], "the first promotion comes with the second arrival"
+
+
+def test_three_trials_still_bring_one_to_the_end(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings(scheduler="asha", trials=3))
+    fly(engine, in_order)
+    assert len(engine.record.ranking(3)) == 1
+
+
+def test_a_divergence_is_never_sent_on(make_engine: MakeEngine, fly: Fly) -> None:
+    for scheduler in ("asha", "hyperband", "median", "pbt"):
+        engine = make_engine(settings(scheduler=scheduler), scheduler)
+        fly(engine, lambda leg, rung: None if leg.trial % 3 == 0 else in_order(leg, rung))
+        gone = {trial for trial, _ in engine.record.went_on if (trial, _) not in engine.record.donors}
+        assert gone
+        assert all(trial % 3 for trial in gone)
+
+
+def test_hyperband_has_the_papers_brackets() -> None:
+    # arXiv 1603.06560, table 1: R = 81, eta = 3.
+    assert Hyperband(top=4, eta=3).sizes() == [(0, 81), (1, 34), (2, 15), (3, 8), (4, 5)]
+
+
+def test_hyperband_halves_within_a_bracket_and_waits_for_all_of_it(make_engine: MakeEngine, fly: Fly) -> None:
+    sizes = Hyperband(top=2, eta=2).sizes()
+    assert sizes == [(0, 4), (1, 3), (2, 3)]
+    engine = make_engine(settings(scheduler="hyperband", rungs=3, trials=10))
+    fly(engine, shuffled, workers=3)
+    record = engine.record
+    first = [(record.loss(trial, 0), trial) for trial in range(4)]
+    gone = {trial for trial in range(4) if (trial, 0) in record.went_on}
+    assert gone == {trial for _, trial in sorted(first)[:2]}
+    final = [trial for trial in gone if (trial, 1) in record.went_on]
+    assert final == [min(gone, key=lambda trial: record.loss(trial, 1))]
+    assert sum((trial, 1) in record.went_on for trial in range(4, 7)) == 1
+    assert all((trial, 2) in record.arrivals for trial in range(7, 10))
+
+
+def test_the_median_rule_leaves_behind_who_is_worse_than_the_median_of_means(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings(scheduler="median"))
+    fly(engine, shuffled, workers=1)
+    record = engine.record
+    left = 0
+    for trial in record.configs:
+        rung = record.last_rung(trial)
+        if rung == 3:
+            continue
+        left += 1
+        others = [other for _, other in record.ranking(rung) if other != trial]
+        assert len(others) >= MIN_PEERS
+        means = [statistics.fmean(record.losses(other, rung)) for other in others]
+        assert min(record.losses(trial, rung)) > statistics.median(means)
+    assert left
+    assert math.isfinite(record.ranking(3)[0][0])
