@@ -23,7 +23,7 @@ from muscale.config import SweepSettings
 from muscale.ledger import Ledger
 from muscale.tables import trials
 from muscale.trial import NUMBER
-from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Space, Uniform
+from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 
 OnTrial = Callable[[int, float | None], None]  # number, loss or None after a divergence
 METRIC, MODE = "loss", "min"
@@ -39,7 +39,7 @@ def optuna_distribution(distribution: Distribution) -> BaseDistribution:
             return FloatDistribution(low, high, log=True)
         case Integer(low=low, high=high, log=log):
             return IntDistribution(low, high, log=log)
-        case Choice(values=values):
+        case Choice(values=values) | Ordinal(values=values):
             return CategoricalDistribution(values)
         case Fixed(value=value):
             return CategoricalDistribution((value,))
