@@ -1,39 +1,60 @@
 """What may be searched, and what of it transfers.
 
-A `Space` maps each hyperparameter to a distribution; it samples, makes grids, encodes into the unit cube, and reads
-and writes plain tables. `transferability` says what becomes of a tuned value at a larger size. `ready_made` spaces come
-with the sources of their bounds. Knows numpy only: the application translates a space for its search library.
+A `Space` maps each hyperparameter to a distribution, with priors, conditions and constraints where wanted; it samples, makes
+grids, encodes into the unit cube, and reads and writes plain tables. `narrow` makes it smaller by what trials showed.
+`transferability` says what becomes of a tuned value at a larger size. `ready_made` spaces come with the sources of their
+bounds. Knows numpy, scipy and pandas only: the application translates a space for its search library.
 """
 
-from search_spaces.base import Distribution, Value
+from search_spaces.base import Distribution, Scalar, Value
 from search_spaces.catalogue import CATALOGUE, classic, mup_adamw, mup_adamw_full, mup_lion, mup_muon, ready_made
-from search_spaces.distributions import Choice, Fixed, Integer, LogUniform, Uniform, distribution_from_dict
+from search_spaces.condition import Condition, OneOf, Range
+from search_spaces.constraints import Constraint, register_constraint
+from search_spaces.distributions import Integer, LogUniform, Uniform
 from search_spaces.errors import SpaceError
+from search_spaces.kinds import distribution_from_dict
+from search_spaces.listed import Choice, Fixed, Ordinal
+from search_spaces.narrow import Narrowed, narrow
+from search_spaces.prior import Prior
+from search_spaces.simplex import Simplex
 from search_spaces.space import Config, Space
 from search_spaces.transferability import TRANSFERABILITY, Axis, Transfer, Transferability, transferability
+from search_spaces.weights import Weights
 
 __all__ = [
     "CATALOGUE",
     "TRANSFERABILITY",
     "Axis",
     "Choice",
+    "Condition",
     "Config",
+    "Constraint",
     "Distribution",
     "Fixed",
     "Integer",
     "LogUniform",
+    "Narrowed",
+    "OneOf",
+    "Ordinal",
+    "Prior",
+    "Range",
+    "Scalar",
+    "Simplex",
     "Space",
     "SpaceError",
     "Transfer",
     "Transferability",
     "Uniform",
     "Value",
+    "Weights",
     "classic",
     "distribution_from_dict",
     "mup_adamw",
     "mup_adamw_full",
     "mup_lion",
     "mup_muon",
+    "narrow",
     "ready_made",
+    "register_constraint",
     "transferability",
 ]

@@ -3,72 +3,132 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral
 from typing import Any, ClassVar, Self, TypeAlias, TypeGuard
 
 import numpy as np
 
+from search_spaces.condition import Condition
 from search_spaces.errors import SpaceError, unknown
+from search_spaces.prior import Density, Prior
+from search_spaces.weights import Weights
 
-Value: TypeAlias = bool | int | float | str
+Scalar: TypeAlias = bool | int | float | str
+Value: TypeAlias = Scalar | Weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Distribution(ABC):
-    """Over which values one hyperparameter is searched, as a map from the unit interval.
+    """Over which values one hyperparameter is searched, as a map from a cube.
 
-    `decode` takes a place u in [0, 1] to a value and `encode` takes it back, so that a surrogate model sees one scale
-    for all, and a sample is `decode` of a uniform draw. The fields of a subclass are the keys of its table.
+    `decode` takes a point of the unit cube, one place in [0, 1] for each dimension, to a value and `encode` takes it back,
+    so that a surrogate model sees one scale for all, and a sample is `decode` of uniform draws. The fields of a subclass
+    are the keys of its table.
 
     Attributes:
         kind: The name under the key "distribution" of a table.
         takes_points: Whether a grid can be coarse or fine. If not, it holds every value there is.
+        prior: Where the best value is believed to be; samples follow it, grids and the map from the cube do not.
+        when: On which values of others it depends whether there is one at all; a space sees to it.
     """
 
     kind: ClassVar[str]
     takes_points: ClassVar[bool]
+    prior: Prior | None = None
+    when: Condition | None = None
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.prior is not None:
+            if not isinstance(self.prior, Prior):
+                raise SpaceError(f"{self.kind} needs a Prior as prior, got {self.prior!r}")
+            if not self.contains(self.prior.centre):
+                raise SpaceError(
+                    f"the centre of a prior must be in {self.kind} {self._support()}, got {self.prior.centre}"
+                )
+            self._densities(self.prior)
+        if self.when is not None and not isinstance(self.when, Condition):
+            raise SpaceError(f"{self.kind} needs a Condition as when, got {self.when!r}")
+
+    @property
+    def dimensions(self) -> int:
+        """Number of places that a value encodes to."""
+        return 1
 
     @abstractmethod
     def contains(self, value: object) -> bool:
         """Whether `value` has the right type and lies in the support."""
 
     @abstractmethod
-    def _encode(self, value: Any) -> float:
+    def _check(self) -> None:
+        """Bring the fields of the subclass into one form, or raise a SpaceError."""
+
+    @abstractmethod
+    def _encode(self, value: Any) -> tuple[float, ...]:
         """`encode` of a value known to lie in the support."""
 
     @abstractmethod
-    def _decode(self, u: float) -> Value:
-        """`decode` of a place known to lie in [0, 1]."""
+    def _decode(self, places: Sequence[float]) -> Value:
+        """`decode` of places known to be as many as the dimensions, in [0, 1]."""
 
     @abstractmethod
     def _grid(self, n: int) -> list[Value]:
         """`grid` of an n known to be at least 1."""
 
-    def encode(self, value: object) -> float:
-        """The place of `value` in [0, 1].
+    @abstractmethod
+    def _densities(self, prior: Prior) -> tuple[Density, ...]:
+        """The prior's density along each dimension, for a centre known to lie in the support."""
+
+    @abstractmethod
+    def _support(self) -> str:
+        """The values, in a few characters."""
+
+    def encode(self, value: object) -> tuple[float, ...]:
+        """The places of `value` in [0, 1], one for each dimension.
 
         Raises:
             SpaceError: If `value` is not in the support.
         """
         if not self.contains(value):
-            raise SpaceError(f"{value!r} is not in {self.kind} {self}")
+            raise SpaceError(f"{value!r} is not in {self.kind} {self._support()}")
         return self._encode(value)
 
-    def decode(self, u: float) -> Value:
-        """The value at the place `u`.
+    def decode(self, places: Sequence[float]) -> Value:
+        """The value at the places, one for each dimension.
 
         Raises:
-            SpaceError: If `u` is not in [0, 1].
+            SpaceError: If their number is another, or one is not in [0, 1].
         """
-        if not 0 <= u <= 1:
-            raise SpaceError(f"a place to decode must lie in [0, 1], got {u}")
-        return self._decode(float(u))
+        if len(places) != self.dimensions:
+            raise SpaceError(f"{self.kind} decodes {self.dimensions} places, got {len(places)}")
+        for u in places:
+            if not 0 <= u <= 1:
+                raise SpaceError(f"a place to decode must lie in [0, 1], got {u}")
+        return self._decode([float(u) for u in places])
+
+    def from_prior(self, places: Sequence[float]) -> tuple[float, ...]:
+        """Where uniformly distributed places go so that they follow the prior; without one, where they are."""
+        if self.prior is None:
+            return tuple(places)
+        densities = self._densities(self.prior)
+        return tuple(density.quantile(u) for density, u in zip(densities, places, strict=True))
+
+    def log_prior(self, value: object) -> float:
+        """The log of the prior's density in the unit cube at the places of `value`; 0 without a prior.
+
+        Raises:
+            SpaceError: If `value` is not in the support.
+        """
+        places = self.encode(value)
+        if self.prior is None:
+            return 0.0
+        return sum(density.log(u) for density, u in zip(self._densities(self.prior), places, strict=True))
 
     def sample(self, rng: np.random.Generator) -> Value:
-        """One random value."""
-        return self._decode(rng.random())
+        """One random value, by the prior where there is one."""
+        return self._decode(self.from_prior([rng.random() for _ in range(self.dimensions)]))
 
     def grid(self, n: int) -> list[Value]:
         """`n` values at even distances on the distribution's scale, both ends included; the middle for n = 1.
@@ -84,8 +144,26 @@ class Distribution(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML or JSON; `from_dict` makes an equal distribution of them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"distribution": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        table: dict[str, Any] = {"distribution": self.kind}
+        for key in self._keys():
+            match getattr(self, key):
+                case None:
+                    pass
+                case Prior() | Condition() as part:
+                    table[key] = part.to_dict()
+                case tuple() as values:
+                    table[key] = list(values)
+                case Weights() as weights:
+                    table[key] = dict(weights)
+                case value:
+                    table[key] = value
+        return table
+
+    @classmethod
+    def _keys(cls) -> list[str]:
+        """The keys of a table: those of the kind, then those that every kind has."""
+        common = [field.name for field in fields(Distribution)]
+        return [field.name for field in fields(cls) if field.name not in common] + common
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
@@ -99,12 +177,26 @@ class Distribution(ABC):
         if kind != cls.kind:
             raise SpaceError(f'needs distribution = "{cls.kind}", got {kind!r}')
         for key in values:
-            if key not in (known := [field.name for field in fields(cls)]):
+            if key not in (known := cls._keys()):
                 raise SpaceError(unknown(f"key of {cls.kind}", key, known))
-        required = [field.name for field in fields(cls) if field.default is MISSING]
+        required = [
+            field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING
+        ]
         if missing := [key for key in required if key not in values]:
             raise SpaceError(f"{cls.kind} needs {' and '.join(missing)}")
+        if "prior" in values:
+            values["prior"] = Prior.from_dict(values["prior"])
+        if "when" in values:
+            values["when"] = Condition.from_dict(values["when"])
         return cls(**values)
+
+    def __str__(self) -> str:
+        prior = f", {self.prior}" if self.prior else ""
+        return f"{self._support()}{prior}{f', if {self.when}' if self.when else ''}"
+
+    def __repr__(self) -> str:
+        values = {key: value for key in self._keys() if (value := getattr(self, key)) is not None}
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from search_spaces.distributions import Choice, Integer, LogUniform, Uniform
+from search_spaces.distributions import Integer, LogUniform, Uniform
 from search_spaces.errors import SpaceError, unknown
+from search_spaces.listed import Choice
 from search_spaces.space import Space
 
 

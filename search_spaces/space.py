@@ -1,10 +1,11 @@
-"""A search space: the distribution of each hyperparameter, by name."""
+"""A search space: the distribution of each hyperparameter, by name, and what holds between them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from html import escape
 from itertools import product
@@ -14,10 +15,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from search_spaces.base import Distribution, Value
-from search_spaces.distributions import Fixed, distribution_from_dict
+from search_spaces.constraints import Constraint
 from search_spaces.errors import SpaceError, unknown
+from search_spaces.kinds import distribution_from_dict
+from search_spaces.relations import RESERVED, Relations
+from search_spaces.simplex import Simplex
 
 Config: TypeAlias = dict[str, Value]
+
+MOST_DRAWS = 1_000
+"""How often one configuration is redrawn before its constraints are taken to leave no room; below an acceptance of 1 %,
+about one in 20,000 configurations would be given up wrongly."""
 
 
 # Equality and the rest of a read-only mapping come from Mapping.
@@ -25,11 +33,15 @@ Config: TypeAlias = dict[str, Value]
 class Space(Mapping[str, Distribution]):
     """A mapping from hyperparameter to distribution; the order is kept, and decides only the order of results.
 
+    A hyperparameter whose `when` does not hold is inactive: no configuration has it. Its parents may be inactive, too.
+
     Attributes:
         distributions: At least one, by name; copied.
+        constraints: What configurations must satisfy, by a name of their own; copied.
     """
 
     distributions: Mapping[str, Distribution]
+    constraints: Mapping[str, Constraint] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.distributions:
@@ -37,16 +49,30 @@ class Space(Mapping[str, Distribution]):
         for name, distribution in self.distributions.items():
             if not isinstance(name, str) or not name:
                 raise SpaceError(f"a hyperparameter needs a name, got {name!r}")
+            if name == RESERVED:
+                raise SpaceError(f"no hyperparameter may be called {name}: a space's table has its constraints there")
             if not isinstance(distribution, Distribution):
                 raise SpaceError(f"{name} needs a distribution, got {distribution!r}")
         object.__setattr__(self, "distributions", dict(self.distributions))
+        object.__setattr__(self, "constraints", dict(self.constraints))
+        self._between.check()
+
+    @cached_property
+    def _between(self) -> Relations:
+        return Relations(distributions=self.distributions, constraints=self.constraints)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Every hyperparameter, each after those that its condition names."""
+        return self._between.order
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "space") -> Self:
         """The space that a table of tables describes, as TOML and JSON hold it.
 
         Args:
-            table: `{name: {"distribution": kind, ...}}`; the keys of a kind are the fields of its class.
+            table: `{name: {"distribution": kind, ...}}`; the keys of a kind are the fields of its class, beside "prior" and
+                "when". Under "constraints": `{name: {rule: [hyperparameters]}}`.
             where: Where the table stands, for messages: "study.toml: sweep.space".
 
         Raises:
@@ -54,20 +80,36 @@ class Space(Mapping[str, Distribution]):
         """
         if not isinstance(table, Mapping):
             raise SpaceError(f"{where}: needs a table of hyperparameters, got {table!r}")
-        distributions = {}
-        for name, entry in table.items():
-            try:
-                distributions[name] = distribution_from_dict(entry)
-            except SpaceError as error:
-                raise SpaceError(f"{where}.{name}: {error}") from error
+        rest = dict(table)
+        given = rest.pop(RESERVED, {})
+        if not isinstance(given, Mapping):
+            raise SpaceError(f"{where}.{RESERVED}: needs a table of constraints, got {given!r}")
+        distributions, constraints = {}, {}
+        place = where
         try:
-            return cls(distributions)
+            for name, entry in rest.items():
+                place = f"{where}.{name}"
+                distributions[name] = distribution_from_dict(entry)
+            for name, entry in given.items():
+                place = f"{where}.{RESERVED}.{name}"
+                constraints[name] = Constraint.from_dict(entry)
+            place = where
+            return cls(distributions, constraints)
         except SpaceError as error:
-            raise SpaceError(f"{where}: {error}") from error
+            raise SpaceError(f"{place}: {error}") from error
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values; `from_dict` makes an equal space of them."""
-        return {name: distribution.to_dict() for name, distribution in self.items()}
+        table = {name: distribution.to_dict() for name, distribution in self.items()}
+        if self.constraints:
+            table[RESERVED] = {name: constraint.to_dict() for name, constraint in self.constraints.items()}
+        return table
+
+    def updated(
+        self, distributions: Mapping[str, Distribution], constraints: Mapping[str, Constraint] | None = None
+    ) -> Self:
+        """This space with other or further hyperparameters and constraints."""
+        return type(self)({**self, **distributions}, {**self.constraints, **(constraints or {})})
 
     def __getitem__(self, name: str) -> Distribution:
         return self.distributions[name]
@@ -78,6 +120,11 @@ class Space(Mapping[str, Distribution]):
     def __len__(self) -> int:
         return len(self.distributions)
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Space) and self.constraints != other.constraints:
+            return False
+        return super().__eq__(other)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Every hyperparameter."""
@@ -85,33 +132,76 @@ class Space(Mapping[str, Distribution]):
 
     @property
     def searched(self) -> tuple[str, ...]:
-        """Those that are not fixed: the axes of the unit cube, in order."""
-        return tuple(name for name, distribution in self.items() if not isinstance(distribution, Fixed))
+        """Those that are not fixed, in order."""
+        return tuple(name for name, distribution in self.items() if distribution.dimensions)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the unit cube, in order: each searched name, or for a simplex `name.part` of all parts but the last."""
+        axes: list[str] = []
+        for name, distribution in self.items():
+            parts = distribution.parts[:-1] if isinstance(distribution, Simplex) else None
+            axes += [f"{name}.{part}" for part in parts] if parts else [name] * distribution.dimensions
+        return tuple(axes)
+
+    def active(self, config: Mapping[str, object]) -> tuple[str, ...]:
+        """The hyperparameters that exist under the values in `config`, in order; values of inactive ones don't count."""
+        there = self._between.active(config)
+        return tuple(name for name in self if name in there)
+
+    def _only_active(self, values: Mapping[str, Value]) -> Config:
+        return {name: values[name] for name in self.active(values)}
 
     def sample(self, n: int, seed: int) -> list[Config]:
-        """`n` random configurations.
+        """`n` random configurations, by the priors where there are any.
 
         Each value depends only on the seed, the position of its configuration, its name and its distribution: asking
-        for more, or adding a hyperparameter, leaves the earlier values as they were.
+        for more, or adding a hyperparameter, leaves the earlier values as they were. Where a constraint is broken, what
+        it is about (with what that depends on) is drawn again, and nothing else.
 
         Raises:
-            SpaceError: If `n` is negative.
+            SpaceError: If `n` is negative, or no draw satisfied the constraints.
         """
         if n < 0:
             raise SpaceError(f"the number of samples must not be negative, got {n}")
-        return [
-            {name: distribution.sample(_generator(seed, i, name)) for name, distribution in self.items()}
-            for i in range(n)
+        return [self._sample(seed, i) for i in range(n)]
+
+    def _sample(self, seed: int, index: int) -> Config:
+        drawn: Config = {}
+        for names, constraints in self._between.groups:
+            for attempt in range(MOST_DRAWS):
+                values = {name: self[name].sample(_generator(seed, index, name, attempt)) for name in names}
+                there = self._between.active(values) if constraints else values
+                if all(constraint.holds(there) for constraint in constraints.values()):
+                    drawn |= values
+                    break
+            else:
+                self._give_up(seed, index, names, constraints)
+        return self._only_active(drawn)
+
+    def _give_up(self, seed: int, index: int, names: list[str], constraints: Mapping[str, Constraint]) -> None:
+        draws = [
+            self._between.active({name: self[name].sample(_generator(seed, index, name, attempt)) for name in names})
+            for attempt in range(MOST_DRAWS)
         ]
+        rates = (f"{key} by {sum(map(c.holds, draws)) / len(draws):.1%}" for key, c in constraints.items())
+        raise SpaceError(
+            f"none of {MOST_DRAWS:,} draws of {', '.join(names)} satisfied the constraints (each alone: {', '.join(rates)});"
+            " narrow the bounds, or loosen a constraint"
+        )
 
     def grid(self, points: int | Mapping[str, int]) -> list[Config]:
         """Every combination of the values of each hyperparameter's own grid; the last name varies fastest.
 
+        Inactive hyperparameters make no combinations of their own, and what breaks a constraint is left out.
+
         Args:
-            points: One number for all numeric hyperparameters, or one for each by name. A choice is taken whole.
+            points: One number for all numeric hyperparameters and simplexes, or one for each by name. A choice or an
+                ordinal is taken whole.
 
         Raises:
-            SpaceError: If a numeric hyperparameter has no number of points, any other has one, or one is below 1.
+            SpaceError: If a numeric hyperparameter has no number of points, any other has one, one is below 1, or no
+                combination satisfies the constraints.
         """
         numeric = [name for name, distribution in self.items() if distribution.takes_points]
         by_name = points if isinstance(points, Mapping) else dict.fromkeys(numeric, points)
@@ -122,68 +212,116 @@ class Space(Mapping[str, Distribution]):
             raise SpaceError(f"a grid needs a number of points for {', '.join(missing)}")
         # Distributions that take no points ignore the number.
         values = [distribution.grid(by_name.get(name, 1)) for name, distribution in self.items()]
-        return [dict(zip(self, combination, strict=True)) for combination in product(*values)]
+        whole = (dict(zip(self, combination, strict=True)) for combination in product(*values))
+        distinct = {tuple(config.items()): config for config in map(self._only_active, whole)}
+        grid = [config for config in distinct.values() if not any(self._between.broken(config))]
+        if not grid:
+            raise SpaceError(f"none of {len(distinct):,} points of the grid satisfies {self._between.text()}")
+        return grid
 
     def validate(self, config: Mapping[str, object]) -> None:
         """Check a configuration.
 
         Raises:
-            SpaceError: Naming everything that is wrong: a name missing or unknown, a value outside its support.
+            SpaceError: Naming everything that is wrong: a name missing, unknown or inactive, a value outside its support, a
+                constraint broken.
         """
         if problems := list(self._problems(config)):
             raise SpaceError("; ".join(problems))
 
     def contains(self, config: Mapping[str, object]) -> bool:
-        """Whether `config` has a value in the support of every hyperparameter, and no other names."""
+        """Whether `config` has a value in the support of every active hyperparameter, no other names, and no broken constraint."""
         return not any(self._problems(config))
 
+    def _problems(self, config: Mapping[str, object]) -> Iterator[str]:
+        there = self._between.active(config)
+        wrong = False
+        for name, distribution in self.items():
+            if name not in there:
+                if name in config:
+                    yield f"{name} is inactive, it exists only if {distribution.when}"
+                continue
+            if name in config and distribution.contains(config[name]):
+                continue
+            wrong = True
+            if name not in config:
+                yield f"{name} is missing"
+            else:
+                yield f"{name} = {config[name]!r} is not in {distribution.kind} {distribution}"
+        for name in config:
+            if name not in self:
+                yield unknown("hyperparameter", name, self)
+        if not wrong:
+            yield from self._between.broken({name: config[name] for name in there})
+
     def encode(self, config: Mapping[str, object]) -> NDArray[np.float64]:
-        """The point of a configuration in the unit cube, shape `(len(searched),)`.
+        """The point of a configuration in the unit cube, shape `(len(axes),)`; .5 along the axes of what is inactive.
 
         Raises:
             SpaceError: If `config` is not in the space.
         """
         self.validate(config)
-        return np.array([self[name].encode(config[name]) for name in self.searched], dtype=np.float64)
+        places: list[float] = []
+        for name, distribution in self.items():
+            places += distribution.encode(config[name]) if name in config else [0.5] * distribution.dimensions
+        return np.array(places, dtype=np.float64)
 
     def decode(self, point: ArrayLike) -> Config:
-        """The configuration at a point of the unit cube, shape `(len(searched),)`; what is fixed is filled in.
+        """The configuration at a point of the unit cube, shape `(len(axes),)`; what is fixed is filled in, inactive left out.
+
+        A point may break a constraint: `validate` tells.
 
         Raises:
             SpaceError: If the shape is another, or a coordinate is not in [0, 1].
         """
-        coordinates = np.asarray(point, dtype=np.float64)
-        if coordinates.shape != (len(self.searched),):
-            raise SpaceError(
-                f"a point needs shape ({len(self.searched)},) for {self.searched}, got {coordinates.shape}"
-            )
-        places = dict(zip(self.searched, coordinates.tolist(), strict=True))
-        return {name: distribution.decode(places.get(name, 0.0)) for name, distribution in self.items()}
+        return self._only_active({name: self[name].decode(places) for name, places in self._split(point).items()})
 
-    def _problems(self, config: Mapping[str, object]) -> Iterator[str]:
-        for name, distribution in self.items():
-            if name not in config:
-                yield f"{name} is missing"
-            elif not distribution.contains(config[name]):
-                yield f"{name} = {config[name]!r} is not in {distribution.kind} {distribution}"
-        for name in config:
-            if name not in self:
-                yield unknown("hyperparameter", name, self)
+    def from_prior(self, point: ArrayLike) -> NDArray[np.float64]:
+        """Where a point of a uniform draw, or a quasi-random one, goes so that it follows the priors; shape as `decode`'s.
+
+        Raises:
+            SpaceError: If the shape is not `(len(axes),)`.
+        """
+        places: list[float] = []
+        for name, part in self._split(point).items():
+            places += self[name].from_prior(part)
+        return np.array(places, dtype=np.float64)
+
+    def log_prior(self, config: Mapping[str, object]) -> float:
+        """The log of the priors' density in the unit cube at a configuration, over what is active; 0 without priors.
+
+        It is relative to the uniform density, and not normalised over what constraints cut off. pi-BO (arXiv 2204.11051)
+        multiplies its acquisition by the density to a power that falls with the number of trials.
+
+        Raises:
+            SpaceError: If `config` is not in the space.
+        """
+        self.validate(config)
+        return sum(self[name].log_prior(value) for name, value in config.items())
+
+    def _split(self, point: ArrayLike) -> dict[str, Sequence[float]]:
+        coordinates = np.asarray(point, dtype=np.float64)
+        if coordinates.shape != (len(self.axes),):
+            raise SpaceError(f"a point needs shape ({len(self.axes)},) for {self.axes}, got {coordinates.shape}")
+        rest = iter(coordinates.tolist())
+        return {name: [next(rest) for _ in range(d.dimensions)] for name, d in self.items()}
 
     def __str__(self) -> str:
-        """One aligned line for each hyperparameter: name, kind, support."""
-        name_width = max(len(name) for name in self)
-        kind_width = max(len(distribution.kind) for distribution in self.values())
-        return "\n".join(f"{name:<{name_width}}  {d.kind:<{kind_width}}  {d}" for name, d in self.items())
+        """One aligned line for each hyperparameter, name, kind, support; then the constraints."""
+        rows = [(name, d.kind, str(d)) for name, d in self.items()]
+        rows += [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
+        name_width, kind_width = (max(len(row[i]) for row in rows) for i in (0, 1))
+        return "\n".join(f"{name:<{name_width}}  {kind:<{kind_width}}  {text}" for name, kind, text in rows)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{escape(name)}</td><td>{d.kind}</td><td>{escape(str(d))}</td></tr>" for name, d in self.items()
-        )
-        return f"<table><tr><th>hyperparameter</th><th>distribution</th><th>values</th></tr>{rows}</table>"
+        rows = [(name, d.kind, str(d)) for name, d in self.items()]
+        rows += [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        return f"<table><tr><th>hyperparameter</th><th>distribution</th><th>values</th></tr>{body}</table>"
 
 
-def _generator(seed: int, index: int, name: str) -> np.random.Generator:
-    """A generator of its own for each (seed, index, name)."""
-    digest = sha256(f"{operator.index(seed)}/{index}/{name}".encode()).digest()
+def _generator(seed: int, index: int, name: str, attempt: int) -> np.random.Generator:
+    """A generator of its own for each (seed, index, name, attempt)."""
+    again = f"again {attempt}/" if attempt else ""
+    digest = sha256(f"{again}{operator.index(seed)}/{index}/{name}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))

@@ -341,9 +341,7 @@ def _check_contradictions(check: CheckSettings) -> list[str]:
 
 def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
     """Why a hyperparameter can't take what its space offers, if it can't: its bounds, or each of its choices."""
-    distribution = space[name]
-    corners = [space.decode([u] * len(space))[name] for u in (0.0, 1.0)]
-    for value in distribution.values if isinstance(distribution, Choice) else corners:
+    for value in space[name].grid(2):  # both bounds, or every value
         given: dict[str, Any] = {name: value}
         try:
             dataclasses.replace(h, **given)

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError
 from muscale.lineage import Chain
-from muscale.tables import SCHEMA, decisions, forecasts, metadata, results, revisions, rungs, runs, segments, studies, trials
+from muscale.tables import SCHEMA, decisions, forecasts, metadata, results, revisions, rounds, rungs, runs, segments, studies, trials
 
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
@@ -207,6 +207,14 @@ class Ledger:
         return table
 
     # Sweeps
+
+    def rounds(self, sweep: str) -> list[dict[str, Any]]:
+        """The rounds of the sweep: the space of the first, and of each narrowing."""
+        return self.rows(sa.select(rounds).where(rounds.c.sweep == sweep).order_by(rounds.c.round))
+
+    def add_round(self, **values: Any) -> None:
+        """Insert a round."""
+        self.insert(rounds, **values)
 
     def trials(self, sweep: str) -> list[dict[str, Any]]:
         """Every suggestion ever made for the sweep, by number."""

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from muscale.search.population import CHANGEABLE, changeable
 from muscale.strict import StrictTable
 from proxy_models.schedule import ScheduleName
-from search_spaces import Choice, Fixed, Space, Uniform, LogUniform, mup_adamw
+from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
 
 Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "pb2", "none"]
@@ -67,7 +67,7 @@ class SweepSettings(StrictTable):
 
     def _method_contradictions(self, schedule: ScheduleName) -> Iterator[str]:
         scheduler, searcher = self.scheduler, self.searcher
-        kinds = [type(distribution) for distribution in self.space.values() if not isinstance(distribution, Fixed)]
+        kinds = [type(self.space[name]) for name in self.space.searched]
         if scheduler != "none" and self.rungs < 2:
             yield f'sweep.rungs: "{scheduler}" compares trials before their end, so it needs at least 2, got {self.rungs}'
         if searcher == "cma_es" and (len(kinds) < 2 or Choice in kinds):

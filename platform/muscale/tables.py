@@ -56,6 +56,19 @@ leases = sa.Table(
     sa.Column("beat", sa.Integer, nullable=False),  # grows while the owner lives
 )
 
+rounds = sa.Table(
+    "rounds",
+    metadata,
+    sa.Column("sweep", sa.String, primary_key=True),
+    sa.Column("round", sa.Integer, primary_key=True),  # 0, and one more for each narrowing
+    sa.Column("first_trial", sa.Integer, nullable=False),
+    sa.Column("trials", sa.Integer, nullable=False),
+    sa.Column("searcher", sa.String, nullable=False),
+    sa.Column("space", sa.JSON, nullable=False),
+    sa.Column("narrowed", sa.JSON),  # what was cut, and why
+    sa.Column("created_at", sa.String, nullable=False),
+)
+
 trials = sa.Table(
     "trials",
     metadata,

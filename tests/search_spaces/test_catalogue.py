@@ -100,13 +100,13 @@ def test_the_public_names_are_one_sorted_list() -> None:
     assert all(hasattr(search_spaces, name) for name in search_spaces.__all__)
 
 
-def test_importing_needs_numpy_and_nothing_else_from_outside() -> None:
+def test_importing_needs_numpy_scipy_and_pandas_and_nothing_else_from_outside() -> None:
     code = """
-import sys, numpy
+import sys, numpy, pandas, scipy.special
 before = set(sys.modules)
 import search_spaces
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(*sorted(loaded - {"search_spaces", "numpy"} - set(sys.stdlib_module_names)))
+print(*sorted(loaded - {"search_spaces", "numpy", "pandas", "scipy"} - set(sys.stdlib_module_names)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""

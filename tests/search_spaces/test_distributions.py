@@ -16,12 +16,16 @@ from search_spaces import (
     Fixed,
     Integer,
     LogUniform,
+    Ordinal,
+    Simplex,
     SpaceError,
     Uniform,
     Value,
+    Weights,
     distribution_from_dict,
 )
-from search_spaces.distributions import KINDS, LARGEST_INTEGER
+from search_spaces.distributions import LARGEST_INTEGER
+from search_spaces.kinds import KINDS
 
 
 def bounds(numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -37,8 +41,9 @@ integers = st.one_of(
     bounds(st.integers(1, LARGEST_INTEGER)).map(lambda ends: Integer(**ends, log=True)),
 )
 choices = st.lists(scalars, min_size=2, max_size=6, unique=True).map(lambda values: Choice(values=tuple(values)))
+ordinals = st.lists(scalars, min_size=2, max_size=6, unique=True).map(lambda values: Ordinal(values=tuple(values)))
 fixed = scalars.map(lambda value: Fixed(value=value))
-distributions = st.one_of(uniforms, log_uniforms, integers, choices, fixed)
+distributions = st.one_of(uniforms, log_uniforms, integers, ordinals, choices, fixed)
 places = st.floats(0, 1)
 
 one_of_each = [
@@ -46,34 +51,38 @@ one_of_each = [
     LogUniform(low=1e-5, high=1e-3),
     Integer(low=-2, high=9),
     Integer(low=512, high=16_384, log=True),
+    Ordinal(values=(0.9, 0.95, 0.99)),
     Choice(values=("adamw", "lion", "adafactor")),
+    Simplex(parts=("web", "code", "books"), low=Weights(code=0.1)),
     Fixed(value="wsd"),
 ]
 
 
 @given(distributions, places)
 def test_decode_lies_in_the_support_and_encode_in_the_unit_interval(distribution: Distribution, u: float) -> None:
-    value = distribution.decode(u)
+    value = distribution.decode([u] * distribution.dimensions)
+    places = distribution.encode(value)
     assert distribution.contains(value)
-    assert 0 <= distribution.encode(value) <= 1
+    assert len(places) == distribution.dimensions
+    assert all(0 <= place <= 1 for place in places)
 
 
 @given(uniforms, places)
 def test_a_real_value_survives_encode_and_decode(distribution: Uniform, u: float) -> None:
-    value = distribution.decode(u)
+    value = distribution.decode([u])
     back = distribution.decode(distribution.encode(value))
     assert back == pytest.approx(value, rel=0, abs=1e-14 * max(abs(distribution.low), abs(distribution.high)))
 
 
 @given(log_uniforms, places)
 def test_a_log_value_survives_encode_and_decode(distribution: LogUniform, u: float) -> None:
-    value = distribution.decode(u)
+    value = distribution.decode([u])
     assert distribution.decode(distribution.encode(value)) == pytest.approx(value, rel=1e-12)
 
 
-@given(integers | choices | fixed, places)
+@given(integers | ordinals | choices | fixed, places)
 def test_a_discrete_value_survives_encode_and_decode_exactly(distribution: Distribution, u: float) -> None:
-    value = distribution.decode(u)
+    value = distribution.decode([u] * distribution.dimensions)
     back = distribution.decode(distribution.encode(value))
     assert back == value
     assert type(back) is type(value)
@@ -88,8 +97,8 @@ def test_the_largest_integers_survive_encode_and_decode(log: bool) -> None:
 
 @given(uniforms | log_uniforms | integers)
 def test_the_ends_of_the_unit_interval_are_the_bounds_exactly(distribution: Uniform | LogUniform | Integer) -> None:
-    assert distribution.decode(0.0) == distribution.low
-    assert distribution.decode(1.0) == distribution.high
+    assert distribution.decode([0.0]) == distribution.low
+    assert distribution.decode([1.0]) == distribution.high
 
 
 @given(distributions)
@@ -132,7 +141,8 @@ def test_log_uniform_has_the_mean_and_variance_of_its_logarithm() -> None:
 
 
 def test_integers_and_choices_are_equally_likely() -> None:
-    for distribution in (Integer(low=-1, high=2), Choice(values=("a", "b", "c", "d"))):
+    values = ("a", "b", "c", "d")
+    for distribution in (Integer(low=-1, high=2), Choice(values=values), Ordinal(values=values)):
         counts = Counter(draws(distribution))
         assert len(counts) == 4
         assert all(count / N_DRAWS == pytest.approx(0.25, abs=TOLERANCE) for count in counts.values())
@@ -220,7 +230,21 @@ def test_numpy_scalars_and_whole_numbers_are_numbers(distribution: Distribution,
 @pytest.mark.parametrize("u", [-0.1, 1.1, math.nan])
 def test_a_place_outside_the_unit_interval_is_not_decoded(u: float) -> None:
     with pytest.raises(SpaceError, match=r"must lie in \[0, 1\], got"):
-        Fixed(value=1).decode(u)
+        Choice(values=(1, 2)).decode([u])
+
+
+def test_as_many_places_are_decoded_as_there_are_dimensions() -> None:
+    for distribution, places in ((Fixed(value=1), [0.5]), (Uniform(low=0, high=1), []), (one_of_each[6], [0.5])):
+        with pytest.raises(
+            SpaceError, match=f"{distribution.kind} decodes {distribution.dimensions} places, got {len(places)}"
+        ):
+            distribution.decode(places)
+
+
+def test_ranks_are_the_order_of_an_ordinal() -> None:
+    ordinal = Ordinal(values=("small", "medium", "large", "huge"))
+    assert [ordinal.encode(value) for value in ordinal.values] == [(0.125,), (0.375,), (0.625,), (0.875,)]
+    assert str(ordinal) == "small < medium < large < huge"
 
 
 def table(kind: object, **values: object) -> dict[str, object]:
@@ -258,6 +282,8 @@ def table(kind: object, **values: object) -> dict[str, object]:
         (table("choice", values=[1, True]), "choice needs values that differ"),
         (table("choice", values=[0.1, math.nan]), "choice takes text, finite numbers and true or false, got nan"),
         (table("choice", values=[[0.9, 0.95], [0.9, 0.99]]), r"choice takes text, .* got \[0.9, 0.95\]"),
+        (table("ordinal", values=["a"]), 'ordinal needs at least two values, got .*use "fixed"'),
+        (table("ordinal", values=["a", "a"]), "ordinal needs values that differ"),
         (table("fixed", value=None), "fixed takes text, finite numbers and true or false, got None"),
     ],
 )
@@ -287,4 +313,4 @@ def test_a_distribution_is_frozen_and_hashable() -> None:
 def test_values_are_plain_python() -> None:
     rng = np.random.default_rng(0)
     values: list[Value] = [distribution.sample(rng) for distribution in one_of_each]
-    assert [type(value) for value in values] == [float, float, int, int, str, str]
+    assert [type(value) for value in values] == [float, float, int, int, float, str, Weights, str]

@@ -49,7 +49,7 @@ class Bandit:
         best = candidates[np.argmax(_bound(points, times, gains, chosen, candidates, float(rung + 1)))]
         config = dict(record.paths[donor][-1][1])
         for place, name in zip(best, changeable(self.space), strict=True):
-            config[name] = self.space[name].decode(float(place))
+            config[name] = self.space[name].decode([place])
         return config
 
     def _gains(self, record: Record, rung: int) -> tuple[Array, Array, Array]:
@@ -74,7 +74,7 @@ class Bandit:
         return np.array(chosen).reshape(len(chosen), len(changeable(self.space)))
 
     def _point(self, config: Config) -> list[float]:
-        return [float(np.ravel(self.space[name].encode(config[name]))[0]) for name in changeable(self.space)]
+        return [self.space[name].encode(config[name])[0] for name in changeable(self.space)]
 
 
 def _kernel(a: Array, b: Array, times_a: Array, times_b: Array, length: float, forgetting: float) -> Array:

@@ -1,41 +1,86 @@
-"""A space in Optuna's words: the one place that knows both."""
+"""A space in Optuna's words: the one place that knows both. Optuna sees only what exists, each value asked in its turn."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Space, Uniform
+from search_spaces import (
+    Choice,
+    Config,
+    Distribution,
+    Fixed,
+    Integer,
+    LogUniform,
+    Ordinal,
+    Simplex,
+    Space,
+    Uniform,
+    Value,
+)
 
 
-def optuna_distribution(distribution: Distribution) -> BaseDistribution:
-    """The distribution in Optuna's words."""
+def optuna_distributions(name: str, distribution: Distribution) -> dict[str, BaseDistribution]:
+    """A hyperparameter in Optuna's words, by Optuna's names: an ordinal by rank, a simplex by its places in the unit cube."""
     match distribution:
         case Uniform(low=low, high=high):
-            return FloatDistribution(low, high)
+            return {name: FloatDistribution(low, high)}
         case LogUniform(low=low, high=high):
-            return FloatDistribution(low, high, log=True)
+            return {name: FloatDistribution(low, high, log=True)}
         case Integer(low=low, high=high, log=log):
-            return IntDistribution(low, high, log=log)
+            return {name: IntDistribution(low, high, log=log)}
+        case Ordinal(values=values):
+            return {name: IntDistribution(0, len(values) - 1)}
         case Choice(values=values):
-            return CategoricalDistribution(values)
-        case Fixed(value=value):
-            return CategoricalDistribution((value,))
+            return {name: CategoricalDistribution(values)}
+        case Simplex():
+            return {f"{name}.{place}": FloatDistribution(0.0, 1.0) for place in range(distribution.dimensions)}
+        case Fixed():
+            return {}
     raise TypeError(f"no Optuna distribution for {distribution!r}")
 
 
 def suggest(trial: optuna.Trial, space: Space) -> Config:
-    """A configuration, each value asked from the trial in turn."""
-    return {name: trial._suggest(name, optuna_distribution(distribution)) for name, distribution in space.items()}
+    """A configuration asked from the trial; it may break a constraint, of which Optuna's samplers know nothing."""
+    config: Config = {}
+    for name in space.order:
+        distribution = space[name]
+        if distribution.when is None or distribution.when.holds(config):
+            asked = optuna_distributions(name, distribution)
+            config[name] = _value(distribution, [trial._suggest(key, entry) for key, entry in asked.items()])
+    return {name: config[name] for name in space if name in config}
 
 
-def distributions(space: Space, config: Config) -> dict[str, BaseDistribution]:
-    """Optuna's distributions of the values of a configuration, by Optuna's names."""
-    return {name: optuna_distribution(space[name]) for name in config}
+def told_as(space: Space, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+    """The parameters and distributions as which Optuna is told a configuration."""
+    params: dict[str, Any] = {}
+    distributions: dict[str, BaseDistribution] = {}
+    for name, value in config.items():
+        asked = optuna_distributions(name, space[name])
+        distributions |= asked
+        params |= dict(zip(asked, _asked(space[name], value), strict=True))
+    return params, distributions
 
 
-def values(space: Space, config: Config) -> dict[str, Any]:
-    """The values of a configuration, by Optuna's names."""
-    return dict(config)
+def _value(distribution: Distribution, asked: list[Any]) -> Value:
+    match distribution:
+        case Fixed():
+            return distribution.value
+        case Ordinal(values=values):
+            return cast(Value, values[asked[0]])
+        case Simplex():
+            return distribution.decode(asked)
+    return cast(Value, asked[0])
+
+
+def _asked(distribution: Distribution, value: Value) -> list[Any]:
+    match distribution:
+        case Fixed():
+            return []
+        case Ordinal(values=values):
+            return [values.index(value)]
+        case Simplex():
+            return list(distribution.encode(value))
+    return [value]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -98,7 +98,7 @@ class Perturb:
             factor = 1.2 if generator.random() < 0.5 else 0.8
             value = distribution.sample(generator)
             if not fresh and isinstance(distribution, Uniform | LogUniform | Integer):
-                scaled = min(max(float(config[name]) * factor, distribution.low), distribution.high)
+                scaled = min(max(cast(float, config[name]) * factor, distribution.low), distribution.high)
                 value = round(scaled) if isinstance(distribution, Integer) else scaled
             elif not fresh:
                 continue

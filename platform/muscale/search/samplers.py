@@ -7,7 +7,6 @@ not been interrupted. `muscale.search.across_scales` has our own.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +23,9 @@ CLIP = 1.1
 """A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
 Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
 
+MAX_ATTEMPTS = 100
+"""Suggestions that break a constraint, of which these samplers know nothing, before a draw that keeps them takes over."""
+_STRIDE = 2**16  # between the points of a sequence that are tried for one trial
 SIGMA = 0.3
 """First standard deviation of CMA-ES, of the edge of the unit cube (assumed)."""
 
@@ -68,10 +70,15 @@ class QuasiRandom:
 
     def propose(self, number: int, known: Known) -> Config:
         """The sequence's point of this number."""
-        sequence = qmc.Sobol(len(self.space.searched), scramble=True, rng=self.seed)
-        if number:
-            sequence.fast_forward(number)
-        return self.space.decode(sequence.random(1)[0])
+        space = self.space
+        for attempt in range(MAX_ATTEMPTS):
+            sequence = qmc.Sobol(len(space.axes), scramble=True, rng=self.seed)
+            if skipped := number + attempt * _STRIDE:
+                sequence.fast_forward(skipped)
+            config = space.decode(space.from_prior(sequence.random(1)[0]))
+            if space.contains(config):
+                return config
+        return Draws(space=space, seed=self.seed).propose(number, known)
 
 
 def told(loss: float | None, finite: Sequence[float], *, clip: float = math.inf) -> float:
@@ -102,26 +109,24 @@ class OptunaSampler:
         """What the sampler suggests for trial `number`."""
         import optuna
 
-        from muscale.search.optuna_space import distributions, suggest, values
+        from muscale.search.optuna_space import suggest, told_as
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
-            kept = _kept(known.observations)
-            finite = [seen.loss for seen in kept if seen.loss is not None]
-            for seen in kept:
-                study.add_trial(
-                    optuna.trial.create_trial(
-                        params=values(self.space, seen.config),
-                        distributions=distributions(self.space, seen.config),
-                        value=told(seen.loss, finite, clip=self.clip),
-                    )
-                )
-            for config in known.pending:
-                study.enqueue_trial(values(self.space, config))
-                suggest(study.ask(), self.space)
-            return suggest(study.ask(), self.space)
+        study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
+        kept = _kept(known.observations)
+        finite = [seen.loss for seen in kept if seen.loss is not None]
+        for seen in kept:
+            params, distributions = told_as(self.space, seen.config)
+            value = told(seen.loss, finite, clip=self.clip)
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
+        for config in known.pending:
+            study.enqueue_trial(told_as(self.space, config)[0])
+            suggest(study.ask(), self.space)
+        for _ in range(MAX_ATTEMPTS):
+            config = suggest(study.ask(), self.space)
+            if self.space.contains(config):
+                return config
+        return Draws(space=self.space, seed=self.seed).propose(number, known)
 
 
 def tpe(space: Space, seed: int) -> OptunaSampler:
@@ -156,7 +161,7 @@ class CmaEs:
         """A draw from the distribution that the full generations so far have made."""
         from cmaes import CMA
 
-        n = len(self.space.encode(self.space.sample(1, self.seed)[0]))
+        n = len(self.space.axes)
         strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
         observations = known.observations
         finite = [seen.loss for seen in observations if seen.loss is not None]
@@ -167,7 +172,11 @@ class CmaEs:
             if strategy.should_stop():
                 break
         strategy.reseed_rng(_seed(self.seed, number))
-        return self.space.decode(strategy.ask())
+        for _ in range(MAX_ATTEMPTS):
+            config = self.space.decode(strategy.ask())
+            if self.space.contains(config):
+                return config
+        return Draws(space=self.space, seed=self.seed).propose(number, known)
 
 
 def _kept(observations: Sequence[Observation]) -> list[Observation]:

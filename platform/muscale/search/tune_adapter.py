@@ -19,7 +19,16 @@ METRIC, MODE = "loss", "min"
 TRIAL, FIRST, UNTIL, PATH = "trial", "first_rung", "until_rung", "path"  # of a leg, in the config that Tune carries
 
 
-class Legs(Searcher):
+class _WithEngine:
+    """Leaves the engine behind when Tune pickles its own state, which nobody reads."""
+
+    _engine: Engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_engine"}
+
+
+class Legs(_WithEngine, Searcher):
     """Gives Tune the engine's legs as suggestions, and the engine what came of them."""
 
     def __init__(self, engine: Engine) -> None:
@@ -53,7 +62,7 @@ class Legs(Searcher):
         """Nothing: the ledger is the state."""
 
 
-class UntilInterrupted(FIFOScheduler):
+class UntilInterrupted(_WithEngine, FIFOScheduler):
     """Lets every leg end where it is going, or at its next rung once the sweep is stopping."""
 
     def __init__(self, engine: Engine) -> None:

@@ -1,0 +1,142 @@
+"""Our own searcher: a surface over hyperparameters, size and tokens, which begins with what runs of other scales have taught."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.search.observations import Known
+from muscale.search.samplers import MAX_ATTEMPTS, Draws
+from scaling import SearchBox, fit_response
+from search_spaces import Choice, Config, Distribution, Integer, LogUniform, Ordinal, Simplex, Space
+
+N_PARAMS, N_TOKENS = "n_params", "n_tokens"
+
+
+def box_of(space: Space) -> SearchBox:
+    """The space as the surface sees it: log2 where the distribution is logarithmic, an ordinal by its rank."""
+    bounds: dict[str, tuple[float, float]] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
+    for name in space.searched:
+        distribution = space[name]
+        if isinstance(distribution, Choice):
+            choices[name] = distribution.values
+        elif isinstance(distribution, Simplex):
+            bounds |= {f"{name}.{place}": (0.0, 1.0) for place in range(distribution.dimensions)}
+        else:
+            low, high = (distribution.decode([u]) for u in (0.0, 1.0))
+            bounds[name] = _place(distribution, low), _place(distribution, high)
+    return SearchBox(bounds=bounds, choices=choices, scales=(N_PARAMS, N_TOKENS))
+
+
+def coordinates(space: Space, config: Config) -> dict[str, Any]:
+    """Where a configuration lies in the box; what is inactive lies in the middle, or at the first choice."""
+    point: dict[str, Any] = {}
+    for name in space.searched:
+        distribution = space[name]
+        value = config.get(name, distribution.decode([0.5] * distribution.dimensions))
+        if isinstance(distribution, Choice):
+            point[name] = value
+        elif isinstance(distribution, Simplex):
+            point |= {f"{name}.{place}": u for place, u in enumerate(distribution.encode(value))}
+        else:
+            point[name] = _place(distribution, value)
+    return point
+
+
+def config_at(space: Space, point: dict[str, Any]) -> Config:
+    """The configuration at a point of the box."""
+    values: dict[str, Any] = {}
+    for name, distribution in space.items():
+        if isinstance(distribution, Simplex):
+            values[name] = distribution.decode([point[f"{name}.{place}"] for place in range(distribution.dimensions)])
+        elif name in space.searched:
+            values[name] = _value(distribution, point[name])
+        else:
+            values[name] = distribution.decode([])
+    return {name: values[name] for name in space.active(values)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcrossScales:
+    """Suggests what the surface of `scaling.fit_response` takes to be worth trying next.
+
+    Attributes:
+        space: What is searched.
+        seed: The sweep's.
+        n_params: N of the proxy.
+        n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
+            averaged weights and annealed ones are not compared with each other.
+        lessons: Runs at other scales: the searched hyperparameters, n_params, n_tokens, loss.
+    """
+
+    space: Space
+    seed: int
+    n_params: int
+    n_tokens: int
+    lessons: pd.DataFrame
+
+    def propose(self, number: int, known: Known) -> Config:
+        """What the surface suggests, given the lessons and the sweep's own trials so far."""
+        space, box = self.space, box_of(self.space)
+        scale = {N_PARAMS: float(self.n_params), N_TOKENS: float(self.n_tokens)}
+        rows = [
+            {**coordinates(space, {name: row[name] for name in space.searched}), **_scale(row), "loss": row["loss"]}
+            for row in self.lessons.to_dict("records")
+        ]
+        rows += [
+            {**coordinates(space, seen.config), **scale, "loss": np.nan if seen.loss is None else seen.loss}
+            for seen in known.observations
+        ]
+        surface = fit_response(pd.DataFrame(rows), box=box)
+        pending = _table([{**coordinates(space, config), **scale} for config in known.pending], box)
+        has_prior = any(distribution.prior for distribution in space.values())
+
+        def log_prior(points: pd.DataFrame) -> np.ndarray[Any, np.dtype[np.float64]]:
+            configs = [config_at(space, point) for point in points.to_dict("records")]
+            return np.array([space.log_prior(c) if space.contains(c) else -np.inf for c in configs])
+
+        for attempt in range(MAX_ATTEMPTS):
+            point = surface.suggest(
+                scale,
+                pending=pending,
+                prior=log_prior if has_prior else None,
+                seed=self.seed + attempt,
+            )
+            if space.contains(config := config_at(space, point)):
+                return config
+        return Draws(space=space, seed=self.seed).propose(number, known)
+
+
+def _table(rows: Sequence[dict[str, Any]], box: SearchBox) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=[*box.names, *box.scales])
+
+
+def _scale(row: dict[str, Any]) -> dict[str, float]:
+    return {name: float(row[name]) for name in (N_PARAMS, N_TOKENS)}
+
+
+def _is_log(distribution: Distribution) -> bool:
+    return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
+
+
+def _place(distribution: Distribution, value: Any) -> float:
+    if isinstance(distribution, Ordinal):
+        return float(distribution.values.index(value))
+    return float(np.log2(value)) if _is_log(distribution) else float(value)
+
+
+def _value(distribution: Distribution, place: Any) -> Any:
+    if isinstance(distribution, Choice):
+        return place
+    if isinstance(distribution, Ordinal):
+        return distribution.values[min(max(round(place), 0), len(distribution.values) - 1)]
+    value = 2.0**place if _is_log(distribution) else place
+    if isinstance(distribution, Integer):
+        value = round(value)
+    low, high = distribution.decode([0.0]), distribution.decode([1.0])
+    return min(max(value, low), high)

@@ -1,0 +1,57 @@
+"""What other runs can teach a sweep: annealed runs at other sizes and lengths, of this study and of others like it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.numerics import Numerics
+from search_spaces import Space
+
+SHAPE = ("model", "seed", "run_tokens")
+"""In which runs of one family may differ; their rates are all given at the family's base shape."""
+
+
+def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Iterable[str], numerics: Numerics) -> str:
+    """In what a run of the ledger differs from a study beyond what is searched, "" if in nothing."""
+    searched = {"learning_rate", *space}
+    for found, wanted, free in (
+        (row["hyperparameters"], defaults.to_dict(), searched),
+        (row["numerics"], numerics.to_dict(), SHAPE),
+    ):
+        for name, value in json.loads(json.dumps(wanted)).items():
+            if name not in free and found[name] != value:
+                return f"its {name} is {found[name]!r}, the study's is {value!r}"
+    return ""
+
+
+def values_of(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The searched values of a run: as given at the base shape, but the decay's timescale as it came out for its length."""
+    h = row["hyperparameters"]
+    values = {name: h[name] for name in names}
+    if "weight_decay_tau" in values and (recipe := Recipe(**row["segment"]["recipe"])).weight_decay:
+        values["weight_decay_tau"] = recipe.weight_decay_tau(row["n_tokens"])
+    return values
+
+
+def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Space, numerics: Numerics) -> pd.DataFrame:
+    """Runs that tell where the optimum lies: a column for each searched hyperparameter, n_params, n_tokens, loss (NaN: diverged).
+
+    Args:
+        runs: Tables of ledgers.
+        defaults: What is not searched; a run with another value tells nothing.
+        space: What is searched; a run without one of its hyperparameters tells nothing.
+        numerics: The sweep's; runs of another corpus, parametrization or base shape tell nothing.
+    """
+    rows = []
+    for table in runs:
+        for row in table.to_dict("records"):
+            if row["purpose"] != "full" and not differs_in(row, defaults, space, numerics):
+                values = values_of(row, space.searched)
+                rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
+    table = pd.DataFrame(rows, columns=[*space.searched, "n_params", "n_tokens", "loss"])
+    return table.drop_duplicates(ignore_index=True)

@@ -1,0 +1,138 @@
+"""Constraints: named predicates on several hyperparameters at once.
+
+A table names a rule and what it is about, `{less = ["beta1", "beta2"]}`; it never holds code. Rules of one's own are
+Python functions registered under a name, and a space is written with that name alone: who reads it registers the rule first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+from search_spaces.errors import SpaceError, unknown
+from search_spaces.prior import is_finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A predicate on the values of the named hyperparameters, in their order, and on the bound where it takes one.
+
+    Attributes:
+        predicate: A pure function of the values, and of the bound as the last argument where it takes one.
+        bounded: Whether it takes a bound.
+        numeric: Whether it is for numbers only.
+        pair: Whether it is about exactly two.
+    """
+
+    predicate: Callable[..., bool]
+    bounded: bool = False
+    numeric: bool = False
+    pair: bool = False
+
+
+def _is_multiple(value: float, divisor: float) -> bool:
+    # To nine digits, as a quotient of decimal fractions is not whole in binary.
+    return divisor != 0 and math.isclose(value / divisor, round(value / divisor), rel_tol=1e-9, abs_tol=1e-9)
+
+
+_BUILT_IN: dict[str, Rule] = {
+    "less": Rule(predicate=lambda *x: all(a < b for a, b in pairwise(x)), numeric=True),
+    "at_most": Rule(predicate=lambda *x: all(a <= b for a, b in pairwise(x)), numeric=True),
+    "multiple_of": Rule(predicate=_is_multiple, numeric=True, pair=True),
+    "sum_at_most": Rule(predicate=lambda *x: sum(x[:-1]) <= x[-1], numeric=True, bounded=True),
+    "product_at_least": Rule(predicate=lambda *x: math.prod(x[:-1]) >= x[-1], numeric=True, bounded=True),
+    "product_at_most": Rule(predicate=lambda *x: math.prod(x[:-1]) <= x[-1], numeric=True, bounded=True),
+}
+"""less, at_most: each below (or not above) the next. multiple_of: the first a whole multiple of the second.
+sum_at_most, product_at_least, product_at_most: the sum or product against the bound."""
+_RULES: dict[str, Rule] = dict(_BUILT_IN)
+
+
+def register_constraint(name: str, predicate: Callable[..., bool]) -> None:
+    """Make `predicate` known as a rule, for this process.
+
+    Args:
+        name: How tables call it.
+        predicate: Takes the values of the constraint's names, in their order, and says whether they go together. Pure:
+            a sample is redrawn until it holds, and a sweep is replayed.
+
+    Raises:
+        SpaceError: If the name is taken by another predicate.
+    """
+    if not name or (name in _RULES and _RULES[name].predicate is not predicate):
+        raise SpaceError(f"a constraint's rule needs a name that is not taken, got {name!r}")
+    _RULES.setdefault(name, Rule(predicate=predicate))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A rule and the hyperparameters that it is about. Where one of them is inactive, it holds.
+
+    Attributes:
+        rule: "less", "at_most", "multiple_of", "sum_at_most", "product_at_least", "product_at_most", or a registered one.
+        names: The hyperparameters, in the order in which the rule takes them.
+        bound: Of the rules that take one; in units of the sum or product.
+    """
+
+    rule: str
+    names: tuple[str, ...]
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in _RULES:
+            raise SpaceError(f"{unknown('rule of a constraint', self.rule, _RULES)}; register_constraint adds one")
+        if not isinstance(self.names, list | tuple) or not all(isinstance(name, str) and name for name in self.names):
+            raise SpaceError(f"{self.rule} needs a list of names, got {self.names!r}")
+        object.__setattr__(self, "names", tuple(self.names))
+        rule = _RULES[self.rule]
+        if rule.pair and len(self.names) != 2:
+            raise SpaceError(f"{self.rule} needs two names, got {list(self.names)}")
+        if len(self.names) < (1 if rule.bounded or self.rule not in _BUILT_IN else 2):
+            raise SpaceError(f"{self.rule} needs more names, got {list(self.names)}")
+        if len(set(self.names)) < len(self.names):
+            raise SpaceError(f"{self.rule} needs names that differ, got {list(self.names)}")
+        if rule.bounded != (self.bound is not None):
+            raise SpaceError(f"{self.rule} {'needs a' if rule.bounded else 'takes no'} bound, got {self.bound!r}")
+        if self.bound is not None and not is_finite(self.bound):
+            raise SpaceError(f"{self.rule} needs a finite number as bound, got {self.bound!r}")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether all its names must be numbers."""
+        return _RULES[self.rule].numeric
+
+    @classmethod
+    def from_dict(cls, table: object) -> Self:
+        """The constraint of `{less = ["beta1", "beta2"]}` or `{sum_at_most = {names = ["a", "b"], bound = 0.5}}`.
+
+        Raises:
+            SpaceError: If the table is not one rule, the rule is unknown, or its names or bound break it.
+        """
+        if not isinstance(table, Mapping) or len(table) != 1:
+            raise SpaceError(f'a constraint needs a table with one rule, as {{less = ["a", "b"]}}, got {table!r}')
+        ((rule, entry),) = table.items()
+        if not isinstance(entry, Mapping):
+            return cls(rule=rule, names=entry)
+        for key in entry:
+            if key not in ("names", "bound"):
+                raise SpaceError(unknown(f"key of {rule}", key, ("names", "bound")))
+        return cls(rule=rule, names=entry.get("names", ()), bound=entry.get("bound"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` makes an equal constraint of them."""
+        names = list(self.names)
+        return {self.rule: names if self.bound is None else {"names": names, "bound": self.bound}}
+
+    def holds(self, config: Mapping[str, Any]) -> bool:
+        """Whether the values go together; also where one of the names is missing, being inactive."""
+        if any(name not in config for name in self.names):
+            return True
+        values = [config[name] for name in self.names]
+        return bool(_RULES[self.rule].predicate(*values, *([] if self.bound is None else [self.bound])))
+
+    def __str__(self) -> str:
+        bound = "" if self.bound is None else f", {self.bound:g}"
+        return f"{self.rule}({', '.join(self.names)}{bound})"

@@ -1,0 +1,30 @@
+"""The value of a simplex: part names and their weights, as a table that nothing changes."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+class Weights(dict[str, float]):
+    """An immutable, hashable dict from part to weight; being a dict, JSON writes it as a plain table and equals it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Weights, (dict(self),)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("weights do not change; make new ones")
+
+    __setitem__ = _refuse
+    __delitem__ = _refuse
+    __ior__ = _refuse
+    clear = _refuse
+    pop = _refuse
+    popitem = _refuse
+    setdefault = _refuse
+    update = _refuse
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {weight:.3g}" for part, weight in self.items())
