@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from ray import tune
 
-from muscale.ledger import Outcome
+from muscale.fingerprint import require_same_package
+from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
 from muscale.trial import TrialPlan
 from muscale.worker import Worker
@@ -20,9 +20,10 @@ WORST_LOSS = 1e9  # finite, as Tune's searchers and schedulers refuse NaN; the a
 class TrainingActor:
     """A worker in a process of its own."""
 
-    def __init__(self, directory: Path, compiled: Compile, threads: int, device: str) -> None:
+    def __init__(self, ledger: Ledger, compiled: Compile, threads: int, device: str, package: str) -> None:
+        require_same_package(package)
         torch.set_num_threads(threads)
-        self._worker = Worker(directory, compiled=compiled, device=device)
+        self._worker = Worker(ledger, compiled=compiled, device=device)
 
     def reach(self, chain: Chain) -> Outcome:
         """Train the chain to its end."""
@@ -37,15 +38,17 @@ class Trial(tune.Trainable):
         config: dict[str, Any],
         *,
         plan: TrialPlan,
-        directory: Path,
+        ledger: Ledger,
         compiled: Compile,
         threads: int,
         device: str,
+        package: str,
     ) -> None:
         """Start a trial in a fresh process."""
+        require_same_package(package)
         torch.set_num_threads(threads)
         self._plan = plan
-        self._worker = Worker(directory, compiled=compiled, device=device)
+        self._worker = Worker(ledger, compiled=compiled, device=device)
         self._rung = 0
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

@@ -18,9 +18,10 @@ from muscale import data, ladder, planning, promotion
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, finish, staying_cluster
-from muscale.layout import CORPUS, FULL_RUNS, LEDGER, METRICS, REPORT
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import input_key
+from muscale.open_ledger import open_ledger
 from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
@@ -42,7 +43,11 @@ class Study:
         self.config = config
         self.directory = directory
         self.display = display
-        self.ledger = Ledger(directory / LEDGER)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Everything that the study knows, where [storage] says; made at first use."""
+        return open_ledger(self.config.storage, self.directory, self.config.name)
 
     @classmethod
     def open(cls, path: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> Self:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
+from muscale.fingerprint import package_fingerprint
 from muscale.jobs import Job, cluster, finish, interrupted_later, interruptible
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
@@ -159,10 +160,11 @@ def _search(config: StudyConfig, ledger: Ledger, key: str, plan: TrialPlan, on_t
         tune.with_parameters(
             Trial,
             plan=plan,
-            directory=ledger.path.parent,
+            ledger=ledger,
             compiled=resources.compile,
             threads=resources.cpus_per_worker,
             device=resources.device,
+            package=package_fingerprint(),
         ),
         {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker},
     )
