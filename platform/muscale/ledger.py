@@ -240,7 +240,8 @@ def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[st
 @cache
 def _insert_once(dialect: str, table: str) -> sa.Insert:
     insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
-    return insert(metadata.tables[table]).on_conflict_do_nothing()  # type: ignore[no-any-return]
+    statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
+    return statement.execution_options(preserve_rowcount=True)
 
 
 def _claim(

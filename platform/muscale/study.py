@@ -21,10 +21,12 @@ from muscale.jobs import Job, finish, staying_cluster
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import input_key
+from muscale.merge import MergeResult, merge
 from muscale.open_ledger import open_ledger
 from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
+from muscale.retention import Pruning, prune
 from muscale.sweep import SweepResult, collect, run_sweep
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
@@ -286,6 +288,14 @@ class Study:
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""
         return self.ledger.runs()
+
+    def gc(self, *, dry_run: bool = False) -> Pruning:
+        """Remove training states that nothing goes on from; results stay for ever."""
+        return prune(self.ledger, top_k=self.config.sweep.top_k, dry_run=dry_run)
+
+    def merge(self, source: str | Path) -> MergeResult:
+        """Add what another ledger of the same study knows: a directory, or an SQLite file."""
+        return merge(self.ledger, Path(source))
 
     def report(self) -> Path:
         """Write the page of everything that is known so far, and return its path; it starts no training."""
