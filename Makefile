@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml requirements.lock
 # Debian packages of the tests; needs root.
 ci-system:
 	apt-get update -qq
-	apt-get install -y -qq --no-install-recommends g++ make python3-venv
+	apt-get install -y -qq --no-install-recommends g++ make postgresql python3-venv
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .ruff_cache .pytest_cache

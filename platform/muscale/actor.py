@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from ray import tune
 
-from muscale.ledger import Outcome
+from muscale.fingerprint import require_same_package
+from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
 from muscale.search.path import path_from_json
 from muscale.search.tune_adapter import FIRST, METRIC, PATH, TRIAL, UNTIL
@@ -24,9 +24,10 @@ WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 class TrainingActor:
     """A worker in a process of its own."""
 
-    def __init__(self, directory: Path, compiled: Compile, threads: int, device: str) -> None:
+    def __init__(self, ledger: Ledger, compiled: Compile, threads: int, device: str, package: str) -> None:
+        require_same_package(package)
         torch.set_num_threads(threads)
-        self._worker = Worker(directory, compiled=compiled, device=device)
+        self._worker = Worker(ledger, compiled=compiled, device=device)
 
     def reach(self, chain: Chain) -> Outcome:
         """Train the chain to its end."""
@@ -42,15 +43,17 @@ class TrialLeg(tune.Trainable):
         *,
         plan: TrialPlan,
         rank_by: RankBy,
-        directory: Path,
+        ledger: Ledger,
         compiled: Compile,
         threads: int,
         device: str,
+        package: str,
     ) -> None:
         """Start a leg in a fresh process."""
+        require_same_package(package)
         torch.set_num_threads(threads)
         self._plan, self._rank_by = plan, rank_by
-        self._worker = Worker(directory, compiled=compiled, device=device)
+        self._worker = Worker(ledger, compiled=compiled, device=device)
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

@@ -10,13 +10,14 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
 
 if TYPE_CHECKING:
@@ -151,6 +152,26 @@ def runs(study: Path, *, options: Options = Options()) -> int:
         return opened.runs().drop(columns=hidden)
 
     return _stage(study, options, table, "runs")
+
+
+@app.command
+def gc(study: Path, *, options: Options = Options()) -> int:
+    """Remove training states that nothing goes on from, or with --dry-run only show what would go; results stay."""
+    removes = replace(options, dry_run=False)  # of which the other dry run, of costs, knows nothing
+    return _stage(study, removes, lambda opened: opened.gc(dry_run=options.dry_run), None)
+
+
+@app.command
+def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], options: Options = Options()) -> int:
+    """Add what another ledger of the same study knows: muscale merge study.toml --from ../colleague.
+
+    Args:
+        study: The study file.
+        source: Another study's directory, or its ledger.sqlite; it is only read.
+    """
+    if options.dry_run:
+        raise StudyFileError("merge: --dry-run is for what costs compute or removes something; a merge does neither")
+    return _stage(study, options, lambda opened: opened.merge(source), None)
 
 
 def _stage(

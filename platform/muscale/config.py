@@ -108,6 +108,21 @@ class ResourceSettings(_Table):
         return "cuda" if self.gpus_per_worker else "cpu"
 
 
+class StorageSettings(_Table):
+    """[storage]: where the ledger lies; the URL of PostgreSQL is a secret, and comes from MUSCALE_LEDGER_URL alone."""
+
+    ledger: Literal["sqlite", "actor", "postgresql"] = "sqlite"
+    path: str | None = None  # of "actor": an SQLite file on a local disk of the machine that begins the study
+
+    @pydantic.model_validator(mode="after")
+    def _path_fits(self) -> Self:
+        if self.path is not None and self.ledger != "actor":
+            raise ValueError(f'storage.path is for storage.ledger = "actor", got {self.path!r} with "{self.ledger}"')
+        if self.path is not None and not Path(self.path).is_absolute():
+            raise ValueError(f"storage.path must be absolute, as every node looks for it, got {self.path!r}")
+        return self
+
+
 class StudyConfig(_Table):
     """A whole study file."""
 
@@ -128,6 +143,7 @@ class StudyConfig(_Table):
     plan: PlanSettings
     promote: PromoteSettings = PromoteSettings()
     resources: ResourceSettings = ResourceSettings()
+    storage: StorageSettings = StorageSettings()
 
     @property
     def family(self) -> ModelFamily:

@@ -17,3 +17,11 @@ class StudyDirectoryError(MuscaleError):
 
 class StageError(MuscaleError):
     """A stage that can't give its result: an input is missing, or what it found can't be used."""
+
+
+class LedgerUnavailableError(MuscaleError):
+    """A ledger that does not answer: its server or actor is gone, or was not reached at all."""
+
+
+class PackageMismatchError(MuscaleError):
+    """A worker that runs another muscale than the driver: the same key could mean another training there."""

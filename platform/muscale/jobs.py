@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from muscale.config import ResourceSettings
+from muscale.errors import StageError
+from muscale.fingerprint import package_fingerprint
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain, stems
 from muscale.tables import runs
@@ -69,13 +70,13 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
         return
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
     with cluster(resources):
-        for chain, outcome in _train(groups, ledger.path.parent, resources):
+        for chain, outcome in _train(groups, ledger, resources):
             ledger.insert(runs, **wanted[chain.key].row(outcome))
             on_trained(wanted[chain.key], outcome)
 
 
 def _train(
-    groups: Sequence[Sequence[Chain]], directory: Path, resources: ResourceSettings
+    groups: Sequence[Sequence[Chain]], ledger: Ledger, resources: ResourceSettings
 ) -> Iterator[tuple[Chain, Outcome]]:
     import ray
 
@@ -88,7 +89,7 @@ def _train(
         max_task_retries=_RESTARTS,
     )(TrainingActor)
     count = min(resources.workers, len(groups))
-    settings = (directory, resources.compile, resources.cpus_per_worker, resources.device)
+    settings = (ledger, resources.compile, resources.cpus_per_worker, resources.device, package_fingerprint())
     idle = [remote.remote(*settings) for _ in range(count)]
     actors = list(idle)
     waiting = [list(group) for group in groups]
@@ -100,7 +101,11 @@ def _train(
                 busy[actor.reach.remote(group[0])] = (actor, group)
             (done,), _ = ray.wait(list(busy), num_returns=1)
             actor, group = busy.pop(done)
-            yield group[0], ray.get(done)
+            try:
+                outcome = ray.get(done)
+            except ray.exceptions.ActorDiedError as error:
+                raise StageError(f"a worker died: {str(error).strip().splitlines()[-1]}") from error
+            yield group[0], outcome
             if group[1:]:
                 busy[actor.reach.remote(group[1])] = (actor, group[1:])
             else:
@@ -119,12 +124,11 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    logging.getLogger("ray").setLevel(logging.ERROR)
     local: dict[str, Any] = {}
     if "RAY_ADDRESS" not in os.environ:
         n_cpus = max(resources.workers * resources.cpus_per_worker, os.cpu_count() or 1)
         local = {"num_cpus": n_cpus, "include_dashboard": False}
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **local)
+    connect(**local)
     if stays := _staying.get():
         stays.callback(ray.shutdown)
         yield
@@ -133,6 +137,15 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def connect(**options: Any) -> None:
+    """Start Ray, or join a cluster, without its log lines."""
+    with interrupted_later():
+        import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
 
 
 @contextmanager
@@ -163,6 +176,9 @@ def interruptible() -> Iterator[None]:
 @contextmanager
 def staying_cluster() -> Iterator[None]:
     """Within it, a cluster that one stage started serves the later ones too; without a stage that trains, none starts."""
+    if _staying.get():
+        yield
+        return
     with ExitStack() as stays:
         token = _staying.set(stays)
         try:

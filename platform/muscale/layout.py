@@ -4,6 +4,7 @@ from __future__ import annotations
 
 STUDY_FILE = "study.toml"
 LEDGER = "ledger.sqlite"
+LEDGER_PLACE = "ledger.json"  # where the ledger lies, if elsewhere
 CORPUS = "corpus"  # token files and manifest
 STATES = "states"  # training states that others start from
 CURVES = "curves"  # what was measured at every step of a segment

@@ -1,31 +1,51 @@
-"""The ledger: one SQLite database of everything a study knows, written by the driver and by every worker on the machine.
+"""The ledger: one database of everything a study knows, written by the driver and by every worker.
 
 Rows are facts: inserted once and never changed, but for the status of a trial and the path of a training state that was
 pruned. A result is known by what determines it (`muscale.lineage` makes the keys), so asking the ledger before working
-is what resuming means.
+is what resuming means. Every method is one transaction, and may be run again when its answer was lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import pandas as pd
-import psutil
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from muscale.errors import StudyDirectoryError
 from muscale.lineage import Chain
-from muscale.tables import SCHEMA, decisions, forecasts, metadata, results, revisions, rounds, rungs, runs, segments, studies, trials
+from muscale.storage import P, SqliteStorage, Storage, T
+from muscale.tables import (
+    decisions,
+    forecasts,
+    metadata,
+    retrained,
+    revisions,
+    rounds,
+    rungs,
+    runs,
+    segments,
+    studies,
+    trials,
+)
 
-_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
-_BUSY_SECONDS = 60.0
+_OUTCOME = (
+    "loss",
+    "source_losses",
+    "diverged_at_step",
+    "diverged_because",
+    "seconds",
+    "numerics",
+    "segment",
+    "environment",
+)
 
 
 def now() -> str:
@@ -51,81 +71,42 @@ class Outcome:
 
 
 class Ledger:
-    """The ledger at a path; picklable, as another process opens its own connection to the same file."""
+    """The ledger of one study; picklable, as another process opens its own connection.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+    Args:
+        where: The storage, or the path of an SQLite file.
+        directory: The study's, which states and curves lie in; the file's own by default.
+    """
 
-    def __reduce__(self) -> tuple[type[Ledger], tuple[Path]]:
-        return type(self), (self.path,)
+    def __init__(self, where: Storage | Path, directory: Path | None = None) -> None:
+        if isinstance(where, Path):
+            directory, where = directory or where.absolute().parent, SqliteStorage(where)
+        if directory is None:
+            raise ValueError(f"a ledger in {where.name} needs the study's directory, got None")
+        self.storage = where
+        self.directory = directory.absolute()
 
-    @cached_property
-    def _engine(self) -> sa.Engine:
-        if (kind := _file_system(self.path.parent)) in _NETWORK_FILE_SYSTEMS:
-            raise StudyDirectoryError(
-                f"{self.path}: SQLite can't keep a ledger on {kind}; put the study on a local disk"
-            )
-        engine = sa.create_engine(f"sqlite:///{self.path}", connect_args={"timeout": _BUSY_SECONDS})
+    def __reduce__(self) -> tuple[type[Ledger], tuple[Storage, Path]]:
+        return type(self), (self.storage, self.directory)
 
-        @sa.event.listens_for(engine, "connect")
-        def _configure(connection: Any, _record: object) -> None:
-            connection.isolation_level = None  # transactions begin in `write`, with the lock taken
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
-
-        try:
-            with engine.connect() as connection:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-                self._make_or_recognize(connection)
-                connection.commit()
-        except BaseException:
-            engine.dispose()
-            raise
-        return engine
-
-    def _make_or_recognize(self, connection: sa.Connection) -> None:
-        """Make the tables of a new ledger, or check that those of an old one are ours; SQLite keeps the schema's number."""
-        if not sa.inspect(connection).get_table_names():
-            metadata.create_all(connection)
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
-            return
-        found = connection.exec_driver_sql("PRAGMA user_version").scalar() or 1  # the first schema had no number
-        if found != SCHEMA:
-            raise StudyDirectoryError(
-                f"{self.path}: the ledger has schema {found}, this version of muscale needs {SCHEMA}: open it with the "
-                f"{'older' if found < SCHEMA else 'newer'} version that wrote it, or begin the study in a new directory"
-            )
+    def __repr__(self) -> str:
+        return f"Ledger({self.storage.name})"
 
     def close(self) -> None:
-        """Close the connections; the next call opens a new one."""
-        if engine := self.__dict__.pop("_engine", None):
-            engine.dispose()
+        """Close the connections; the next call opens new ones."""
+        self.storage.close()
 
-    @contextmanager
-    def write(self) -> Iterator[sa.Connection]:
-        """A transaction that holds the write lock from its start, so that what it read can't change before it writes."""
-        with self._engine.connect() as connection:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.rollback()
-                raise
-            connection.commit()
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a module's function of a connection finds, in one snapshot."""
+        return self.storage.read(function, *args, **kwargs)
 
-    def rows(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
-        """All rows of a query."""
-        with self._engine.connect() as connection:
-            return [dict(row) for row in connection.execute(query).mappings()]
-
-    def row(self, query: sa.Select[Any]) -> dict[str, Any] | None:
-        """The first row of a query, or None."""
-        return next(iter(self.rows(query.limit(1))), None)
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a module's function while nobody else writes, all or nothing; it must come to the same if it is run twice."""
+        return self.storage.write(function, *args, **kwargs)
 
     def insert(self, table: sa.Table, **values: Any) -> None:
         """Insert one row stamped with the time; a row that is there already stays as it is."""
-        with self.write() as connection:
-            connection.execute(insert_once(table, values))
+        self.write(insert_once, table.name, [stamped(table, values)])
 
     # The study
 
@@ -135,43 +116,37 @@ class Ledger:
         Raises:
             StudyDirectoryError: If it is another study's; the message lists what differs.
         """
-        with self.write() as connection:
-            found = connection.execute(sa.select(studies.c.identity)).scalar()
-            if found is None:
-                connection.execute(insert_once(studies, {"identity": dict(identity)}))
-            elif found != identity:
-                differences = "; ".join(
-                    f"{name} is {identity.get(name)!r} here but {found.get(name)!r} there"
-                    for name in sorted({*found, *identity})
-                    if found.get(name) != identity.get(name)
-                )
-                raise StudyDirectoryError(f"{self.path.parent}: the directory belongs to another study: {differences}")
-            latest = connection.execute(sa.select(revisions.c.config).order_by(revisions.c.revision.desc())).scalar()
-            if latest != config:
-                connection.execute(insert_once(revisions, {"config": dict(config)}))
+        found = self.write(_claim, dict(identity), dict(config), now())
+        if found != identity:
+            raise StudyDirectoryError(
+                f"{self.directory}: the directory belongs to another study: {differences(identity, found)}"
+            )
+
+    def identity(self) -> dict[str, Any] | None:
+        """What identifies the study, or None before it was claimed."""
+        return next((row["identity"] for row in self.read(find, "studies")), None)
 
     def result(self, stage: str, key: str) -> dict[str, Any] | None:
         """What the stage found for these inputs, or None."""
-        found = self.row(sa.select(results).where(results.c.stage == stage, results.c.key == key))
-        return found["payload"] if found else None
+        return next((row["payload"] for row in self.read(find, "results", {"stage": stage, "key": key})), None)
 
     def latest_result(self, stage: str) -> dict[str, Any] | None:
         """The row of what the stage found last, whatever the inputs, or None."""
-        return self.row(sa.select(results).where(results.c.stage == stage).order_by(results.c.created_at.desc()))
+        return next(iter(self.read(find, "results", {"stage": stage}, ["-created_at"], limit=1)), None)
 
     def record_result(self, stage: str, key: str, payload: Mapping[str, Any]) -> None:
         """Keep what the stage found for these inputs."""
-        self.insert(results, stage=stage, key=key, payload=dict(payload))
+        self.insert(metadata.tables["results"], stage=stage, key=key, payload=dict(payload))
 
     # Trainings
 
     def segment(self, key: str) -> dict[str, Any] | None:
         """The trained segment with this key, or None."""
-        return self.row(sa.select(segments).where(segments.c.key == key))
+        return next(iter(self.read(find, "segments", {"key": key})), None)
 
     def line(self, line: str) -> list[dict[str, Any]]:
         """All trained segments of one line, the longest first."""
-        return self.rows(sa.select(segments).where(segments.c.line == line).order_by(segments.c.tokens.desc()))
+        return self.read(find, "segments", {"line": line}, ["-tokens"])
 
     def outcome(self, chain: Chain) -> Outcome | None:
         """How the chain ended, or None where that is not known; one that diverged on the way ended there."""
@@ -183,10 +158,17 @@ class Ledger:
         before = self.outcome(chain.parent) if chain.parent else None
         return before if before and before.diverged else None
 
-    def forget_state(self, key: str) -> None:
-        """Note that the segment's training state is no longer kept."""
-        with self.write() as connection:
-            connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
+    def forget_states(self, keys: Sequence[str]) -> None:
+        """Note that the training states of these segments are no longer kept."""
+        self.write(_forget_states, list(keys))
+
+    def record_retrained(self, key: str, *, tokens: int, seconds: float) -> None:
+        """Count that a segment was trained again, over so many tokens, as its state had been pruned."""
+        self.insert(retrained, key=key, tokens=tokens, seconds=seconds)
+
+    def retrained(self) -> list[dict[str, Any]]:
+        """Every training that was repeated to get a pruned state back, in order of time."""
+        return self.read(find, "retrained", {}, ["created_at"])
 
     def runs(self) -> pd.DataFrame:
         """Every run with its result: a row each, oldest first.
@@ -194,84 +176,150 @@ class Ledger:
         `loss` is the validation loss in nats per token at the annealed end, NaN where the run diverged; `source_losses` are
         those of a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
         """
-        measured = ("loss", "source_losses", "diverged_at_step", "diverged_because", "seconds")
-        outcome = (*measured, "numerics", "segment", "environment")
-        query = (
-            sa.select(runs, *(segments.c[name] for name in outcome))
-            .join(segments, runs.c.key == segments.c.key)
-            .order_by(runs.c.created_at, runs.c.key)
-        )
-        table = pd.DataFrame(self.rows(query), columns=[*runs.c.keys(), *outcome])
-        table["loss"] = table["loss"].astype(float)
-        table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
-        return table
+        return runs_table(self.read(find_runs))
 
     # Sweeps
 
     def rounds(self, sweep: str) -> list[dict[str, Any]]:
         """The rounds of the sweep: the space of the first, and of each narrowing."""
-        return self.rows(sa.select(rounds).where(rounds.c.sweep == sweep).order_by(rounds.c.round))
+        return self.read(find, "rounds", {"sweep": sweep}, ["round"])
+
+    def trials(self, sweep: str) -> list[dict[str, Any]]:
+        """Every suggestion ever made for the sweep, by number."""
+        return self.read(find, "trials", {"sweep": sweep}, ["number"])
+
+    def rungs(self, sweep: str) -> list[dict[str, Any]]:
+        """Every result at a rung of the sweep, in order of arrival."""
+        return self.read(find, "rungs", {"sweep": sweep}, ["sequence"])
+
+    def decisions(self, sweep: str) -> list[dict[str, Any]]:
+        """Every decision of the sweep that a trial goes on, in order."""
+        return self.read(find, "decisions", {"sweep": sweep}, ["sequence"])
 
     def add_round(self, **values: Any) -> None:
         """Insert a round."""
         self.insert(rounds, **values)
-
-    def trials(self, sweep: str) -> list[dict[str, Any]]:
-        """Every suggestion ever made for the sweep, by number."""
-        return self.rows(sa.select(trials).where(trials.c.sweep == sweep).order_by(trials.c.number))
-
-    def rungs(self, sweep: str) -> list[dict[str, Any]]:
-        """Every rung result of the sweep in order of arrival."""
-        return self.rows(sa.select(rungs).where(rungs.c.sweep == sweep).order_by(rungs.c.sequence))
-
-    def decisions(self, sweep: str) -> list[dict[str, Any]]:
-        """Every decision of the sweep that a trial goes on, in order."""
-        return self.rows(sa.select(decisions).where(decisions.c.sweep == sweep).order_by(decisions.c.sequence))
 
     def add_trial(self, **values: Any) -> None:
         """Insert a suggestion."""
         self.insert(trials, **values)
 
     def add_rung(self, **values: Any) -> None:
-        """Insert a result at a rung, with the sweep's next sequence number."""
-        self._add_event(rungs, values)
+        """Insert a result at a rung, with the sweep's next sequence number; one that is there stays."""
+        self.write(_add_event, rungs.name, stamped(rungs, values))
 
     def add_decision(self, **values: Any) -> None:
-        """Insert the decision that a trial goes on, with the sweep's next sequence number."""
-        self._add_event(decisions, values)
+        """Insert the decision that a trial goes on, with the sweep's next sequence number; one that is there stays."""
+        self.write(_add_event, decisions.name, stamped(decisions, values))
 
-    def _add_event(self, table: sa.Table, values: Mapping[str, Any]) -> None:
-        with self.write() as connection:
-            lasts = [
-                connection.execute(sa.select(sa.func.max(t.c.sequence)).where(t.c.sweep == values["sweep"])).scalar() or 0
-                for t in (rungs, decisions)
-            ]
-            connection.execute(insert_once(table, {**values, "sequence": max(lasts) + 1}))
-
-    def losses(self, keys: Sequence[str]) -> dict[str, float]:
-        """The annealed losses of the runs among these segments that have ended, NaN where one diverged."""
-        rows = self.rows(sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key))
+    def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
+        """The losses of those of these segments that are recorded as runs, NaN where one diverged."""
         wanted = set(keys)
-        return {row["key"]: math.nan if row["loss"] is None else row["loss"] for row in rows if row["key"] in wanted}
+        found = {key: loss for key, loss in self.read(_run_losses) if key in wanted}
+        return {key: math.nan if loss is None else loss for key, loss in found.items()}
 
     # Forecasts
 
     def latest_forecast(self) -> dict[str, Any] | None:
         """The forecast registered last, or None."""
-        return self.row(sa.select(forecasts).order_by(forecasts.c.registered_at.desc()))
+        return next(iter(self.read(find, "forecasts", {}, ["-registered_at"], limit=1)), None)
 
     def forecast(self, plan: str) -> dict[str, Any] | None:
         """The forecast registered for a plan, or None; the database refuses to change or delete one."""
-        return self.row(sa.select(forecasts).where(forecasts.c.plan == plan))
+        return next(iter(self.read(find, "forecasts", {"plan": plan})), None)
 
 
-def insert_once(table: sa.Table, values: Mapping[str, Any]) -> sa.Insert:
-    """Insert a row stamped with the time, unless its key is there already."""
-    stamp = "registered_at" if table is forecasts else "created_at"
-    return sa.insert(table).prefix_with("OR IGNORE").values(**{**values, stamp: now()})
+def stamped(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the time in it."""
+    return {**values, "registered_at" if table is forecasts else "created_at": now()}
 
 
-def _file_system(path: Path) -> str:
-    """Type of the file system that holds `path`."""
-    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """What differs between two identities, for a message."""
+    return "; ".join(
+        f"{name} is {here.get(name)!r} here but {there.get(name)!r} there"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    )
+
+
+def runs_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """What `find_runs` found, as the table that `Ledger.runs` describes."""
+    table = pd.DataFrame(rows, columns=[*runs.c.keys(), *_OUTCOME])
+    table["loss"] = table["loss"].astype(float)
+    table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
+    return table
+
+
+# What storages run: functions of a connection with plain arguments
+
+
+def find(
+    connection: sa.Connection,
+    table: str,
+    where: Mapping[str, Any] | None = None,
+    order: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of a table whose columns have these values, ordered by columns, from the largest where one is written `-name`."""
+    columns = metadata.tables[table].c
+    query = sa.select(metadata.tables[table])
+    for name, value in (where or {}).items():
+        query = query.where(columns[name] == value)
+    for name in order:
+        query = query.order_by(columns[name[1:]].desc() if name.startswith("-") else columns[name])
+    return [dict(row) for row in connection.execute(query.limit(limit)).mappings()]
+
+
+def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Insert rows, but those whose keys are there already; returns how many were new."""
+    statement = _insert_once(connection.dialect.name, table)
+    return sum(connection.execute(statement, dict(row)).rowcount for row in rows)
+
+
+@cache
+def _insert_once(dialect: str, table: str) -> sa.Insert:
+    insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
+    statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
+    return statement.execution_options(preserve_rowcount=True)
+
+
+def _claim(
+    connection: sa.Connection, identity: dict[str, Any], config: dict[str, Any], created_at: str
+) -> dict[str, Any]:
+    found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
+    if found is None:
+        insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
+    elif found != identity:
+        return found
+    latest = connection.execute(sa.select(revisions.c.config).order_by(revisions.c.revision.desc()).limit(1)).scalar()
+    if latest != config:
+        insert_once(connection, "revisions", [{"config": config, "created_at": created_at}])
+    return identity
+
+
+def _forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
+    for key in keys:
+        connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
+
+
+def find_runs(connection: sa.Connection) -> list[dict[str, Any]]:
+    """Every run with its result, oldest first."""
+    query = (
+        sa.select(runs, *(segments.c[name] for name in _OUTCOME))
+        .join(segments, runs.c.key == segments.c.key)
+        .order_by(runs.c.created_at, runs.c.key)
+    )
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _run_losses(connection: sa.Connection) -> list[tuple[str, float | None]]:
+    query = sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key)
+    return [(key, loss) for key, loss in connection.execute(query)]
+
+
+def _add_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
+    lasts = [sa.select(sa.func.max(t.c.sequence)).where(t.c.sweep == values["sweep"]) for t in (rungs, decisions)]
+    sequence = max(connection.execute(last).scalar() or 0 for last in lasts) + 1
+    insert_once(connection, table, [{**values, "sequence": sequence}])

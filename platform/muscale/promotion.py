@@ -139,9 +139,9 @@ def promote(
         raise StageError(
             f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
         )
-    directory = ledger.path.parent / FULL_RUNS / plan.key
+    directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
-    outcome = _launch(plan, config, numerics, directory, ledger.path.parent / CORPUS)
+    outcome = _launch(plan, config, numerics, directory, ledger.directory / CORPUS)
     promotion = Promotion(
         plan=plan.key,
         loss=float(outcome["loss"]),

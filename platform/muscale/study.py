@@ -19,12 +19,15 @@ from muscale import data, ladder, planning, promotion
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, finish, staying_cluster
-from muscale.layout import CORPUS, FULL_RUNS, LEDGER, METRICS, REPORT
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import input_key
+from muscale.merge import MergeResult, merge
+from muscale.open_ledger import open_ledger
 from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
+from muscale.retention import Pruning, prune
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
@@ -45,7 +48,11 @@ class Study:
         self.config = config
         self.directory = directory
         self.display = display
-        self.ledger = Ledger(directory / LEDGER)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Everything that the study knows, where [storage] says; made at first use."""
+        return open_ledger(self.config.storage, self.directory, self.config.name)
 
     @classmethod
     def open(cls, path: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> Self:
@@ -283,6 +290,14 @@ class Study:
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""
         return self.ledger.runs()
+
+    def gc(self, *, dry_run: bool = False) -> Pruning:
+        """Remove training states that nothing goes on from; results stay for ever."""
+        return prune(self.ledger, top_k=self.config.sweep.top_k, dry_run=dry_run)
+
+    def merge(self, source: str | Path) -> MergeResult:
+        """Add what another ledger of the same study knows: a directory, or an SQLite file."""
+        return merge(self.ledger, Path(source))
 
     def report(self) -> Path:
         """Write the page of everything that is known so far, and return its path; it starts no training."""

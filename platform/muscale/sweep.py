@@ -5,27 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from muscale.config import StudyConfig
-from muscale.jobs import Job, cluster, finish, interrupted_later
+from muscale.fingerprint import package_fingerprint
+from muscale.jobs import Job, cluster, finish, interrupted_later, staying_cluster
 from muscale.lease import lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.methods import make_rule, make_sampler
-from muscale.search.record import Arrival, Record
+from muscale.search.lessons import lessons, runs_of
+from muscale.search.methods import make_rule, make_sampler, resolve_searcher
+from muscale.search.observations import KnownOf
+from muscale.search.record import Arrival, Record, Round
 from muscale.search.tune_run import run_legs
 from muscale.sweep_result import SweepResult, make_result
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
+from search_spaces import narrow
 
 OnArrival = Callable[[Arrival], None]
 OnRun = Callable[[int, int], None]  # done, wanted
-_HOW_MUCH = ("trials", "max_tokens", "max_flops", "max_device_hours", "top_k", "leaders", "repeats", "cost_weight", "learn_from")
+_HOW_MUCH = (
+    "trials",
+    "max_tokens",
+    "max_flops",
+    "max_device_hours",
+    "top_k",
+    "leaders",
+    "repeats",
+    "cost_weight",
+    "learn_from",
+)
 """Settings that say how much is searched, or what is made of it: with another value the same sweep goes on."""
 
 
@@ -36,6 +51,7 @@ class Sweep:
     config: StudyConfig
     ledger: Ledger
     numerics: Numerics
+    learn_from: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -55,16 +71,35 @@ class Sweep:
             rung_tokens=self.config.rung_tokens(),
         )
 
-    @property
-    def budget(self) -> Budget:
-        """What it may cost."""
+    def record(self) -> Record:
+        """What the ledger has of it."""
+        return Record(self.ledger, self.key)
+
+    def engine(self, record: Record, on_arrival: OnArrival) -> Engine:
+        """The search, where the record left it; a sweep that was not begun begins its first round."""
+        settings, plan = self.config.sweep, self.plan
+        if not record.rounds:
+            record.begin_round(settings.trials, resolve_searcher(settings, self.taught()), settings.space)
+        part = record.rounds[-1]
+        sampler = make_sampler(part, settings, plan, self.taught)
+        rule = make_rule(settings, part.space)
+        return Engine(record, rule, sampler, self._budget(part), top=plan.top, on_arrival=on_arrival)
+
+    def taught(self) -> pd.DataFrame:
+        """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
+        settings = self.config.sweep
+        tables = [self.ledger.runs(), *(runs_of(Path(file)) for file in (*settings.learn_from, *self.learn_from))]
+        return lessons(tables, self.plan.defaults, settings.space, self.numerics)
+
+    def _budget(self, part: Round) -> Budget:
+        """What it may cost, up to the end of a round."""
         settings, plan, resources = self.config.sweep, self.plan, self.config.resources
         branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
-        trials = settings.trials
-        if settings.searcher == "grid":
-            trials = min(trials, len(settings.space.grid(settings.grid_points)))
+        trials = settings.trials if part.first_trial == 0 else part.trials
+        if part.searcher == "grid":
+            trials = min(trials, len(part.space.grid(settings.grid_points)))
         return Budget(
-            trials=trials,
+            trials=part.first_trial + trials,
             rung_tokens=plan.rung_tokens,
             branch_tokens=tuple(branches),
             top_k=settings.top_k,
@@ -74,18 +109,6 @@ class Sweep:
             max_tokens=settings.max_tokens,
             max_flops=settings.max_flops,
             max_device_hours=settings.max_device_hours,
-        )
-
-    def record(self) -> Record:
-        """What the ledger has of it."""
-        return Record(self.ledger, self.key)
-
-    def engine(self, on_arrival: OnArrival) -> Engine:
-        """The search, where the record left it."""
-        settings = self.config.sweep
-        sampler = make_sampler(settings, settings.space)
-        return Engine(
-            self.record(), make_rule(settings), sampler, self.budget, top=self.plan.top, on_arrival=on_arrival
         )
 
     def branches(self, record: Record) -> list[tuple[int, int, Job]]:
@@ -115,23 +138,41 @@ class Sweep:
         )
 
 
-def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun) -> SweepResult:
+def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
     """Search, or go on searching, up to the budget; then anneal, then repeat the leaders.
 
     Another process that runs the same sweep is waited for.
+
+    Args:
+        sweep: What to search.
+        on_arrival: Called with each new result at a rung.
+        on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
+        narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
         StageError: If no trial came to an annealed end, or a leg failed for another reason than divergence.
     """
-    with lease(sweep.ledger, f"sweep {sweep.key}"):
-        engine = sweep.engine(on_arrival)
+    with lease(sweep.ledger, f"sweep {sweep.key}"), staying_cluster():
+        record = sweep.record()
+        engine = sweep.engine(record, on_arrival)
+        if narrower and engine.is_finished:
+            _narrow(sweep, record)
+            engine = sweep.engine(record, on_arrival)
         if not engine.is_finished:
             _search(sweep, engine)
-        record = engine.record
         _finish([job for *_, job in sweep.branches(record)], sweep, on_run)
         _finish([job for *_, job in sweep.repetitions(record, leading(sweep, record))], sweep, on_run)
         return collect(sweep, record)
+
+
+def _narrow(sweep: Sweep, record: Record) -> None:
+    """Begin a round in the space around the best region."""
+    part, settings = record.rounds[-1], sweep.config.sweep
+    seen = KnownOf(record, sweep.plan.top).observations
+    results = pd.DataFrame([{**dict.fromkeys(part.space), **one.config, "loss": one.loss} for one in seen])
+    narrowed = narrow(part.space, results)
+    record.begin_round(settings.trials, part.searcher, narrowed.space, narrowed.to_dict())
 
 
 def _search(sweep: Sweep, engine: Engine) -> None:
@@ -143,10 +184,11 @@ def _search(sweep: Sweep, engine: Engine) -> None:
         parameters = {
             "plan": sweep.plan,
             "rank_by": sweep.config.sweep.rank_by,
-            "directory": sweep.ledger.path.parent,
+            "ledger": sweep.ledger,
             "compiled": resources.compile,
             "threads": resources.cpus_per_worker,
             "device": resources.device,
+            "package": package_fingerprint(),
         }
         run_legs(engine, TrialLeg, parameters, resources)
 
@@ -165,7 +207,7 @@ def _finish(jobs: Sequence[Job], sweep: Sweep, on_run: OnRun) -> None:
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
     """The sweep's annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or not known)."""
     jobs = sweep.branches(record)
-    losses = sweep.ledger.losses([job.chain.key for *_, job in jobs])
+    losses = sweep.ledger.run_losses([job.chain.key for *_, job in jobs])
     rows = [(trial, rung, job.chain.last.end, losses.get(job.chain.key, math.nan)) for trial, rung, job in jobs]
     return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
 
@@ -192,7 +234,7 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
     """
     record = record or sweep.record()
     repetitions = sweep.repetitions(record, leading(sweep, record))
-    losses = sweep.ledger.losses([job.chain.key for *_, job in repetitions])
+    losses = sweep.ledger.run_losses([job.chain.key for *_, job in repetitions])
     repeated = pd.DataFrame(
         [(trial, seed, losses[job.chain.key]) for trial, seed, job in repetitions if job.chain.key in losses],
         columns=["trial", "seed", "loss"],

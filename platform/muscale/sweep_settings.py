@@ -78,7 +78,11 @@ class SweepSettings(StrictTable):
         if not self.is_population:
             return
         if searcher in ("grid", *MODELS):
-            why = "a grid's points stay where they are" if searcher == "grid" else "nothing is known when its members start"
+            why = (
+                "a grid's points stay where they are"
+                if searcher == "grid"
+                else "nothing is known when its members start"
+            )
             yield f'sweep.searcher: a population can\'t start from "{searcher}", as {why}; use "random" or "quasi_random"'
         if schedule not in COOLING:
             yield f'sweep.scheduler: "{scheduler}" finds the course of the rate itself, from a constant one: use schedule "wsd"'
@@ -94,4 +98,4 @@ class SweepSettings(StrictTable):
         if scheduler == "pb2" and rough:
             yield f'sweep.space: "pb2" moves real numbers only, got {", ".join(rough)}; "pbt" takes any'
         if self.trials < 2:
-            yield f'sweep.trials: a population needs at least 2 members, got {self.trials}'
+            yield f"sweep.trials: a population needs at least 2 members, got {self.trials}"

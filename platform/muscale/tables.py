@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import sqlalchemy as sa
 
 SCHEMA = 3  # raise it when a table or what a column holds changes: an older ledger is then refused
 
+
+class _JsonText(sa.TypeDecorator[Any]):
+    """JSON as text: PostgreSQL's own type refuses NaN and infinities, which results may hold."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str:
+        """To the database."""
+        return json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> Any:
+        """From the database."""
+        return None if value is None else json.loads(value)
+
+
+JSON = sa.JSON().with_variant(_JsonText(), "postgresql")
 metadata = sa.MetaData()
 
 studies = sa.Table(
     "studies",
     metadata,
     sa.Column("study", sa.Integer, primary_key=True),  # one row: a ledger is one study's
-    sa.Column("identity", sa.JSON, nullable=False),
+    sa.Column("identity", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -20,7 +40,7 @@ revisions = sa.Table(
     "revisions",
     metadata,
     sa.Column("revision", sa.Integer, primary_key=True),
-    sa.Column("config", sa.JSON, nullable=False),
+    sa.Column("config", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -30,20 +50,20 @@ segments = sa.Table(
     sa.Column("key", sa.String, primary_key=True),
     sa.Column("line", sa.String, nullable=False, index=True),  # the same training up to another end
     sa.Column("parent", sa.String),
-    sa.Column("numerics", sa.JSON, nullable=False),
-    sa.Column("segment", sa.JSON, nullable=False),
+    sa.Column("numerics", JSON, nullable=False),
+    sa.Column("segment", JSON, nullable=False),
     sa.Column(
-        "trained_from", sa.Integer, nullable=False
+        "trained_from", sa.BigInteger, nullable=False
     ),  # tokens; earlier ones were trained by another row of the line
-    sa.Column("tokens", sa.Integer, nullable=False),
+    sa.Column("tokens", sa.BigInteger, nullable=False),
     sa.Column("loss", sa.Float),  # validation, last weights, nats per token; null after a divergence
-    sa.Column("source_losses", sa.JSON, nullable=False),  # the same of each source of a mixture, by name
+    sa.Column("source_losses", JSON, nullable=False),  # the same of each source of a mixture, by name
     sa.Column("averaged_loss", sa.Float),
     sa.Column("diverged_at_step", sa.Integer),
     sa.Column("diverged_because", sa.String),
     sa.Column("seconds", sa.Float, nullable=False),
     sa.Column("state", sa.String),  # path relative to the study's directory; null where none is kept
-    sa.Column("environment", sa.JSON, nullable=False),
+    sa.Column("environment", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -64,8 +84,8 @@ rounds = sa.Table(
     sa.Column("first_trial", sa.Integer, nullable=False),
     sa.Column("trials", sa.Integer, nullable=False),
     sa.Column("searcher", sa.String, nullable=False),
-    sa.Column("space", sa.JSON, nullable=False),
-    sa.Column("narrowed", sa.JSON),  # what was cut, and why
+    sa.Column("space", JSON, nullable=False),
+    sa.Column("narrowed", JSON),  # what was cut, and why
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -74,7 +94,7 @@ trials = sa.Table(
     metadata,
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True),
-    sa.Column("config", sa.JSON, nullable=False),
+    sa.Column("config", JSON, nullable=False),
     sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it was begun
     sa.Column("created_at", sa.String, nullable=False),
 )
@@ -87,7 +107,7 @@ rungs = sa.Table(
     sa.Column("rung", sa.Integer, primary_key=True),
     sa.Column("sequence", sa.Integer, nullable=False),  # of all results and decisions of the sweep
     sa.Column("segment", sa.String, nullable=False),
-    sa.Column("tokens", sa.Integer, nullable=False),  # from the rung before
+    sa.Column("tokens", sa.BigInteger, nullable=False),  # from the rung before
     sa.Column("seconds", sa.Float, nullable=False),
     sa.Column("loss", sa.Float),  # that trials are ranked by; null after a divergence
     sa.Column("created_at", sa.String, nullable=False),
@@ -101,7 +121,7 @@ decisions = sa.Table(
     sa.Column("rung", sa.Integer, primary_key=True),  # from which it goes on; without a row it does not
     sa.Column("sequence", sa.Integer, nullable=False),
     sa.Column("until", sa.Integer, nullable=False),  # the rung up to which it goes on
-    sa.Column("path", sa.JSON, nullable=False),  # [first rung, configuration] pairs
+    sa.Column("path", JSON, nullable=False),  # [first rung, configuration] pairs
     sa.Column("donor", sa.Integer),  # the trial whose state it goes on from, where that is another's
     sa.Column("created_at", sa.String, nullable=False),
 )
@@ -114,11 +134,11 @@ runs = sa.Table(
     sa.Column("stem", sa.String, nullable=False),  # line of the first segment: runs that share it share weights
     sa.Column("d_model", sa.Integer, nullable=False),
     sa.Column("n_layers", sa.Integer, nullable=False),
-    sa.Column("n_params", sa.Integer, nullable=False),
-    sa.Column("n_tokens", sa.Integer, nullable=False),
-    sa.Column("seed", sa.Integer, nullable=False),
+    sa.Column("n_params", sa.BigInteger, nullable=False),
+    sa.Column("n_tokens", sa.BigInteger, nullable=False),
+    sa.Column("seed", sa.BigInteger, nullable=False),
     sa.Column("learning_rate", sa.Float, nullable=False),  # at the base shape
-    sa.Column("hyperparameters", sa.JSON, nullable=False),
+    sa.Column("hyperparameters", JSON, nullable=False),
     sa.Column("label", sa.String, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
 )
@@ -128,7 +148,7 @@ results = sa.Table(
     metadata,
     sa.Column("stage", sa.String, primary_key=True),
     sa.Column("key", sa.String, primary_key=True),  # hash of all inputs
-    sa.Column("payload", sa.JSON, nullable=False),
+    sa.Column("payload", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
 )
 
@@ -140,17 +160,33 @@ forecasts = sa.Table(
     sa.Column("low", sa.Float, nullable=False),
     sa.Column("high", sa.Float, nullable=False),
     sa.Column("level", sa.Float, nullable=False),
-    sa.Column("payload", sa.JSON, nullable=False),
+    sa.Column("payload", JSON, nullable=False),
     sa.Column("registered_at", sa.String, nullable=False),
 )
 
+retrained = sa.Table(
+    "retrained",
+    metadata,
+    sa.Column("key", sa.String, primary_key=True),  # of a segment whose state had been pruned
+    sa.Column("created_at", sa.String, primary_key=True),
+    sa.Column("tokens", sa.BigInteger, nullable=False),  # that were trained again
+    sa.Column("seconds", sa.Float, nullable=False),
+)
+
 # A forecast that could be edited after the run would be worth nothing.
-for _verb in ("UPDATE", "DELETE"):
-    sa.event.listen(
-        forecasts,
-        "after_create",
-        sa.DDL(  # type: ignore[no-untyped-call]
-            f"CREATE TRIGGER forecasts_refuse_{_verb.lower()} BEFORE {_verb} ON forecasts "
-            "BEGIN SELECT RAISE(ABORT, 'a registered forecast is final'); END"
-        ),
-    )
+_FINAL = "a registered forecast is final"
+_REFUSALS = {
+    "sqlite": [
+        f"CREATE TRIGGER forecasts_refuse_{verb.lower()} BEFORE {verb} ON forecasts BEGIN SELECT RAISE(ABORT, '{_FINAL}'); END"
+        for verb in ("UPDATE", "DELETE")
+    ],
+    "postgresql": [
+        "CREATE FUNCTION forecasts_refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION '{_FINAL}'; END $$",
+        "CREATE TRIGGER forecasts_refuse BEFORE UPDATE OR DELETE OR TRUNCATE ON forecasts "
+        "FOR EACH STATEMENT EXECUTE FUNCTION forecasts_refuse()",
+    ],
+}
+for _dialect, _statements in _REFUSALS.items():
+    for _statement in _statements:
+        sa.event.listen(forecasts, "after_create", sa.DDL(_statement).execute_if(dialect=_dialect))  # type: ignore[no-untyped-call]

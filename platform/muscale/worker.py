@@ -6,15 +6,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from muscale import lease as leases
 from muscale.environment import device_name, environment
-from muscale.layout import CORPUS, CURVES, LEDGER, STATES
-from muscale.ledger import Ledger, Outcome, insert_once
+from muscale.layout import CORPUS, CURVES, STATES
+from muscale.lease import lease, record_segment
+from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
-from muscale.tables import segments
 from proxy_models.averaging import Tail
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
@@ -29,10 +27,10 @@ _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may hav
 class Worker:
     """Trains chains of one study in this process, on one device; keeps its models warm from one to the next."""
 
-    def __init__(self, directory: Path, *, compiled: Compile, device: str = "cpu") -> None:
-        self.directory = directory
-        self.ledger = Ledger(directory / LEDGER)
-        self.trainer = Trainer(Corpus.open(directory / CORPUS), device=device, compile=compiled)
+    def __init__(self, ledger: Ledger, *, compiled: Compile, device: str = "cpu") -> None:
+        self.ledger = ledger
+        self.directory = ledger.directory
+        self.trainer = Trainer(Corpus.open(self.directory / CORPUS), device=device, compile=compiled)
 
     def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
         """The outcome at the end of the chain, trained only as far as the ledger does not know it.
@@ -43,7 +41,7 @@ class Worker:
             return known
         if chain.parent and (before := self.reach(chain.parent, on_step, goes_on=True)).diverged:
             return before
-        with leases.lease(self.ledger, chain.line) as token:
+        with lease(self.ledger, chain.line) as token:
             if not self.ledger.outcome(chain):
                 keep = goes_on or not chain.anneals
                 self._record(chain, token, *self._advance(chain, on_step), keep=keep)
@@ -77,7 +75,7 @@ class Worker:
         row = self.ledger.segment(chain.key) or {}
         if state := self._load(row):
             return state
-        _, result = self._advance(chain, None)
+        start, result = self._advance(chain, None)
         if (
             result.state is None
             or result.loss is None
@@ -87,11 +85,16 @@ class Worker:
                 f"segment {chain.key} came out at a loss of {result.loss} when it was trained again from a pruned state, "
                 f"but {row['loss']} is recorded"
             )
+        self.ledger.record_retrained(chain.key, tokens=chain.last.end - start, seconds=result.seconds)
         return result.state
 
     def _load(self, row: dict[str, Any]) -> TrainState | None:
-        path = self.directory / row["state"] if row.get("state") else None
-        return TrainState.load(path) if path and path.exists() else None
+        if not row.get("state"):
+            return None
+        try:
+            return TrainState.load(self.directory / row["state"])
+        except FileNotFoundError:  # pruned since the row was read, or lost
+            return None
 
     def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult, *, keep: bool) -> None:
         state = None
@@ -112,9 +115,7 @@ class Worker:
             "state": state,
             "environment": environment(self.trainer.device, compiled=result.compiled),
         }
-        with self.ledger.write() as connection:
-            leases.check_token(connection, chain.line, token)
-            connection.execute(insert_once(segments, row))
+        record_segment(self.ledger, chain.line, token, row)
 
     def _write_curve(self, chain: Chain, result: SegmentResult) -> None:
         trainer, numerics = self.trainer, chain.numerics

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import socket
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +104,70 @@ def ray_cluster() -> Iterator[None]:
 
     with cluster(ResourceSettings()):
         yield
+
+
+class PostgresServer:
+    """A PostgreSQL server of the tests' own on the loopback device, with a password to be kept secret."""
+
+    password = "pa55-word"
+
+    def __init__(self, binaries: Path, folder: Path) -> None:
+        self._binaries, self._data = binaries, folder / "data"
+        # Root may not run a server; Debian's package brings the user for it.
+        self._as: dict[str, Any] = (
+            {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
+        )
+        if self._as:
+            shutil.chown(folder, "postgres", "postgres")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        secret = folder / "password"
+        secret.write_text(self.password)
+        secret.chmod(0o644)
+        self._call("initdb", "-U", "muscale", f"--pwfile={secret}", "--auth=scram-sha-256", "--no-sync")
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://muscale:{self.password}@127.0.0.1:{self.port}/postgres"
+
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
+        self._call("pg_ctl", "-w", "-o", options, "-l", str(self._data / "log"), "start")
+
+    def stop(self) -> None:
+        self._call("pg_ctl", "-w", "-m", "immediate", "stop")
+
+    def _call(self, program: str, *arguments: str) -> None:
+        command = [str(self._binaries / program), "-D", str(self._data), *arguments]
+        done = subprocess.run(
+            command, cwd="/", text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **self._as
+        )
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One server for all tests that need one; skipped without PostgreSQL, and failed where CI=true."""
+    candidates = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
+    candidates += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    binaries = next((folder for folder in candidates if (folder / "initdb").exists()), None)
+    if binaries is None:
+        reason = "needs a PostgreSQL server: Debian's package postgresql (`make ci-system`)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="muscale-postgres-") as folder:
+        server = PostgresServer(binaries, Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def postgres(postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
+    """The server, named by the environment as a user would."""
+    monkeypatch.setenv("MUSCALE_LEDGER_URL", postgres_server.url)
+    return postgres_server

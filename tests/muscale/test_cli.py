@@ -1,6 +1,7 @@
 """The command line: light to start, strict about input, exit codes as documented."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,3 +91,20 @@ def test_the_coordinate_check_is_a_command(make_study: MakeStudy) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
     assert muscale("check", path).stdout.startswith("coordinate check passed")
+
+
+def test_gc_and_merge_are_commands(make_study: MakeStudy) -> None:
+    ours, theirs = make_study("ours"), make_study("theirs")
+    assert muscale("runs", theirs).returncode == 0
+    done = muscale("merge", ours, "--from", theirs.parent, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["added"]["segments"] == 0
+    orphan = ours.parent / "states" / "orphan.pt"
+    orphan.parent.mkdir()
+    orphan.write_bytes(bytes(10))
+    os.utime(orphan, (0, 0))
+    done = muscale("gc", ours, "--dry-run", "--json")
+    assert json.loads(done.stdout)["gone"] == {"state without a row": 10}
+    assert orphan.exists()
+    assert muscale("gc", ours).stdout.startswith("gc: freed 10 B in 1 files")
+    assert not orphan.exists()

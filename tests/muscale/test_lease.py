@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from muscale import lease as leases
+from muscale.layout import LEDGER
 from muscale.ledger import Ledger
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "ledger.sqlite")
+    return Ledger(tmp_path / LEDGER)
 
 
 def test_a_second_owner_waits_for_the_first_and_has_a_larger_token(ledger: Ledger) -> None:
@@ -38,7 +39,9 @@ def test_the_lease_of_a_killed_process_is_taken_over_at_once(ledger: Ledger) -> 
         "import sys, time, pathlib; from muscale.ledger import Ledger; from muscale.lease import lease\n"
         "with lease(Ledger(pathlib.Path(sys.argv[1])), 'line'): print('held', flush=True); time.sleep(60)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code, str(ledger.path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(ledger.directory / LEDGER)], stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     assert owner.stdout.readline() == "held\n"
     owner.kill()
@@ -55,19 +58,15 @@ def test_a_silent_owner_elsewhere_expires_and_its_token_is_refused(
     monkeypatch.setattr(leases, "BEAT_SECONDS", 60.0)
     monkeypatch.setattr(leases, "_me", lambda: "another-machine/1/0.00")
     with leases.lease(ledger, "line") as old, leases.lease(ledger, "line") as new:
-        with ledger.write() as connection:
-            leases.check_token(connection, "line", new)
-        with (
-            pytest.raises(leases.LeaseLostError, match="held with token 1, but the current one is 2"),
-            ledger.write() as connection,
-        ):
-            leases.check_token(connection, "line", old)
+        ledger.write(leases.check_token, "line", new)
+        with pytest.raises(leases.LeaseLostError, match="held with token 1, but the current one is 2"):
+            ledger.write(leases.check_token, "line", old)
 
 
 def test_an_owner_that_beats_is_not_expired(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.6)
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "_is_dead", lambda owner: False)
+    monkeypatch.setattr(leases, "is_dead", lambda owner: False)
     got: list[int] = []
 
     def second() -> None:

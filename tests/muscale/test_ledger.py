@@ -8,13 +8,14 @@ import pytest
 import sqlalchemy as sa
 
 from muscale import StudyDirectoryError
-from muscale.ledger import Ledger
+from muscale.layout import LEDGER
+from muscale.ledger import Ledger, insert_once
 from muscale.tables import forecasts, trials
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "ledger.sqlite")
+    return Ledger(tmp_path / LEDGER)
 
 
 def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
@@ -24,11 +25,11 @@ def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
         ledger.claim({"model.d_model": 32, "tokenizer": "bytes"}, {"sweep": 1})
 
 
-@pytest.mark.parametrize(("number", "told"), [(0, "schema 1, .* older version"), (3, "schema 3, .* newer version")])
+@pytest.mark.parametrize(("number", "told"), [(0, "schema 1, .* older version"), (4, "schema 4, .* newer version")])
 def test_a_ledger_of_another_schema_is_refused_with_what_to_do(ledger: Ledger, number: int, told: str) -> None:
     ledger.claim({}, {})
     ledger.close()
-    with sqlite3.connect(ledger.path) as connection:
+    with sqlite3.connect(ledger.directory / LEDGER) as connection:
         connection.execute("ALTER TABLE segments DROP COLUMN source_losses")
         connection.execute(f"PRAGMA user_version = {number}")
     connection.close()
@@ -53,14 +54,21 @@ def test_a_registered_forecast_can_not_be_changed_or_deleted(ledger: Ledger) -> 
     assert forecast is not None
     assert forecast["loss"] == 2.0
     for statement in ("UPDATE forecasts SET loss = 1", "DELETE FROM forecasts"):
-        with pytest.raises(sqlite3.IntegrityError, match="final"), sqlite3.connect(ledger.path) as connection:
+        with (
+            pytest.raises(sqlite3.IntegrityError, match="final"),
+            sqlite3.connect(ledger.directory / LEDGER) as connection,
+        ):
             connection.execute(statement)
 
 
 def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
-    with pytest.raises(RuntimeError, match="midway"), ledger.write() as connection:
-        connection.execute(sa.insert(trials).values(sweep="s", number=0, config={}, status="running", created_at=""))
+    def fail_midway(connection: sa.Connection) -> None:
+        row = {"sweep": "s", "number": 0, "config": {}, "status": "running", "created_at": ""}
+        insert_once(connection, trials.name, [row])
         raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        ledger.write(fail_midway)
     assert ledger.trials("s") == []
 
 
@@ -72,7 +80,10 @@ def _add_rungs(path: Path, trial: int) -> None:
 
 def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger: Ledger) -> None:
     ledger.rungs("s")
-    writers = [multiprocessing.get_context("spawn").Process(target=_add_rungs, args=(ledger.path, n)) for n in range(3)]
+    writers = [
+        multiprocessing.get_context("spawn").Process(target=_add_rungs, args=(ledger.directory / LEDGER, n))
+        for n in range(3)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from muscale.environment import device_name
-from muscale.layout import CORPUS, CURVES
+from muscale.layout import CORPUS, CURVES, LEDGER
+from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
@@ -29,7 +30,7 @@ def worker(make_study: Callable[..., Path]) -> Worker:
     torch.set_num_threads(1)
     directory = make_study().parent
     write_corpus(directory / CORPUS, str(directory / "text"))
-    return Worker(directory, compiled=False)
+    return Worker(Ledger(directory / LEDGER), compiled=False)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_longer_run_goes_on_from_the_shorter_ones_stem_and_equals_an_undisturb
     assert row["trained_from"] == 10 * BATCH
     directory = make_study("undisturbed").parent
     write_corpus(directory / CORPUS, str(directory / "text"))
-    assert Worker(directory, compiled=False).reach(longer) == outcome
+    assert Worker(Ledger(directory / LEDGER), compiled=False).reach(longer) == outcome
 
 
 def test_a_worker_without_the_device_that_it_is_to_train_on_does_not_start(
@@ -71,7 +72,7 @@ def test_a_worker_without_the_device_that_it_is_to_train_on_does_not_start(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="device cuda: torch .* sees 0 CUDA devices here"):
-        Worker(worker.directory, compiled=False, device="cuda")
+        Worker(worker.ledger, compiled=False, device="cuda")
 
 
 def test_a_stem_may_end_within_the_averaged_stretch_of_a_longer_one(worker: Worker, numerics: Numerics) -> None:
@@ -87,7 +88,7 @@ def test_a_stem_may_end_within_the_averaged_stretch_of_a_longer_one(worker: Work
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_device_that_trained_is_recorded(worker: Worker, numerics: Numerics, device: str) -> None:
-    Worker(worker.directory, compiled=False, device=device).reach(run(numerics, 4))
+    Worker(worker.ledger, compiled=False, device=device).reach(run(numerics, 4))
     row = worker.ledger.segment(run(numerics, 4).key)
     assert row is not None
     assert row["environment"]["device"] == (
@@ -103,9 +104,12 @@ def test_a_pruned_state_is_trained_again_to_the_same_loss(worker: Worker, numeri
     row = worker.ledger.segment(parent.key)
     assert row is not None
     (worker.directory / row["state"]).unlink()
-    worker.ledger.forget_state(parent.key)
+    worker.ledger.forget_states([parent.key])
     assert worker.reach(chain).loss is not None
     assert worker.ledger.segment(parent.key) == {**row, "state": None}
+    (again,) = worker.ledger.retrained()
+    assert (again["key"], again["tokens"]) == (parent.key, parent.last.end)
+    assert again["seconds"] > 0
 
 
 def test_a_cycle_goes_on_from_the_kept_end_of_the_one_before_it(worker: Worker, numerics: Numerics) -> None:
@@ -164,7 +168,7 @@ def test_the_losses_of_a_mixture_s_sources_are_recorded(
     sources = {name: Source(path=str(directory / name)) for name in ("text", "digits")}
     mixed = write_mixture(directory / CORPUS, sources, Mixture.constant({"text": 0.5, "digits": 0.5}))
     chain = run(replace(numerics, corpus_key=mixed.key), 5)
-    other = Worker(directory, compiled=False)
+    other = Worker(Ledger(directory / LEDGER), compiled=False)
     other.reach(chain)
     row = other.ledger.segment(chain.key)
     assert row is not None

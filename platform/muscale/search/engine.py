@@ -96,6 +96,4 @@ class Engine:
     def _leg(self, trial: int) -> Leg:
         self._flying.add(trial)
         record = self.record
-        return Leg(
-            trial=trial, path=record.paths[trial], first=record.last_rung(trial) + 1, until=record.open[trial]
-        )
+        return Leg(trial=trial, path=record.paths[trial], first=record.last_rung(trial) + 1, until=record.open[trial])

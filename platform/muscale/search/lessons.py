@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from muscale.ledger import find_runs, runs_table
+from muscale.merge import opened
 from proxy_models.hyperparameters import Hyperparameters, Recipe
 from proxy_models.numerics import Numerics
 from search_spaces import Space
@@ -55,3 +58,13 @@ def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Spac
                 rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
     table = pd.DataFrame(rows, columns=[*space.searched, "n_params", "n_tokens", "loss"])
     return table.drop_duplicates(ignore_index=True)
+
+
+def runs_of(source: Path) -> pd.DataFrame:
+    """The runs of another study's ledger, which is only read.
+
+    Raises:
+        StudyDirectoryError: If there is no ledger, or one of another schema.
+    """
+    with opened(source.parent if source.suffix == ".toml" else source) as (_, read):
+        return runs_table(read(find_runs))

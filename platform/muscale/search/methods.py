@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pandas as pd
+
+from muscale.search.across_scales import AcrossScales
 from muscale.search.bandit import Bandit
 from muscale.search.population import Perturb, Population
 from muscale.search.rules import Asha, Hyperband, MedianStopping, Rule, ToTheEnd
 from muscale.search.samplers import CmaEs, Draws, Grid, QuasiRandom, Sampler, gaussian_process, tpe
-from muscale.sweep_settings import SweepSettings
+from muscale.search.record import Round
+from muscale.sweep_settings import Searcher, SweepSettings
+from muscale.trial import TrialPlan
 from search_spaces import Space
 
+MIN_LESSONS = 5
+"""Runs at other scales from which our own searcher is the better one (assumed: a grid of rates at one scale has as many)."""
 
-def make_rule(settings: SweepSettings) -> Rule:
-    """The scheduler of a sweep."""
+
+def make_rule(settings: SweepSettings, space: Space) -> Rule:
+    """The scheduler of a sweep over a space."""
     top = settings.rungs - 1
     match settings.scheduler:
         case "none":
@@ -23,21 +33,28 @@ def make_rule(settings: SweepSettings) -> Rule:
         case "median":
             return MedianStopping(top=top)
         case "pbt":
-            explore = Perturb(space=settings.space, resample=settings.resample, seed=settings.seed)
+            explore = Perturb(space=space, resample=settings.resample, seed=settings.seed)
             return Population(top=top, share=settings.share, explore=explore, seed=settings.seed)
         case "pb2":
-            bandit = Bandit(space=settings.space, seed=settings.seed)
+            bandit = Bandit(space=space, seed=settings.seed)
             return Population(top=top, share=settings.share, explore=bandit, seed=settings.seed)
 
 
-def make_sampler(settings: SweepSettings, space: Space) -> Sampler:
-    """The searcher of a sweep over a space: the settings' own, or a narrower one."""
-    seed, searcher = settings.seed, settings.searcher
-    if searcher == "auto":
-        searcher = "quasi_random" if settings.is_population else "tpe"
-    match searcher:
+def resolve_searcher(settings: SweepSettings, taught: pd.DataFrame) -> Searcher:
+    """The searcher that "auto" stands for: our own where other scales have taught something, else TPE."""
+    if settings.searcher != "auto":
+        return settings.searcher
+    if settings.is_population:
+        return "quasi_random"
+    return "across_scales" if len(taught) >= MIN_LESSONS else "tpe"
+
+
+def make_sampler(part: Round, settings: SweepSettings, plan: TrialPlan, taught: Callable[[], pd.DataFrame]) -> Sampler:
+    """The sampler of a round; `taught` gives the runs at other scales where they are asked for."""
+    seed, space = settings.seed, part.space
+    match part.searcher:
         case "grid":
-            return Grid(configs=space.grid(settings.grid_points))
+            return Grid(configs=space.grid(settings.grid_points), first=part.first_trial)
         case "random":
             return Draws(space=space, seed=seed)
         case "quasi_random":
@@ -49,4 +66,6 @@ def make_sampler(settings: SweepSettings, space: Space) -> Sampler:
         case "cma_es":
             return CmaEs(space=space, seed=seed)
         case "across_scales":
-            raise NotImplementedError
+            n_params, n_tokens = plan.numerics.model.n_params, plan.rung_tokens[-1]
+            return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, lessons=taught())
+    raise ValueError(f"no searcher is called {part.searcher!r}")

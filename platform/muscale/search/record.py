@@ -13,7 +13,7 @@ from typing import Any
 
 from muscale.ledger import Ledger
 from muscale.search.path import Path, path_from_json, path_of, path_to_json
-from search_spaces import Config
+from search_spaces import Config, Space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,25 @@ class Arrival:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A stretch of a sweep with one space: the first, or what a narrowing left of it.
+
+    `trials` is how many it was to have, from `first_trial` on.
+    """
+
+    first_trial: int
+    trials: int
+    searcher: str
+    space: Space
+
+
 class Record:
     """Rows of a sweep in memory, read from the ledger once and written through to it."""
 
     def __init__(self, ledger: Ledger, sweep: str) -> None:
         self._ledger, self.sweep = ledger, sweep
+        self.rounds = [self._round(row) for row in ledger.rounds(sweep)]
         self.configs: dict[int, Config] = {}
         self.paths: dict[int, Path] = {}
         self.donors: dict[tuple[int, int], int] = {}
@@ -57,6 +71,16 @@ class Record:
             else:
                 self._arrived(Arrival(**{name: row[name] for name in Arrival.__dataclass_fields__}))
 
+    def begin_round(self, trials: int, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
+        """Note that from the next trial on a space is searched, and what was cut for it."""
+        row = {"first_trial": len(self.configs), "trials": trials, "searcher": searcher, "space": space.to_dict()}
+        self._ledger.add_round(sweep=self.sweep, round=len(self.rounds), narrowed=narrowed, **row)
+        self.rounds.append(self._round(row))
+
+    def round_of(self, trial: int) -> int:
+        """Number of the round that a trial belongs to."""
+        return max(number for number, part in enumerate(self.rounds) if part.first_trial <= trial)
+
     def start(self, config: Config, until: int) -> int:
         """Note a suggestion before it is trained; returns its number."""
         number = len(self.configs)
@@ -66,7 +90,9 @@ class Record:
 
     def arrive(self, arrival: Arrival) -> None:
         """Note a result."""
-        self._ledger.add_rung(sweep=self.sweep, **{name: getattr(arrival, name) for name in arrival.__dataclass_fields__})
+        self._ledger.add_rung(
+            sweep=self.sweep, **{name: getattr(arrival, name) for name in arrival.__dataclass_fields__}
+        )
         self._arrived(arrival)
 
     def go_on(self, trial: int, until: int, path: Path | None = None, donor: int | None = None) -> None:
@@ -117,6 +143,11 @@ class Record:
         if trial in self.open:
             return "running"
         return "diverged" if self.diverged(trial) else "completed" if self.last_rung(trial) == top else "stopped"
+
+    @staticmethod
+    def _round(row: dict[str, Any]) -> Round:
+        space = Space.from_dict(row["space"])
+        return Round(first_trial=row["first_trial"], trials=row["trials"], searcher=row["searcher"], space=space)
 
     def _started(self, number: int, config: dict[str, Any], until: int) -> None:
         self.configs[number] = config

@@ -92,7 +92,8 @@ class Asha:
 @dataclass(frozen=True, kw_only=True)
 class MedianStopping:
     """The median rule (Golovin et al., KDD 2017, section 3.2.2): a trial goes on while its best loss so far is no worse than
-    the median of the other trials' mean losses up to the same rung."""
+    the median of the other trials' mean losses up to the same rung.
+    """
 
     top: int
 

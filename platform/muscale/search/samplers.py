@@ -43,10 +43,11 @@ class Grid:
     """Every combination of a grid, in order."""
 
     configs: Sequence[Config]
+    first: int = 0  # trial that is given the first point
 
     def propose(self, number: int, known: Known) -> Config:
         """The grid's next point."""
-        return dict(self.configs[number])
+        return dict(self.configs[number - self.first])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +114,13 @@ class OptunaSampler:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
-        kept = _kept(known.observations)
+        kept = _kept([seen for seen in known.observations if self.space.contains(seen.config)])
         finite = [seen.loss for seen in kept if seen.loss is not None]
         for seen in kept:
             params, distributions = told_as(self.space, seen.config)
             value = told(seen.loss, finite, clip=self.clip)
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
-        for config in known.pending:
+        for config in filter(self.space.contains, known.pending):
             study.enqueue_trial(told_as(self.space, config)[0])
             suggest(study.ask(), self.space)
         for _ in range(MAX_ATTEMPTS):
@@ -142,9 +143,7 @@ def gaussian_process(space: Space, seed: int) -> OptunaSampler:
     """Optuna's Gaussian process with log expected improvement, losses clipped."""
     import optuna
 
-    return OptunaSampler(
-        space=space, seed=seed, clip=CLIP, make=lambda number: optuna.samplers.GPSampler(seed=number)
-    )
+    return OptunaSampler(space=space, seed=seed, clip=CLIP, make=lambda number: optuna.samplers.GPSampler(seed=number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ class CmaEs:
 
         n = len(self.space.axes)
         strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
-        observations = known.observations
+        observations = [seen for seen in known.observations if self.space.contains(seen.config)]
         finite = [seen.loss for seen in observations if seen.loss is not None]
         size = strategy.population_size
         for first in range(0, len(observations) - size + 1, size):

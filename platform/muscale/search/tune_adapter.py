@@ -43,7 +43,13 @@ class Legs(_WithEngine, Searcher):
             return str(Searcher.FINISHED) if self._engine.is_idle else None
         self._trials[trial_id] = leg.trial
         config = leg.path[-1][1]
-        return {**config, TRIAL: leg.trial, FIRST: leg.first, UNTIL: leg.until, PATH: json.dumps(path_to_json(leg.path))}
+        return {
+            **config,
+            TRIAL: leg.trial,
+            FIRST: leg.first,
+            UNTIL: leg.until,
+            PATH: json.dumps(path_to_json(leg.path)),
+        }
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Note a result on the way."""

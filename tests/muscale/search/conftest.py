@@ -52,9 +52,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
     )
     sampler = make_sampler(settings, settings.space)
     top = settings.rungs - 1
-    return Engine(
-        Record(ledger, name), make_rule(settings), sampler, budget, top=top, on_arrival=lambda arrival: None
-    )
+    return Engine(Record(ledger, name), make_rule(settings), sampler, budget, top=top, on_arrival=lambda arrival: None)
 
 
 def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, legs: int | None = None) -> list[Leg]:

@@ -35,7 +35,9 @@ def shuffled(leg: Leg, rung: int) -> float:
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(make_engine: MakeEngine, fly: Fly, workers: int) -> None:
+def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(
+    make_engine: MakeEngine, fly: Fly, workers: int
+) -> None:
     engine = make_engine(settings(scheduler="asha"))
     fly(engine, in_order, workers=workers)
     record = engine.record

@@ -1,0 +1,232 @@
+"""Merges another ledger of the same study into ours: a colleague's, or one that was begun on another machine.
+
+Everything is inserted once, so a merge can be repeated. Where both know a key, ours stays, and other losses are told. Of a
+sweep that is known here nothing is taken but its trainings: two orders of arrival don't mix. The source is only read, its
+training states are copied as files, and nothing in it is unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from muscale.errors import StudyDirectoryError
+from muscale.layout import CURVES, LEDGER, STATES
+from muscale.ledger import Ledger, differences, find, insert_once
+from muscale.open_ledger import read_place
+from muscale.postgresql import PostgresStorage
+from muscale.storage import first_line, require_schema, sqlite_schema
+from muscale.tables import segments, trials
+from proxy_models.content_key import content_key
+
+SAME_LOSS = 1e-3  # relative: machines and thread counts sum in another order
+_AT_ONCE = 500  # rows in one transaction
+_PLAIN = {"runs": ("purpose", "key"), "results": ("stage", "key"), "forecasts": ("plan",)}
+
+_OF_A_SWEEP = ("rounds", "trials", "rungs", "decisions")
+
+Read = Callable[..., Any]  # a storage's `read`
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeResult:
+    """What a merge added.
+
+    Attributes:
+        source: Where from.
+        added: New rows by table, and copied files as "states" and "curves".
+        known_sweeps: Sweeps of the source that were known here, whose trials and rungs were left out.
+        conflicts: Keys that both know with different losses: (key, ours, theirs), None after a divergence.
+        refused: Keys of the source's segments that don't fit what they describe; they were left out.
+    """
+
+    source: str
+    added: dict[str, int]
+    known_sweeps: tuple[str, ...]
+    conflicts: tuple[tuple[str, float | None, float | None], ...]
+    refused: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(self.__dict__)
+
+    def __str__(self) -> str:
+        lines = [f"merge: from {self.source}: " + ", ".join(f"{count} {name}" for name, count in self.added.items())]
+        if self.known_sweeps:
+            lines.append(
+                f"  trials of {len(self.known_sweeps)} sweeps that are known here were left out, not their trainings"
+            )
+        lines += [
+            f"  conflict: {key}: {_loss(ours)} here stays, {_loss(theirs)} there"
+            for key, ours, theirs in self.conflicts
+        ]
+        lines += [f"  refused: {key}: does not fit what it describes" for key in self.refused]
+        return "\n".join(lines)
+
+
+def merge(ledger: Ledger, source: Path) -> MergeResult:
+    """Add what another ledger of the same study knows.
+
+    Args:
+        ledger: Ours.
+        source: Another study's directory, or its SQLite file.
+
+    Raises:
+        StudyDirectoryError: If the source is no ledger, has another schema, or is another study's: the message lists what
+            differs.
+    """
+    source = source.absolute()
+    directory = source if source.is_dir() else source.parent
+    with opened(source) as (name, read):
+        theirs = next((row["identity"] for row in read(find, "studies")), None)
+        ours = ledger.identity() or {}
+        if theirs is None:
+            raise StudyDirectoryError(f"{name}: the ledger is no study's yet")
+        if theirs != ours:
+            raise StudyDirectoryError(f"{name}: the ledger is another study's: {differences(ours, theirs)}")
+        added = dict.fromkeys(("segments", *_PLAIN, "sweeps", *_OF_A_SWEEP, "states", "curves"), 0)
+        conflicts, refused = _merge_segments(ledger, read, directory, added)
+        for table in _PLAIN:
+            rows = [row for row in read(find, table) if row.get("key") not in refused]
+            for batch in _batches(rows):
+                added[table] += ledger.write(insert_once, table, batch)
+        known = ledger.read(_sweeps)
+        sweeps = read(_sweeps)
+        for sweep in sorted(sweeps - known):
+            its = {table: read(find, table, {"sweep": sweep}) for table in _OF_A_SWEEP}
+            for table, count in ledger.write(_add_sweep, sweep, its).items():
+                added[table] += count
+        return MergeResult(
+            source=name,
+            added=added,
+            known_sweeps=tuple(sorted(sweeps & known)),
+            conflicts=tuple(conflicts),
+            refused=tuple(refused),
+        )
+
+
+def _merge_segments(
+    ledger: Ledger, read: Read, directory: Path, added: dict[str, int]
+) -> tuple[list[tuple[str, float | None, float | None]], list[str]]:
+    ours: dict[str, float | None] = ledger.read(_losses)
+    theirs: dict[str, float | None] = read(_losses)
+    conflicts = [(key, ours[key], loss) for key, loss in theirs.items() if key in ours and not _same(ours[key], loss)]
+    refused = []
+    for keys in _batches([key for key in theirs if key not in ours]):
+        new = []
+        for row in read(_segments, keys):
+            if not _fits(row):
+                refused.append(row["key"])
+                continue
+            state = f"{STATES}/{row['key']}.pt"
+            row["state"] = (
+                state if row["state"] and _copied(directory, ledger.directory, state, added, "states") else None
+            )
+            _copied(directory, ledger.directory, f"{CURVES}/{row['key']}.parquet", added, "curves")
+            new.append(row)
+        added["segments"] += ledger.write(insert_once, "segments", new)
+    return conflicts, refused
+
+
+def _fits(row: Mapping[str, Any]) -> bool:
+    """Whether a segment's key is the hash of what the row says, as `muscale.lineage` makes it."""
+    segment = row["segment"]
+    before = row["parent"] or content_key(row["numerics"])
+    line = content_key([before, {**segment, "end": None}])
+    return bool(
+        row["line"] == line and row["key"] == content_key([line, row["tokens"]]) and segment["end"] == row["tokens"]
+    )
+
+
+def _copied(source: Path, target: Path, file: str, added: dict[str, int], kind: str) -> bool:
+    """Copy a file that lies beside the other ledger, whole or not at all; returns whether it is here then."""
+    if (target / file).exists():
+        return True
+    if not (source / file).is_file() or (source / file).is_symlink():
+        return False
+    (target / file).parent.mkdir(exist_ok=True)
+    unfinished = target / f"{file}.{os.getpid()}.unfinished"
+    try:
+        shutil.copyfile(source / file, unfinished)
+    except FileNotFoundError:  # pruned there meanwhile
+        return False
+    unfinished.replace(target / file)
+    added[kind] += 1
+    return True
+
+
+@contextmanager
+def opened(source: Path) -> Iterator[tuple[str, Read]]:
+    """Read access to the ledger of a directory, or to an SQLite file."""
+    place = read_place(source) if source.is_dir() else None
+    if place and place["ledger"] == "postgresql":
+        storage = PostgresStorage(None, place["schema"], read_only=True)
+        try:
+            yield storage.name, storage.read
+        finally:
+            storage.close()
+        return
+    path = Path(place["path"]) if place else source / LEDGER if source.is_dir() else source
+    if not path.is_file():
+        told = f"lies on {place['host']}, copy it from there" if place else "no such ledger"
+        raise StudyDirectoryError(f"{path}: {told}")
+    log = path.with_name(f"{path.name}-wal")
+    unwritten = log.exists() and log.stat().st_size > 0
+    # A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
+    uri = f"{path.as_uri()}?mode=ro" + ("" if unwritten else "&immutable=1")
+    engine = sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(uri, uri=True), poolclass=sa.pool.StaticPool)
+    try:
+        with engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN")  # one snapshot for all that is read
+            require_schema(str(path), sqlite_schema(connection))
+            yield str(path), lambda function, *args: function(connection, *args)
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
+        raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
+    finally:
+        engine.dispose()
+
+
+def _losses(connection: sa.Connection) -> dict[str, float | None]:
+    return {row.key: row.loss for row in connection.execute(sa.select(segments.c.key, segments.c.loss))}
+
+
+def _segments(connection: sa.Connection, keys: Sequence[str]) -> list[dict[str, Any]]:
+    query = sa.select(segments).where(segments.c.key.in_(keys)).order_by(segments.c.created_at)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
+def _sweeps(connection: sa.Connection) -> set[str]:
+    return set(connection.execute(sa.select(trials.c.sweep).distinct()).scalars())
+
+
+def _add_sweep(
+    connection: sa.Connection, sweep: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, int]:
+    """All of a sweep, unless somebody began it here meanwhile."""
+    if connection.execute(sa.select(trials.c.sweep).where(trials.c.sweep == sweep).limit(1)).first():
+        return {}
+    return {"sweeps": 1} | {table: insert_once(connection, table, rows[table]) for table in _OF_A_SWEEP}
+
+
+def _same(ours: float | None, theirs: float | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return math.isclose(ours, theirs, rel_tol=SAME_LOSS)
+
+
+def _loss(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.6g}"
+
+
+def _batches(rows: Sequence[Any]) -> Iterator[list[Any]]:
+    for start in range(0, len(rows), _AT_ONCE):
+        yield list(rows[start : start + _AT_ONCE])

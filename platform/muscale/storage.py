@@ -1,0 +1,191 @@
+"""Where a ledger's database lies: a storage runs functions of a connection, each in one transaction.
+
+What is run is a function of a module with plain arguments, so that a process on another machine can run it for us
+(`muscale.ledger_actor`). A write may be run again when its answer was lost on the way, so each must come to the same if it
+is run twice: rows are inserted once by their keys, and times are taken by the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import psutil
+import sqlalchemy as sa
+
+from muscale.errors import LedgerUnavailableError, StudyDirectoryError
+from muscale.tables import SCHEMA, metadata
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 120.0  # assumed: longer than a server's or an actor's restart
+_LONGEST_PAUSE = 1.0  # seconds between two attempts
+_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
+_BUSY_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class Storage(ABC):
+    """A database that a ledger is kept in; picklable, as each process opens its own connections.
+
+    Attributes:
+        name: What messages call it; never holds a password.
+    """
+
+    name: str
+
+    @abstractmethod
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function finds, in one snapshot of the database."""
+
+    @abstractmethod
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function while nobody else writes; what it wrote is kept when this returns, and nothing if it raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+
+
+class SqliteStorage(Storage):
+    """A file of SQLite on a local disk, shared by the processes of one machine.
+
+    Args:
+        path: Of the file.
+        must_exist: Refuse to begin a new one.
+    """
+
+    def __init__(self, path: Path, *, must_exist: bool = False) -> None:
+        self.path = path.absolute()
+        self.name = str(self.path)
+        self._must_exist = must_exist
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sqlite, (self.path, self._must_exist)
+
+    @cached_property
+    def _engine(self) -> sa.Engine:
+        if (kind := file_system(self.path.parent)) in _NETWORK_FILE_SYSTEMS:
+            raise StudyDirectoryError(
+                f"{self.path}: SQLite can't keep a ledger on {kind}; put the study on a local disk, or set "
+                'storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'
+            )
+        if self._must_exist and not self.path.exists():
+            raise StudyDirectoryError(
+                f"{self.path}: the study's ledger is gone; bring the file back, or begin the study anew"
+            )
+        engine = sa.create_engine(f"sqlite:///{self.path}", connect_args={"timeout": _BUSY_SECONDS})
+
+        @sa.event.listens_for(engine, "connect")
+        def _configure(connection: Any, _record: object) -> None:
+            connection.isolation_level = None  # transactions begin in `write`, with the lock taken
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+
+        try:
+            with engine.connect() as connection:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                self._make_or_recognize(connection)
+                connection.commit()
+        except BaseException:
+            engine.dispose()
+            raise
+        return engine
+
+    def _make_or_recognize(self, connection: sa.Connection) -> None:
+        """Make the tables of a new ledger, or check that those of an old one are ours; SQLite keeps the schema's number."""
+        if not sa.inspect(connection).get_table_names():
+            metadata.create_all(connection)
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
+            return
+        require_schema(self.name, sqlite_schema(connection))
+
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function finds, in one snapshot of the database."""
+        return self._run("BEGIN", function, *args, **kwargs)
+
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function with the write lock from its start, so that what it reads can't change before it writes."""
+        return self._run("BEGIN IMMEDIATE", function, *args, **kwargs)
+
+    def _run(
+        self, begin: str, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql(begin)
+            try:
+                found = function(connection, *args, **kwargs)
+            except BaseException:
+                connection.rollback()
+                raise
+            connection.commit()
+            return found
+
+    def close(self) -> None:
+        """Close the connections; the next call opens a new one."""
+        if engine := self.__dict__.pop("_engine", None):
+            engine.dispose()
+
+
+def _sqlite(path: Path, must_exist: bool) -> SqliteStorage:
+    return SqliteStorage(path, must_exist=must_exist)
+
+
+def sqlite_schema(connection: sa.Connection) -> int:
+    """The number of the schema of an SQLite ledger; the first one had none."""
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar() or 1)
+
+
+def require_schema(name: str, found: int) -> None:
+    """Refuse a ledger of another schema.
+
+    Raises:
+        StudyDirectoryError: With what to do.
+    """
+    if found != SCHEMA:
+        raise StudyDirectoryError(
+            f"{name}: the ledger has schema {found}, this version of muscale needs {SCHEMA}: open it with the "
+            f"{'older' if found < SCHEMA else 'newer'} version that wrote it, or begin the study in a new directory"
+        )
+
+
+def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
+    """Try again, at growing intervals of up to a second, while what fails is only passing.
+
+    Raises:
+        LedgerUnavailableError: If the ledger called `name` does not answer for `PATIENCE_SECONDS`.
+    """
+    begun, pause = time.monotonic(), 0.05
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if not transient(error):
+                raise
+            if (waited := time.monotonic() - begun) > PATIENCE_SECONDS:
+                raise LedgerUnavailableError(
+                    f"{name}: the ledger has not answered for {waited:.0f} s; bring it back and run the same command "
+                    f"again to go on ({first_line(error)})"
+                ) from None
+            if pause >= _LONGEST_PAUSE:
+                _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))
+        time.sleep(pause)
+        pause = min(_LONGEST_PAUSE, 2 * pause)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the statement and the stack that libraries put below it."""
+    return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""

@@ -1,0 +1,174 @@
+"""Another ledger of the same study is added once, only read, and never instead of what is known here."""
+
+import shutil
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale import StudyDirectoryError
+from muscale.config import StorageSettings
+from muscale.layout import CURVES, LEDGER, STATES
+from muscale.ledger import Ledger
+from muscale.lineage import Chain
+from muscale.merge import merge
+from muscale.open_ledger import open_ledger
+from muscale.tables import forecasts, runs, segments, trials
+from proxy_models.config import ModelConfig
+from proxy_models.hyperparameters import Hyperparameters, branch
+from proxy_models.numerics import Numerics
+
+IDENTITY = {"model.d_model": 32}
+MODEL = ModelConfig(d_model=32, n_layers=1, context_length=32)
+NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="none", seed=0, evaluation_tokens=512)
+RUN = {"d_model": 1, "n_layers": 1, "n_params": 1, "n_tokens": 1, "seed": 0, "learning_rate": 1.0, "stem": "s"}
+
+
+def chain(seed: int) -> Chain:
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=128).resolve(40 * 128)
+    return Chain(numerics=replace(NUMERICS, seed=seed), segments=branch(recipe, 30 * 128, 40 * 128))
+
+
+def add_run(ledger: Ledger, seed: int, loss: float | None, *, state: bytes | None = None) -> str:
+    """A run of two segments with its curve, and with the state of its stem."""
+    run = chain(seed)
+    assert run.parent is not None
+    values: dict[str, Any] = {"trained_from": 0, "source_losses": {}, "seconds": 1.0, "environment": {}}
+    for part in (run.parent, run):
+        kept = f"{STATES}/{part.key}.pt" if state and part is not run else None
+        if kept and state:
+            (ledger.directory / kept).parent.mkdir(exist_ok=True)
+            (ledger.directory / kept).write_bytes(state)
+        (ledger.directory / CURVES).mkdir(exist_ok=True)
+        (ledger.directory / CURVES / f"{part.key}.parquet").write_bytes(b"curve")
+        ledger.insert(segments, **part.row(), loss=loss, state=kept, **values)
+    ledger.insert(runs, purpose="ladder", key=run.key, hyperparameters={}, label="", **RUN)
+    return run.key
+
+
+def add_sweep(ledger: Ledger, sweep: str, loss: float) -> None:
+    ledger.insert(trials, sweep=sweep, number=0, config={"learning_rate": loss}, status="completed")
+    ledger.add_rung(sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, decision="end")
+
+
+@pytest.fixture
+def ledgers(tmp_path: Path) -> tuple[Ledger, Ledger]:
+    made = []
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        made.append(Ledger(tmp_path / name / LEDGER))
+        made[-1].claim(IDENTITY, {})
+    return made[0], made[1]
+
+
+def fill(ours: Ledger, theirs: Ledger) -> None:
+    add_run(ours, 0, 2.0)
+    add_run(theirs, 0, 2.0 * (1 + 1e-5))  # the same, on another machine
+    add_run(ours, 1, 2.0)
+    add_run(theirs, 1, 3.0)
+    add_run(theirs, 2, None, state=b"never unpickled")
+    for sweep, loss in (("known", 9.0), ("new", 2.0)):
+        add_sweep(theirs, sweep, loss)
+    add_sweep(ours, "known", 1.0)
+    theirs.record_result("check", "k", {"passed": True})
+    theirs.insert(forecasts, plan="p", loss=2.0, low=1.9, high=2.1, level=0.9, payload={})
+
+
+def test_what_is_new_is_added_once_and_what_is_known_stays(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    fill(ours, theirs)
+    theirs.close()
+    files = {path: path.read_bytes() for path in theirs.directory.rglob("*") if path.is_file()}
+    result = merge(ours, theirs.directory)
+    assert result.added == {
+        "segments": 2,
+        "runs": 1,
+        "results": 1,
+        "forecasts": 1,
+        "sweeps": 1,
+        "trials": 1,
+        "rungs": 1,
+        "states": 1,
+        "curves": 2,
+    }
+    stem = chain(1).parent
+    assert stem is not None
+    assert set(result.conflicts) == {(stem.key, 2.0, 3.0), (chain(1).key, 2.0, 3.0)}
+    assert f"conflict: {chain(1).key}: 2 here stays, 3 there" in str(result)
+    assert result.known_sweeps == ("known",)
+    assert ours.rungs("known")[0]["loss"] == 1.0
+    assert ours.rungs("new") == theirs.rungs("new")
+    assert ours.segment(chain(2).key) == theirs.segment(chain(2).key)
+    theirs.close()
+    registered, original = ours.forecast("p"), theirs.forecast("p")
+    assert registered == original
+    new_stem = chain(2).parent
+    assert new_stem is not None
+    assert (ours.directory / STATES / f"{new_stem.key}.pt").read_bytes() == b"never unpickled"
+    theirs.close()
+    again = merge(ours, theirs.directory / LEDGER)
+    assert set(again.added.values()) == {0}
+    assert again.conflicts == result.conflicts
+    assert {path: path.read_bytes() for path in theirs.directory.rglob("*") if path.is_file()} == files
+
+
+def test_a_ledger_that_is_being_written_is_read_too(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    add_run(theirs, 0, 2.0)
+    assert (theirs.directory / f"{LEDGER}-wal").stat().st_size > 0
+    assert merge(ours, theirs.directory).added["runs"] == 1
+
+
+def test_another_study_or_no_ledger_is_refused_with_what_differs(
+    ledgers: tuple[Ledger, Ledger], tmp_path: Path
+) -> None:
+    ours, theirs = ledgers
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(StudyDirectoryError, match="other/ledger.sqlite: no such ledger"):
+        merge(ours, other)
+    Ledger(other / LEDGER).claim({"model.d_model": 64}, {})
+    with pytest.raises(StudyDirectoryError, match="another study's: model.d_model is 32 here but 64 there"):
+        merge(ours, other)
+    theirs.close()
+    with sqlite3.connect(theirs.directory / LEDGER) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(StudyDirectoryError, match="has schema 2"):
+        merge(ours, theirs.directory)
+    (other / "text.sqlite").write_text("no database at all" * 100)
+    with pytest.raises(StudyDirectoryError, match="can't be read as a ledger"):
+        merge(ours, other / "text.sqlite")
+
+
+def test_a_segment_whose_key_does_not_fit_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    forged = add_run(theirs, 0, 2.0)
+    theirs.close()
+    with sqlite3.connect(theirs.directory / LEDGER) as connection:
+        connection.execute("UPDATE segments SET tokens = tokens + 1 WHERE key = ?", (forged,))
+    connection.close()
+    result = merge(ours, theirs.directory)
+    assert result.refused == (forged,)
+    assert (result.added["segments"], result.added["runs"]) == (1, 0)
+
+
+def test_a_postgresql_study_is_merged_in_and_out(ledgers: tuple[Ledger, Ledger], postgres: Any, tmp_path: Path) -> None:
+    ours, theirs = ledgers
+    fill(ours, theirs)
+    theirs.close()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    database = open_ledger(StorageSettings(ledger="postgresql"), shared, "s")
+    database.claim(IDENTITY, {})
+    assert merge(database, theirs.directory).added["segments"] == 6
+    shutil.rmtree(theirs.directory)
+    assert merge(ours, shared).added == merge_counts(segments=2, runs=1, states=1, curves=2)
+    assert ours.segment(chain(2).key) == database.segment(chain(2).key)
+    database.close()
+
+
+def merge_counts(**added: int) -> dict[str, int]:
+    return {"results": 1, "forecasts": 1, "sweeps": 1, "trials": 1, "rungs": 1, **added}
