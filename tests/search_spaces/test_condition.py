@@ -75,6 +75,13 @@ def test_what_is_active_and_missing_is_named(space: Space) -> None:
         space.validate({"optimizer": "adamw", "n_layers": 1})
 
 
+def test_of_a_wrong_parent_s_child_nothing_is_said(space: Space) -> None:
+    with pytest.raises(SpaceError, match="^optimizer = 'adam' is not in choice adamw \\| lion \\| sgd$"):
+        space.validate({"optimizer": "adam", "n_layers": 1, "beta1": 0.9})
+    with pytest.raises(SpaceError, match="^optimizer is missing$"):
+        space.validate({"n_layers": 1, "beta1": 0.9})
+
+
 def test_order_puts_parents_first(space: Space) -> None:
     assert space.order.index("optimizer") < space.order.index("beta1") < space.order.index("beta2")
     assert Space.from_dict(space.to_dict()) == space
