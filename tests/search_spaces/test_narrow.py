@@ -145,11 +145,21 @@ def test_a_dominated_choice_is_dropped_only_with_enough_trials() -> None:
     assert "sgd: none of its" in result.table["reason"][0]
 
 
+def test_on_a_grid_the_neighbours_of_the_best_point_stay() -> None:
+    space = Space({"rate": LogUniform(low=2**-10, high=2**-2), "scale": LogUniform(low=0.25, high=4.0)})
+    results = pd.DataFrame(space.grid({"rate": 9, "scale": 9}))
+    results["loss"] = 3 + np.round(np.log2(results["rate"]) + 6).abs() + 0.001 * np.log2(results["scale"]) ** 2
+    smaller: Any = narrow(space, results).space["rate"]
+    assert (smaller.low, smaller.high) != (2**-10, 2**-2)
+    assert smaller.low <= 2**-7 * (1 + 1e-9)
+    assert smaller.high >= 2**-5 * (1 - 1e-9)
+
+
 def test_ranks_are_cut_to_ranks() -> None:
     betas = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
     space = Space({"beta2": Ordinal(values=betas)})
     result = narrow(space, trials(space, lambda config: 3 + abs(betas.index(config["beta2"]) - 1), 60, 0))
-    assert result.space["beta2"] == Ordinal(values=betas[:3]), "the best one and its neighbours"
+    assert result.space["beta2"] == Ordinal(values=betas[:4]), "the three of the best quarter, and the next"
 
 
 def test_whole_numbers_are_cut_to_whole_numbers() -> None:
