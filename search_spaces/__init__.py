@@ -7,7 +7,20 @@ bounds. Knows numpy, scipy and pandas only: the application translates a space f
 """
 
 from search_spaces.base import Distribution, Scalar, Value
-from search_spaces.catalogue import CATALOGUE, classic, mup_adamw, mup_adamw_full, mup_lion, mup_muon, ready_made
+from search_spaces.catalogue import (
+    CATALOGUE,
+    architecture,
+    batch,
+    classic,
+    mixture,
+    mup_adamw,
+    mup_adamw_full,
+    mup_lion,
+    mup_muon,
+    mup_optimizer,
+    ready_made,
+    schedule,
+)
 from search_spaces.condition import Condition, OneOf, Range
 from search_spaces.constraints import Constraint, register_constraint
 from search_spaces.distributions import Integer, LogUniform, Uniform
@@ -47,14 +60,19 @@ __all__ = [
     "Uniform",
     "Value",
     "Weights",
+    "architecture",
+    "batch",
     "classic",
     "distribution_from_dict",
+    "mixture",
     "mup_adamw",
     "mup_adamw_full",
     "mup_lion",
     "mup_muon",
+    "mup_optimizer",
     "narrow",
     "ready_made",
     "register_constraint",
+    "schedule",
     "transferability",
 ]

@@ -1,13 +1,20 @@
-"""Ready-made spaces, by name."""
+"""Ready-made spaces, by name; a mixture's is made for its sources."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from search_spaces.condition import Condition
+from search_spaces.constraints import Constraint
 from search_spaces.distributions import Integer, LogUniform, Uniform
 from search_spaces.errors import SpaceError, unknown
-from search_spaces.listed import Choice
+from search_spaces.listed import Choice, Ordinal
+from search_spaces.prior import Prior
+from search_spaces.simplex import Simplex
 from search_spaces.space import Space
+from search_spaces.weights import Weights
+
+_BETA2 = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 
 
 def mup_adamw() -> Space:
@@ -63,6 +70,124 @@ def mup_muon() -> Space:
     return mup_adamw()
 
 
+def mup_optimizer() -> Space:
+    """`mup_adamw_full` with AdamW's betas and the warmup: everything about the optimizer that may be carried over.
+
+    beta1: .9 is the customary value (Kingma and Ba, arXiv 1412.6980), its neighbours are assumed.
+    beta2: between .9, assumed, and Adam's .999 (arXiv 1412.6980), with the .95 of GPT-3 (arXiv 2005.14165) and the .98 of the
+        Transformer (arXiv 1706.03762); the best one rises where the batch is small (Porian et al., arXiv 2406.19146).
+    warmup_fraction: from a hundredth to a fifth of the run, assumed.
+
+    The gradient's average is taken over fewer steps than that of its square: beta1 < beta2, as customary.
+    """
+    more = {
+        "beta1": Ordinal(values=(0.8, 0.9, 0.95)),
+        "beta2": Ordinal(values=_BETA2),
+        "warmup_fraction": LogUniform(low=0.01, high=0.2),
+    }
+    return mup_adamw_full().updated(more, {"beta_order": Constraint(rule="less", names=("beta1", "beta2"))})
+
+
+def schedule() -> Space:
+    """Which schedule, and its lengths as fractions of the run; the constant one is left out, as it is never annealed.
+
+    warmup_fraction: as in `mup_optimizer`.
+    cooldown_fraction: from a twentieth of the run to half of it, assumed; a tenth suffices for MiniCPM (arXiv 2404.06395), and
+        Hägele et al. find the loss to fall with longer cooldowns, then to level off (arXiv 2405.18392).
+    final_fraction: zero (Bergsma et al., arXiv 2502.15938) up to a fifth, assumed, with the tenth of Chinchilla (arXiv
+        2203.15556) between them.
+    """
+    cools = Condition.from_dict({"schedule": ["wsd", "wsd_linear", "inverse_sqrt"]})
+    return Space(
+        {
+            "schedule": Choice(values=("wsd", "wsd_linear", "linear", "cosine", "inverse_sqrt")),
+            "warmup_fraction": LogUniform(low=0.01, high=0.2),
+            "cooldown_fraction": LogUniform(low=0.05, high=0.5, when=cools),
+            "final_fraction": Uniform(low=0.0, high=0.2, when=Condition.from_dict({"schedule": ["cosine"]})),
+        }
+    )
+
+
+def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
+    """The batch with what has to follow it, the rate and beta2.
+
+    Args:
+        smallest: Tokens of the smallest batch, over all devices.
+        largest: Tokens of the largest, at least twice as many.
+
+    batch_tokens: powers of two. The defaults are the grid of Step Law, 16 to 2,048 sequences of 2,048 tokens (Li et al., arXiv
+        2503.04715); a small proxy wants smaller ones.
+    learning_rate: as in `mup_adamw`, an octave wider on either side, assumed: the best rate moves with the batch.
+    beta2: as in `mup_optimizer`.
+
+    A ramp is left out: its length is in tokens of one run. That the critical batch grows along a run is found by Merrill
+    et al. (arXiv 2505.23971).
+
+    Raises:
+        SpaceError: If there are not two powers of two between the bounds.
+    """
+    sizes = tuple(2**k for k in range(64) if smallest <= 2**k <= largest)
+    return Space(
+        {
+            "batch_tokens": Ordinal(values=sizes),
+            "learning_rate": LogUniform(low=2**-11, high=2**-3),
+            "beta2": Ordinal(values=_BETA2),
+        }
+    )
+
+
+def architecture() -> Space:
+    """Which model: the variants of the decoder by the names of its configuration, and the ratio of width to depth.
+
+    activation: the gated one of Shazeer (arXiv 2002.05202), the square of Primer (arXiv 2109.08668), and the two before them.
+    norm: RMSNorm (arXiv 1910.07467) or LayerNorm. qk_norm: arXiv 2010.04245.
+    positions: rotary (arXiv 2104.09864), ALiBi (arXiv 2108.12409), learned, or none (arXiv 2305.19466); rotary_fraction: the
+        quarter of GPT-NeoX (arXiv 2204.06745) to all.
+    queries_per_kv: multi-head attention, or two or four queries to a key (arXiv 2305.13245); the heads must divide by four.
+    parallel: attention beside the MLP, biases: PaLM goes without (arXiv 2204.02311). tied: arXiv 1608.05859.
+    width_depth_ratio: d_model / n_layers, from 32 to 128, assumed: Kaplan et al. find the loss to change by at most 3 % between
+        ratios of about 33 and 715 at equal size (arXiv 2001.08361, section 3.1).
+
+    Compare at equal parameters or equal FLOPs; the size itself is not in the space.
+    """
+    yes_or_no = Choice(values=(False, True))
+    rotary = Condition.from_dict({"positions": ["rotary"]})
+    return Space(
+        {
+            "activation": Choice(values=("swiglu", "gelu", "relu", "relu2")),
+            "norm": Choice(values=("rmsnorm", "layernorm")),
+            "qk_norm": yes_or_no,
+            "positions": Choice(values=("rotary", "learned", "alibi", "none")),
+            "rotary_fraction": Ordinal(values=(0.25, 0.5, 1.0), when=rotary),
+            "queries_per_kv": Ordinal(values=(1, 2, 4)),
+            "parallel": yes_or_no,
+            "tied": yes_or_no,
+            "biases": yes_or_no,
+            "width_depth_ratio": Integer(low=32, high=128, log=True),
+        }
+    )
+
+
+def mixture(
+    sources: Sequence[str], *, low: Mapping[str, float] | None = None, natural: Mapping[str, float] | None = None
+) -> Space:
+    """How much of each source the data has: weights that sum to 1, by token.
+
+    Args:
+        sources: Names, at least two.
+        low: Least weight of a source, by name.
+        natural: The mixture that the data has by itself, around which is sampled; without it, all are equally likely.
+
+    Proxies are trained on mixtures drawn around the natural one and tell the best (RegMix, Liu et al., arXiv 2407.01492). The
+    spread of one half, at which a part of mean weight .2 has a standard deviation of .2, is assumed.
+
+    Raises:
+        SpaceError: If the names, bounds or weights make no simplex.
+    """
+    prior = Prior(centre=Weights(natural), spread=0.5) if natural is not None else None
+    return Space({"data_mixture": Simplex(parts=tuple(sources), low=Weights(low or {}), prior=prior)})
+
+
 def classic() -> Space:
     """What is customarily searched at full size, without muP; `transferability` says which of it may be carried over.
 
@@ -83,11 +208,15 @@ def classic() -> Space:
 
 
 CATALOGUE: dict[str, Callable[[], Space]] = {
+    "architecture": architecture,
+    "batch": batch,
     "classic": classic,
     "mup_adamw": mup_adamw,
     "mup_adamw_full": mup_adamw_full,
     "mup_lion": mup_lion,
     "mup_muon": mup_muon,
+    "mup_optimizer": mup_optimizer,
+    "schedule": schedule,
 }
 
 

@@ -64,9 +64,10 @@ class Relations:
                     )
 
     def _sorter(self) -> TopologicalSorter[str]:
-        return TopologicalSorter({name: self._parents(name) for name in self.distributions})
+        return TopologicalSorter({name: self.parents(name) for name in self.distributions})
 
-    def _parents(self, name: str) -> list[str]:
+    def parents(self, name: str) -> list[str]:
+        """The hyperparameters that the condition of `name` names."""
         condition = self.distributions[name].when
         return [parent for parent, _ in condition.parents] if condition else []
 
@@ -96,7 +97,7 @@ class Relations:
     def _with_ancestors(self, constraint: Constraint) -> tuple[str, ...]:
         found = list(constraint.names)
         for name in found:
-            found += [parent for parent in self._parents(name) if parent not in found]
+            found += [parent for parent in self.parents(name) if parent not in found]
         return tuple(found)
 
     def text(self) -> str:

@@ -13,7 +13,7 @@ from search_spaces.errors import SpaceError, unknown
 from search_spaces.prior import BetaStick, Density, Prior, is_finite
 from search_spaces.weights import Weights
 
-SUM_TOLERANCE = 1e-6
+SUM_TOLERANCE = 1e-5
 """How far from 1 the weights of a value may sum, so that a table may round them."""
 _ROUNDING = 1e-9
 

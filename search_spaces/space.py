@@ -24,8 +24,8 @@ from search_spaces.simplex import Simplex
 Config: TypeAlias = dict[str, Value]
 
 MOST_DRAWS = 1_000
-"""How often one configuration is redrawn before its constraints are taken to leave no room; below an acceptance of 1 %,
-about one in 20,000 configurations would be given up wrongly."""
+"""How often one configuration is drawn before its constraints are taken to leave no room: at an acceptance of 1 % one in
+20,000 is given up wrongly."""
 
 
 # Equality and the rest of a read-only mapping come from Mapping.
@@ -235,22 +235,18 @@ class Space(Mapping[str, Distribution]):
 
     def _problems(self, config: Mapping[str, object]) -> Iterator[str]:
         there = self._between.active(config)
-        wrong = False
-        for name, distribution in self.items():
+        wrong: dict[str, str] = {}
+        for name in self.order:
             if name not in there:
-                if name in config:
-                    yield f"{name} is inactive, it exists only if {distribution.when}"
-                continue
-            if name in config and distribution.contains(config[name]):
-                continue
-            wrong = True
-            if name not in config:
-                yield f"{name} is missing"
-            else:
-                yield f"{name} = {config[name]!r} is not in {distribution.kind} {distribution}"
-        for name in config:
-            if name not in self:
-                yield unknown("hyperparameter", name, self)
+                # Where a parent is wrong, whether it should be there is unknown.
+                if name in config and not any(parent in wrong for parent in self._between.parents(name)):
+                    wrong[name] = f"{name} is inactive, it exists only if {self[name].when}"
+            elif name not in config:
+                wrong[name] = f"{name} is missing"
+            elif not self[name].contains(config[name]):
+                wrong[name] = f"{name} = {config[name]!r} is not in {self[name].kind} {self[name]}"
+        yield from (wrong[name] for name in self if name in wrong)
+        yield from (unknown("hyperparameter", name, self) for name in config if name not in self)
         if not wrong:
             yield from self._between.broken({name: config[name] for name in there})
 

@@ -4,7 +4,8 @@ The classes follow the project's rule table: values given at the base shape are 
 parametrization; the training horizon, the batch and regularization are not its subject.
 
 Sources, by arXiv id: 2203.03466 Tensor Programs V; 2505.01618 CompleteP; 2512.22382 Complete(d)P; 2407.05872 Everett et
-al.; 2409.19913 rates across horizons; 2405.13698 AdamW's timescale; 2505.13738 Power Lines; 2510.15262 decay under muP.
+al.; 2409.19913 rates across horizons; 2405.13698 AdamW's timescale; 2505.13738 Power Lines; 2510.15262 decay under muP;
+2001.08361 Kaplan et al.; 2407.01492 RegMix.
 "assumed" marks a convention of this project that no paper or measurement here backs.
 """
 
@@ -70,6 +71,7 @@ _GROUP_RATE = (
 )
 _LENGTH = "An absolute length is another fraction of a longer run."
 _BETA = "Kept across width; it averages over 1 / (1 - beta) steps, which are more tokens with a larger batch."
+_FAMILY = "Part of the family that proxy and target belong to."
 _REGULARIZER = "How much regularization is best depends on the size of the model and on how often it sees its data."
 
 # Name, class, axes, reason, source.
@@ -188,10 +190,53 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         "Rankings under one schedule do not carry over to another.",
         "measured here: Spearman .70 between final losses under WSD and under linear decay",
     ),
-    ("activation", Transfer.MUST_MATCH, (), "Part of the family that proxy and target belong to.", "assumed"),
+    ("activation", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("norm", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("qk_norm", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("positions", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("rotary_fraction", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("parallel", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    (
+        "tied",
+        Transfer.MUST_MATCH,
+        (),
+        "A tied table has rules and rates of its own; the readout's are not reused.",
+        "assumed",
+    ),
+    ("biases", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    (
+        "queries_per_kv",
+        Transfer.MUST_MATCH,
+        (),
+        "Keys and values grow with the width only where their ratio to the queries is kept.",
+        "2203.03466",
+    ),
+    ("mlp_ratio", Transfer.MUST_MATCH, (), "The MLP grows with the width only where the ratio is kept.", "2203.03466"),
+    (
+        "head_dim",
+        Transfer.MUST_MATCH,
+        (),
+        "The width grows in heads of one size, so that the scale of attention stays.",
+        "2203.03466",
+    ),
+    (
+        "width_depth_ratio",
+        Transfer.NEVER,
+        (),
+        "The loss depends on it so little (2001.08361) that a small model can't tell; what else is tuned transfers across"
+        " both width and depth.",
+        "2001.08361, 2505.01618",
+    ),
     ("context_length", Transfer.MUST_MATCH, (), "Another context is another task with another loss.", "assumed"),
     ("tokenizer", Transfer.MUST_MATCH, (), "The loss is counted in its tokens.", "assumed"),
-    ("data_mixture", Transfer.MUST_MATCH, (), "The optimum and the law belong to one mixture.", "assumed"),
+    (
+        "data_mixture",
+        Transfer.MUST_MATCH,
+        (),
+        "The optimum and the law belong to one mixture. Which of several is better is taken to stay so at larger sizes"
+        " (2407.01492), and best checked there.",
+        "2407.01492",
+    ),
 )
 
 TRANSFERABILITY: dict[str, Transferability] = {

@@ -20,7 +20,7 @@ from proxy_models.content_key import content_key
 from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
-from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Space
+from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 
 MAX_WARMUP = 2.1
 """Warmup of a run that tells the law, in units of the study's own fraction: a branch at half its stem's length has twice
@@ -174,7 +174,7 @@ def _policy(best: Hyperparameters, space: Space) -> dict[str, float]:
 
 
 def _numeric(space: Space) -> dict[str, Distribution]:
-    return {name: distribution for name, distribution in space.items() if not isinstance(distribution, Choice | Fixed)}
+    return {name: d for name, d in space.items() if isinstance(d, Uniform | LogUniform | Integer)}
 
 
 def _place(value: float, distribution: Distribution) -> float:
@@ -207,7 +207,7 @@ def _foreign(row: dict[str, Any], best: Hyperparameters, space: Space, numerics:
 
 def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space) -> str:
     for name, distribution in space.items():
-        if isinstance(distribution, Choice) and row["hyperparameters"][name] != getattr(best, name):
+        if isinstance(distribution, Choice | Ordinal) and row["hyperparameters"][name] != getattr(best, name):
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"
     if row["numerics"]["run_tokens"] not in (None, row["n_tokens"]):
         return f"its data are those of a run of {row['numerics']['run_tokens']} tokens"

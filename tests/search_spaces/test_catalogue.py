@@ -8,18 +8,24 @@ from typing import Any
 import pytest
 
 import search_spaces
+from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import (
     CATALOGUE,
     Choice,
     SpaceError,
     Transfer,
+    architecture,
+    batch,
     classic,
+    mixture,
     mup_adamw,
     mup_adamw_full,
     mup_lion,
     mup_muon,
+    mup_optimizer,
     ready_made,
+    schedule,
     transferability,
 )
 
@@ -88,9 +94,58 @@ def test_the_classic_table() -> None:
     assert space["activation"] == Choice(values=("gelu", "swiglu", "relu"))
 
 
+@pytest.mark.parametrize("name", ["mup_optimizer", "schedule", "batch"])
+def test_training_takes_every_sample_of_a_space_for_it(name: str) -> None:
+    for config in ready_made(name).sample(200, seed=0):
+        values: dict[str, Any] = {"learning_rate": 0.01, "batch_tokens": 2**15, **config}
+        Hyperparameters(**values)
+
+
+def test_the_complete_optimizer_space_adds_betas_in_order_and_the_warmup() -> None:
+    space = mup_optimizer()
+    assert set(space) - set(mup_adamw_full()) == {"beta1", "beta2", "warmup_fraction"}
+    pairs = {(config["beta1"], config["beta2"]) for config in space.sample(300, seed=0)}
+    assert pairs == {(b1, b2) for b1 in (0.8, 0.9, 0.95) for b2 in (0.9, 0.95, 0.98, 0.99, 0.995, 0.999) if b1 < b2}
+
+
+def test_a_schedule_has_only_the_settings_that_it_reads() -> None:
+    for config in schedule().sample(200, seed=1):
+        assert ("cooldown_fraction" in config) == (config["schedule"] in ("wsd", "wsd_linear", "inverse_sqrt"))
+        assert ("final_fraction" in config) == (config["schedule"] == "cosine")
+
+
+def test_the_batches_are_powers_of_two_between_the_bounds() -> None:
+    assert batch()["batch_tokens"].grid(1) == [2**k for k in range(15, 23)]
+    assert batch(smallest=500, largest=2_048)["batch_tokens"].grid(1) == [512, 1024, 2048]
+    with pytest.raises(SpaceError, match="at least two values"):
+        batch(smallest=500, largest=1_000)
+
+
+def test_every_sample_of_the_architecture_space_is_a_model() -> None:
+    space = architecture()
+    names = {field.name for field in fields(ModelConfig)}
+    assert set(space) - names == {"width_depth_ratio"}
+    for config in space.sample(200, seed=0):
+        values: dict[str, Any] = {name: value for name, value in config.items() if name in names}
+        ModelConfig(d_model=64, n_layers=2, **values)
+        assert ("rotary_fraction" in config) == (config["positions"] == "rotary")
+
+
+def test_a_mixture_is_made_for_its_sources() -> None:
+    space = mixture(["web", "code", "books"], low={"code": 0.1}, natural={"web": 0.7, "code": 0.2, "books": 0.1})
+    assert transferability("data_mixture").transfer is Transfer.MUST_MATCH
+    weights = [dict(config["data_mixture"]) for config in space.sample(2_000, seed=0)]  # type: ignore[arg-type]
+    assert all(mix["code"] >= 0.1 and sum(mix.values()) == pytest.approx(1) for mix in weights)
+    # The largest standard deviation of a part is .25 · .5 or so; the mean of 2,000 is known to .006.
+    means = [sum(mix[name] for mix in weights) / len(weights) for name in ("web", "code", "books")]
+    assert means == pytest.approx([0.7, 0.2, 0.1], abs=0.03)
+    assert mixture(["web", "code"])["data_mixture"].prior is None
+
+
 def test_an_unknown_space_is_refused() -> None:
     with pytest.raises(
-        SpaceError, match=r"unknown space 'mup_adam' \(did you mean 'mup_adamw'\?\); known: classic, mup"
+        SpaceError,
+        match=r"unknown space 'mup_adam' \(did you mean 'mup_adamw'\?\); known: architecture, batch, classic, mup",
     ):
         ready_made("mup_adam")
 

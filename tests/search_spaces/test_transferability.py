@@ -9,10 +9,12 @@ from proxy_models.config import DROPPED
 from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, Axis, SpaceError, Transfer, Transferability, transferability
 
-# The arXiv ids that the rule table of the project cites.
+# The arXiv ids that the rule table of the project cites, Kaplan et al. and RegMix.
 SOURCES = {
+    "2001.08361",
     "2203.03466",
     "2405.13698",
+    "2407.01492",
     "2407.05872",
     "2409.19913",
     "2505.01618",
@@ -39,6 +41,8 @@ SOURCES = {
         ("tokenizer", Transfer.MUST_MATCH, ()),
         ("context_length", Transfer.MUST_MATCH, ()),
         ("data_mixture", Transfer.MUST_MATCH, ()),
+        ("positions", Transfer.MUST_MATCH, ()),
+        ("width_depth_ratio", Transfer.NEVER, ()),
     ],
 )
 def test_the_classes_follow_the_rule_table(name: str, transfer: Transfer, axes: tuple[Axis, ...]) -> None:

@@ -1,0 +1,142 @@
+"""What is inactive is absent, everywhere; parents decide in order, however the table lists them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces import Condition, Integer, LogUniform, Range, Space, SpaceError, Uniform, schedule
+
+TABLE: dict[str, Any] = {
+    # The child stands before its parent, and has a child of its own.
+    "beta2": {"distribution": "uniform", "low": 0.9, "high": 0.999, "when": {"beta1": {"low": 0.85}}},
+    "beta1": {"distribution": "uniform", "low": 0.8, "high": 0.95, "when": {"optimizer": ["adamw", "lion"]}},
+    "optimizer": {"distribution": "choice", "values": ["adamw", "lion", "sgd"]},
+    "n_layers": {"distribution": "integer", "low": 1, "high": 8},
+    "stochastic_depth": {"distribution": "uniform", "low": 0, "high": 0.2, "when": {"n_layers": {"low": 3, "high": 6}}},
+}
+
+
+@pytest.fixture
+def space() -> Space:
+    return Space.from_dict(TABLE)
+
+
+def test_samples_have_what_is_active_and_nothing_else(space: Space) -> None:
+    configs: list[Any] = list(space.sample(300, seed=0))
+    for config in configs:
+        assert ("beta1" in config) == (config["optimizer"] != "sgd")
+        assert ("beta2" in config) == (config.get("beta1", 0) >= 0.85)
+        assert ("stochastic_depth" in config) == (3 <= config["n_layers"] <= 6)
+        assert list(config) == [name for name in space if name in config] == list(space.active(config))
+        assert space.contains(config)
+    assert len({tuple(config) for config in configs}) == 6
+
+
+def test_a_value_does_not_depend_on_whether_it_has_a_condition(space: Space) -> None:
+    free = Space.from_dict({name: {k: v for k, v in entry.items() if k != "when"} for name, entry in TABLE.items()})
+    for config, whole in zip(space.sample(50, seed=4), free.sample(50, seed=4), strict=True):
+        assert config == {name: whole[name] for name in config}
+
+
+def test_an_inactive_value_encodes_to_the_middle_and_decodes_to_nothing(space: Space) -> None:
+    config = {"optimizer": "sgd", "n_layers": 8}
+    point = space.encode(config)
+    assert dict(zip(space.axes, point, strict=True)) == pytest.approx(
+        {"beta2": 0.5, "beta1": 0.5, "optimizer": 5 / 6, "n_layers": 7.5 / 8, "stochastic_depth": 0.5}
+    )
+    assert space.decode(point) == config
+
+
+def test_a_grid_has_no_combinations_of_what_is_inactive(space: Space) -> None:
+    grid = space.grid({"beta1": 3, "beta2": 2, "n_layers": 8, "stochastic_depth": 3})
+    assert len({tuple(config.items()) for config in grid}) == len(grid)
+    # adamw and lion: 1 low beta1 + 2 higher ones × 2; sgd: 1. Depths: 4 without × 1 + 4 with × 3.
+    assert len(grid) == (2 * (1 + 2 * 2) + 1) * (4 + 4 * 3)
+    assert Counter(config["optimizer"] for config in grid)["sgd"] == 16
+    assert all(map(space.contains, grid))
+
+
+def test_what_is_there_although_inactive_is_refused(space: Space) -> None:
+    config: dict[str, object] = {"optimizer": "sgd", "n_layers": 1, "beta1": 0.9, "stochastic_depth": 0.1}
+    with pytest.raises(SpaceError) as caught:
+        space.validate(config)
+    assert str(caught.value).split("; ") == [
+        "beta1 is inactive, it exists only if optimizer = adamw | lion",
+        "stochastic_depth is inactive, it exists only if n_layers in 3 … 6",
+    ]
+
+
+def test_what_is_active_and_missing_is_named(space: Space) -> None:
+    with pytest.raises(SpaceError, match="^beta1 is missing$"):
+        space.validate({"optimizer": "adamw", "n_layers": 1})
+
+
+def test_of_a_wrong_parent_s_child_nothing_is_said(space: Space) -> None:
+    with pytest.raises(SpaceError, match="^optimizer = 'adam' is not in choice adamw \\| lion \\| sgd$"):
+        space.validate({"optimizer": "adam", "n_layers": 1, "beta1": 0.9})
+    with pytest.raises(SpaceError, match="^optimizer is missing$"):
+        space.validate({"n_layers": 1, "beta1": 0.9})
+
+
+def test_order_puts_parents_first(space: Space) -> None:
+    assert space.order.index("optimizer") < space.order.index("beta1") < space.order.index("beta2")
+    assert Space.from_dict(space.to_dict()) == space
+    assert Space.from_dict(space.to_dict()).names == space.names
+
+
+def one(when: Any) -> dict[str, Any]:
+    return {**TABLE, "x": {"distribution": "uniform", "low": 0, "high": 1, "when": when}}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (one({"optimiser": ["adamw"]}), "x: unknown hyperparameter in when 'optimiser' \\(did you mean 'optimizer'"),
+        (one({"optimizer": ["adam"]}), "x: when needs optimizer = 'adam', which is never: adamw | lion | sgd"),
+        (one({"optimizer": "adamw"}), "when.optimizer: a condition needs a list of values or a range, got 'adamw'"),
+        (one({"optimizer": []}), "when.optimizer: a condition needs a list of values or a range"),
+        (one({"optimizer": [["adamw"]]}), "when.optimizer: a condition takes text, numbers and true or false"),
+        (one({}), "when needs a table from names to lists of values or ranges, got {}"),
+        (one(["optimizer"]), "when needs a table"),
+        (one({"n_layers": {"min": 3}}), "unknown key of when.n_layers 'min'; known: low, high"),
+        (one({"n_layers": {}}), "when.n_layers: a range needs low or high"),
+        (one({"n_layers": {"low": "3"}}), "when.n_layers: a range needs a finite number as low, got '3'"),
+        (one({"n_layers": {"low": 3, "high": 2}}), "a range needs low <= high, got low = 3, high = 2"),
+        (
+            {**one({"mix": [0.5]}), "mix": {"distribution": "simplex", "parts": ["a", "b"]}},
+            "x: when needs mix to have single values, but it is a simplex",
+        ),
+        (
+            {
+                "a": {"distribution": "choice", "values": [1, 2], "when": {"b": [1]}},
+                "b": {"distribution": "choice", "values": [1, 2], "when": {"a": [1]}},
+            },
+            "conditions go round in a circle: (a → b → a|b → a → b)",
+        ),
+        ({"a": {"distribution": "choice", "values": [1, 2], "when": {"a": [1]}}}, "round in a circle: a → a"),
+    ],
+)
+def test_a_condition_that_breaks_a_rule_is_refused(table: Any, message: str) -> None:
+    with pytest.raises(SpaceError, match=message):
+        Space.from_dict(table)
+
+
+def test_true_is_not_one_and_text_is_in_no_range() -> None:
+    assert not Condition.from_dict({"a": [1]}).holds({"a": True})
+    assert not Range(low=0).holds("1")
+    assert not Range(low=0).holds(True)
+    assert Range(high=2).holds(np.float64(2))
+    assert [str(r) for r in (Range(low=1), Range(high=2.5), Range(low=1, high=2))] == [">= 1", "<= 2.5", "in 1 … 2"]
+
+
+def test_str_tells_the_condition_and_the_prior() -> None:
+    assert str(schedule()["final_fraction"]) == "0 … 0.2, if schedule = cosine"
+    space = Space(
+        {"n": Integer(low=1, high=4), "x": LogUniform(low=1, high=2, when=Condition.from_dict({"n": [1, 2]}))}
+    )
+    assert "x  log_uniform  1 … 2, if n = 1 | 2" in str(space)
+    assert repr(Uniform(low=0, high=1)) == "Uniform(low=0.0, high=1.0)"
