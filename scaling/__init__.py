@@ -5,6 +5,10 @@
     fit_transfer(rows)                       does the best rate stay put across widths?    -> Transfer
     fit_horizon_law(rows)                    how it falls with training tokens             -> HorizonLaw
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
+    compare_leaders(rows)                    which repeated trial is best, how surely      -> Leaders
+    seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
+    hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
+    pareto_front(rows)                       the runs of which none is cheaper and better  -> DataFrame
 
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
@@ -13,7 +17,11 @@ from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
 from scaling.horizon import HorizonLaw, fit_horizon_law
+from scaling.importance import Importance, hyperparameter_importance
+from scaling.leaders import Leaders, compare_leaders
+from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
+from scaling.pareto import pareto_front, plot_pareto
 from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.result import ScalingFit
 from scaling.surface import Allocation, LossSurface, compute_flops
@@ -23,16 +31,24 @@ __all__ = [
     "Allocation",
     "Forecast",
     "HorizonLaw",
+    "Importance",
+    "Leaders",
     "LossSurface",
     "Optimum",
     "RegretSurface",
     "ScalingError",
     "ScalingFit",
+    "SeedNoise",
     "Transfer",
+    "compare_leaders",
     "compute_flops",
     "fit",
     "fit_horizon_law",
     "fit_optimum",
     "fit_regret_surface",
     "fit_transfer",
+    "hyperparameter_importance",
+    "pareto_front",
+    "plot_pareto",
+    "seed_noise",
 ]
