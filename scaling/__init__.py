@@ -5,6 +5,7 @@
     fit_transfer(rows)                       does the best rate stay put across widths?    -> Transfer
     fit_horizon_law(rows)                    how it falls with training tokens             -> HorizonLaw
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
+    fit_response(rows, box=SearchBox(…))     loss over all of them, across scales: search  -> ResponseSurface
 
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
@@ -15,7 +16,9 @@ from scaling.forecast import Forecast
 from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima import Optimum, fit_optimum
 from scaling.regret import RegretSurface, fit_regret_surface
+from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
+from scaling.search_box import SearchBox
 from scaling.surface import Allocation, LossSurface, compute_flops
 from scaling.transfer import Transfer, fit_transfer
 
@@ -26,13 +29,17 @@ __all__ = [
     "LossSurface",
     "Optimum",
     "RegretSurface",
+    "ResponseOptimum",
+    "ResponseSurface",
     "ScalingError",
     "ScalingFit",
+    "SearchBox",
     "Transfer",
     "compute_flops",
     "fit",
     "fit_horizon_law",
     "fit_optimum",
     "fit_regret_surface",
+    "fit_response",
     "fit_transfer",
 ]
