@@ -9,6 +9,7 @@
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
     pareto_front(rows)                       the runs of which none is cheaper and better  -> DataFrame
+    fit_response(rows, box=SearchBox(…))     loss over all of them, across scales: search  -> ResponseSurface
 
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
@@ -23,7 +24,9 @@ from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
 from scaling.pareto import pareto_front, plot_pareto
 from scaling.regret import RegretSurface, fit_regret_surface
+from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
+from scaling.search_box import SearchBox
 from scaling.surface import Allocation, LossSurface, compute_flops
 from scaling.transfer import Transfer, fit_transfer
 
@@ -36,8 +39,11 @@ __all__ = [
     "LossSurface",
     "Optimum",
     "RegretSurface",
+    "ResponseOptimum",
+    "ResponseSurface",
     "ScalingError",
     "ScalingFit",
+    "SearchBox",
     "SeedNoise",
     "Transfer",
     "compare_leaders",
@@ -46,6 +52,7 @@ __all__ = [
     "fit_horizon_law",
     "fit_optimum",
     "fit_regret_surface",
+    "fit_response",
     "fit_transfer",
     "hyperparameter_importance",
     "pareto_front",

@@ -81,7 +81,8 @@ class Sweep:
         if not record.rounds:
             record.begin_round(settings.trials, resolve_searcher(settings, self.taught()), settings.space)
         part = record.rounds[-1]
-        sampler = make_sampler(part, settings, plan, self.taught)
+        n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
+        sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
         rule = make_rule(settings, part.space)
         return Engine(record, rule, sampler, self._budget(part), top=plan.top, on_arrival=on_arrival)
 

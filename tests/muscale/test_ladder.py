@@ -13,6 +13,7 @@ from muscale import StageError, StudyConfig, ladder
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
 from muscale.promotion import Promotion, gate
+from muscale.search.path import path_of
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, fit_horizon_law
@@ -91,7 +92,7 @@ def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(
         rung_tokens=config.rung_tokens(),
     )
     jobs = [
-        Job(purpose="transfer", label="", hyperparameters=h, chain=plan.branch({}, rung))
+        Job(purpose="transfer", label="", hyperparameters=h, chain=plan.branch(path_of({}), rung))
         for rung in range(config.sweep.rungs)
     ]
     runs = pd.DataFrame([as_run(job) for job in jobs])

@@ -75,7 +75,7 @@ def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
 def _add_rungs(path: Path, trial: int) -> None:
     ledger = Ledger(path)
     for rung in range(20):
-        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, decision="continue")
+        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
 
 
 def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger: Ledger) -> None:

@@ -65,7 +65,7 @@ def test_writers_outlast_the_end_of_the_actor(ledger: Ledger) -> None:
 
     def write(trial: int) -> None:
         for rung in range(20):
-            ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, decision="end")
+            ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
 
     for ended, no_restart in enumerate((False, True)):  # its process; the actor itself
         ledger.trials("s")

@@ -49,8 +49,8 @@ def add_run(ledger: Ledger, seed: int, loss: float | None, *, state: bytes | Non
 
 
 def add_sweep(ledger: Ledger, sweep: str, loss: float) -> None:
-    ledger.insert(trials, sweep=sweep, number=0, config={"learning_rate": loss}, status="completed")
-    ledger.add_rung(sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, decision="end")
+    ledger.insert(trials, sweep=sweep, number=0, config={"learning_rate": loss}, until=0)
+    ledger.add_rung(sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, seconds=1.0)
 
 
 @pytest.fixture

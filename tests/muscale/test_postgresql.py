@@ -31,7 +31,7 @@ from muscale.open_ledger import open_ledger
 ledger = open_ledger(StorageSettings(ledger="postgresql"), Path(sys.argv[1]), "s")
 for trial in range(int(sys.argv[2]), int(sys.argv[3])):
     for rung in range(10):
-        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, decision="continue")
+        ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
 """
 
 
@@ -55,11 +55,9 @@ def test_a_study_has_a_schema_of_its_own_and_finds_it_again(ledger: Ledger, tmp_
 
 
 def test_rows_are_inserted_once_and_large_numbers_fit(ledger: Ledger) -> None:
-    for status in ("running", "completed"):
-        ledger.insert(trials, sweep="s", number=0, config={"rate": 0.1}, status=status)
-    ledger.finish_trial("s", 0, "stopped")
-    ledger.finish_trial("s", 0, "completed")
-    assert [(row["config"], row["status"]) for row in ledger.trials("s")] == [({"rate": 0.1}, "stopped")]
+    for until in (2, 1):
+        ledger.insert(trials, sweep="s", number=0, config={"rate": 0.1}, until=until)
+    assert [(row["config"], row["until"]) for row in ledger.trials("s")] == [({"rate": 0.1}, 2)]
     ledger.record_retrained("k", tokens=15 * 10**12, seconds=0.1)
     assert [(row["tokens"], row["seconds"]) for row in ledger.retrained()] == [(15 * 10**12, 0.1)]
 
@@ -78,7 +76,7 @@ def test_sixteen_writers_at_once_share_one_sequence_without_gaps(ledger: Ledger)
         own = open_ledger(POSTGRESQL, ledger.directory, "s")
         for trial in range(first, first + 2):
             for rung in range(10):
-                own.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, decision="end")
+                own.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment="", loss=1.0, seconds=1.0)
         own.close()
 
     elsewhere = [sys.executable, "-c", ADD_RUNGS, str(ledger.directory), "100", "104"]
@@ -91,7 +89,7 @@ def test_sixteen_writers_at_once_share_one_sequence_without_gaps(ledger: Ledger)
     assert process.wait(60) == 0
     rungs = ledger.rungs("s")
     assert [row["sequence"] for row in rungs] == list(range(1, 341))
-    ledger.add_rung(sweep="s", trial=0, rung=0, tokens=1, segment="", loss=2.0, decision="stop")
+    ledger.add_rung(sweep="s", trial=0, rung=0, tokens=1, segment="", loss=2.0, seconds=1.0)
     assert ledger.rungs("s") == rungs, "a repeated write adds nothing"
 
 

@@ -43,7 +43,7 @@ def add(ledger: Ledger, key: str, *, line: str = "", tokens: int = 1, parent: st
 
 
 def add_rung(ledger: Ledger, trial: int, key: str, loss: float | None, rung: int = 0) -> None:
-    ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment=key, loss=loss, decision="continue")
+    ledger.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment=key, loss=loss, seconds=1.0)
 
 
 def aged(path: Path) -> Path:
@@ -54,8 +54,8 @@ def aged(path: Path) -> Path:
 
 def test_each_rule_keeps_what_it_names_and_the_rest_goes(ledger: Ledger) -> None:
     for number, loss in enumerate([2.0, 1.0, 3.0, None, 4.0]):
-        status = "running" if number == 4 else "completed"
-        ledger.insert(trials, sweep="s", number=number, config={}, status=status)
+        until = 1 if number == 4 else 0  # the last one has another rung before it
+        ledger.insert(trials, sweep="s", number=number, config={}, until=until)
         add(ledger, f"t{number}", line=f"trial {number}", parent="start" if number == 1 else None)
         add_rung(ledger, number, f"t{number}", loss)
     add(ledger, "t4later", line="trial 4", tokens=2)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from muscale.trial import NUMBER, TrialPlan
+from muscale.search.path import path_of
+from muscale.trial import TrialPlan
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics
@@ -19,12 +20,12 @@ NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="none", seed=0, evaluati
 def test_the_last_branch_of_a_trial_is_its_whole_run_under_its_schedule(schedule: ScheduleName) -> None:
     defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, schedule=schedule)
     plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=(40 * BATCH, 85 * BATCH))
-    config = {"learning_rate": 0.02, NUMBER: 3}
-    whole = plan.branch(config, 1)
-    assert whole.segments == chain(plan.hyperparameters(config), 100 * BATCH)
+    path = path_of({"learning_rate": 0.02})
+    whole = plan.branch(path, 1)
+    assert whole.segments == chain(plan.hyperparameters(path[0][1]), 100 * BATCH)
     assert whole.parent is not None
-    assert whole.parent.key == plan.rung(config, 1).key
-    assert plan.branch(config, 0).stem == whole.stem
+    assert whole.parent.key == plan.rung(path, 1).key
+    assert plan.branch(path, 0).stem == whole.stem
 
 
 @pytest.mark.parametrize("last_rung", [84, 85, 86])
@@ -33,7 +34,7 @@ def test_all_of_a_trial_sees_the_data_of_its_longest_run(last_rung: int) -> None
     numerics = replace(NUMERICS, stages_by_fraction=True)
     rungs = (40 * BATCH, last_rung * BATCH)
     plan = TrialPlan(numerics=numerics, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
-    config = {NUMBER: 3}
-    whole = plan.branch(config, 1)
+    path = path_of({})
+    whole = plan.branch(path, 1)
     assert whole.numerics == numerics.for_run(whole.last.end)
-    assert plan.branch(config, 0).stem == whole.stem == plan.rung(config, 0).stem
+    assert plan.branch(path, 0).stem == whole.stem == plan.rung(path, 0).stem

@@ -9,11 +9,10 @@ import pandas as pd
 from muscale.search.across_scales import AcrossScales
 from muscale.search.bandit import Bandit
 from muscale.search.population import Perturb, Population
+from muscale.search.record import Round
 from muscale.search.rules import Asha, Hyperband, MedianStopping, Rule, ToTheEnd
 from muscale.search.samplers import CmaEs, Draws, Grid, QuasiRandom, Sampler, gaussian_process, tpe
-from muscale.search.record import Round
 from muscale.sweep_settings import Searcher, SweepSettings
-from muscale.trial import TrialPlan
 from search_spaces import Space
 
 MIN_LESSONS = 5
@@ -49,8 +48,13 @@ def resolve_searcher(settings: SweepSettings, taught: pd.DataFrame) -> Searcher:
     return "across_scales" if len(taught) >= MIN_LESSONS else "tpe"
 
 
-def make_sampler(part: Round, settings: SweepSettings, plan: TrialPlan, taught: Callable[[], pd.DataFrame]) -> Sampler:
-    """The sampler of a round; `taught` gives the runs at other scales where they are asked for."""
+def make_sampler(
+    part: Round, settings: SweepSettings, *, n_params: int, n_tokens: int, taught: Callable[[], pd.DataFrame]
+) -> Sampler:
+    """The sampler of a round, for a proxy of N parameters and trials of so many tokens at the last rung.
+
+    `taught` gives the runs at other scales where they are asked for.
+    """
     seed, space = settings.seed, part.space
     match part.searcher:
         case "grid":
@@ -66,6 +70,5 @@ def make_sampler(part: Round, settings: SweepSettings, plan: TrialPlan, taught: 
         case "cma_es":
             return CmaEs(space=space, seed=seed)
         case "across_scales":
-            n_params, n_tokens = plan.numerics.model.n_params, plan.rung_tokens[-1]
             return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, lessons=taught())
     raise ValueError(f"no searcher is called {part.searcher!r}")

@@ -91,8 +91,9 @@ class Asha:
 
 @dataclass(frozen=True, kw_only=True)
 class MedianStopping:
-    """The median rule (Golovin et al., KDD 2017, section 3.2.2): a trial goes on while its best loss so far is no worse than
-    the median of the other trials' mean losses up to the same rung.
+    """The median rule (Golovin et al., KDD 2017, section 3.2.2).
+
+    A trial goes on while its best loss so far is no worse than the median of the other trials' mean losses up to its rung.
     """
 
     top: int

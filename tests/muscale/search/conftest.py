@@ -7,12 +7,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from muscale.ledger import Ledger
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine, Leg
-from muscale.search.methods import make_rule, make_sampler
+from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Arrival, Record
 from muscale.sweep_settings import SweepSettings
 
@@ -50,9 +51,16 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
         max_flops=settings.max_flops,
         max_device_hours=settings.max_device_hours,
     )
-    sampler = make_sampler(settings, settings.space)
-    top = settings.rungs - 1
-    return Engine(Record(ledger, name), make_rule(settings), sampler, budget, top=top, on_arrival=lambda arrival: None)
+    record = Record(ledger, name)
+    if not record.rounds:
+        record.begin_round(settings.trials, resolve_searcher(settings, pd.DataFrame()), settings.space)
+    sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, taught=_nothing)
+    rule = make_rule(settings, settings.space)
+    return Engine(record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None)
+
+
+def _nothing() -> pd.DataFrame:
+    return pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
 
 
 def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, legs: int | None = None) -> list[Leg]:

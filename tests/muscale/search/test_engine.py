@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +16,7 @@ MakeEngine = Callable[..., Engine]
 Fly = Callable[..., list[Leg]]
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
-SEARCHERS = ["random", "quasi_random", "grid", "tpe", "gp", "cma_es"]
+SEARCHERS = ["random", "quasi_random", "grid", "tpe", "gp", "cma_es", "across_scales"]
 
 
 def settings(**values: Any) -> SweepSettings:
@@ -25,7 +25,7 @@ def settings(**values: Any) -> SweepSettings:
 
 def loss_at(leg: Leg, rung: int) -> float | None:
     """A parabola in log rate that falls with the tokens; the largest rates diverge."""
-    octaves = math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01)
+    octaves = math.log2(cast(float, leg.path[-1][1]["learning_rate"]) / 0.01)
     return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
 
 

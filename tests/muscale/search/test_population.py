@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,8 +25,15 @@ SPACE = Space(
 
 
 def settings(scheduler: str, **values: Any) -> SweepSettings:
-    given = {"trials": 8, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", "scheduler": scheduler}
-    return SweepSettings(**(given | values))
+    given: dict[str, Any] = {
+        "trials": 8,
+        "n_tokens": 8000,
+        "rungs": 4,
+        "space": SPACE,
+        "searcher": "random",
+        "scheduler": scheduler,
+    }
+    return SweepSettings(**{**given, **values})
 
 
 def gain(leg: Leg, rung: int) -> float | None:
@@ -34,9 +41,9 @@ def gain(leg: Leg, rung: int) -> float | None:
     loss = 4.0
     for generation in range(rung + 1):
         config = next(config for first, config in reversed(leg.path) if first <= generation)
-        octaves = math.log2(float(config["learning_rate"]) / 0.01)
+        octaves = math.log2(cast(float, config["learning_rate"]) / 0.01)
         loss -= 0.5 * math.exp(-(octaves**2))
-    return loss if math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01) < 3.2 else None
+    return loss if math.log2(cast(float, leg.path[-1][1]["learning_rate"]) / 0.01) < 3.2 else None
 
 
 @pytest.mark.parametrize("scheduler", ["pbt", "pb2"])

@@ -1,0 +1,332 @@
+"""How many trainings does a search need? Every searcher replayed on Step Law's real grid of rate × batch in 17 cells (N, D).
+
+    python tests/benchmarks/search_replay.py [--seeds 50] [--quick] [--json FILE]
+
+A suggestion is snapped to the nearest untried point in (log2 rate, log2 batch) and the searcher is told that point and its
+loss. All searchers look in one box, that of all cells together: each cell's own is centred on its optimum and would leak
+it. Cells are ordered by compute. A search ends within .1 % of its cell's best loss. That is partly luck, as run noise is
+about .06 %: within .25 % is the robust tolerance.
+
+    cold        nothing is known. TPE and the Gaussian process are Optuna's; the latter's losses are clipped at 1.1 × the best
+    zero-shot   the surface's optimum at a cell from every run of the smaller ones; and what copying or a power law gives
+    warm        the surface told every run of the smaller cells, then searching
+    campaign    all cells one after another, from its own trials only
+
+The table is read from ../shared/data beside the project, or from $MUSCALE_REFERENCE_DATA (steplaw_dense_all_lr_bs.csv).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from scaling import SearchBox, fit_response
+
+COORDINATES, SCALES = ["log2_rate", "log2_batch"], ["n_params", "n_tokens"]
+TIGHT, ROBUST = 0.001, 0.0025
+ENOUGH = 4  # smaller cells, from which on a warm search is held to its target
+WORKERS = 2
+WARM_SEEDS = 5
+ALLOCATIONS = {92: [12] + [5] * 16, 140: [12] + [8] * 16}
+WIDER = {"log2_rate": (-3.0, 1.0), "log2_batch": (-1.5, 0.5)}  # octaves added to the box, more on one side
+
+Suggest = Callable[[pd.DataFrame], tuple[float, float]]
+"""Next (log2 rate, log2 batch), from the rows of the cell so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The cells, smallest compute first, and the box of all of them."""
+
+    cells: tuple[pd.DataFrame, ...]
+    box: SearchBox
+
+    def wider(self) -> SearchBox:
+        """The same box, whose middle is not the middle of the grids."""
+        bounds = {name: (low + WIDER[name][0], high + WIDER[name][1]) for name, (low, high) in self.box.bounds.items()}
+        return SearchBox(bounds=bounds, scales=self.box.scales)
+
+
+@cache
+def grid() -> Grid:
+    """Read and tidied: rates lie √2 apart, with roundings to three or four digits."""
+    default = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    rows = pd.read_csv(Path(os.environ.get("MUSCALE_REFERENCE_DATA", default)) / "steplaw_dense_all_lr_bs.csv")
+    reference = np.log2(rows["lr"].median())
+    rows["log2_rate"] = reference + np.round(2 * (np.log2(rows["lr"]) - reference)) / 2
+    rows["log2_batch"] = np.log2(rows["bs"])
+    columns = [*SCALES, *COORDINATES, "loss"]
+    cells = [cell[columns].reset_index(drop=True) for _, cell in rows.groupby(SCALES)]
+    cells.sort(key=lambda cell: float(cell["n_params"].iloc[0]) * float(cell["n_tokens"].iloc[0]))
+    bounds = {name: (float(rows[name].min()), float(rows[name].max())) for name in COORDINATES}
+    return Grid(cells=tuple(cells), box=SearchBox(bounds=bounds, scales=tuple(SCALES)))
+
+
+def regrets(cell: pd.DataFrame) -> NDArray[np.float64]:
+    """Loss of each point relative to the best, minus one."""
+    return cell["loss"].to_numpy() / cell["loss"].min() - 1
+
+
+def nearest(cell: pd.DataFrame, point: Iterable[float], tried: list[int]) -> int:
+    """Row of the untried point nearest to a suggestion."""
+    distance = ((cell[COORDINATES].to_numpy() - np.array(list(point))) ** 2).sum(axis=1)
+    distance[tried] = np.inf
+    return int(distance.argmin())
+
+
+def replay(cell: pd.DataFrame, suggest: Suggest, n: int | None = None) -> list[int]:
+    """Rows tried: `n` of them, or until one is within TIGHT."""
+    tried: list[int] = []
+    regret = regrets(cell)
+    while len(tried) < (n or len(cell)):
+        tried.append(nearest(cell, suggest(cell.iloc[tried]), tried))
+        if n is None and regret[tried[-1]] <= TIGHT:
+            break
+    return tried
+
+
+def random_search(seed: int, box: SearchBox, number: int) -> Suggest:
+    """Any untried point of the cell's grid with the same probability."""
+    cell = grid().cells[number]
+    order = iter(np.random.default_rng([seed, number]).permutation(len(cell)))
+
+    def suggest(_: pd.DataFrame) -> tuple[float, float]:
+        rate, batch = cell[COORDINATES].iloc[int(next(order))]
+        return float(rate), float(batch)
+
+    return suggest
+
+
+def optuna_search(sampler: str) -> Callable[[int, SearchBox, int], Suggest]:
+    """Optuna's, told the snapped points as trials of their own."""
+
+    def build(seed: int, box: SearchBox, number: int) -> Suggest:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        made = optuna.samplers.TPESampler(seed=seed) if sampler == "tpe" else optuna.samplers.GPSampler(seed=seed)
+        study = optuna.create_study(sampler=made)
+        distributions = {name: optuna.distributions.FloatDistribution(*bounds) for name, bounds in box.bounds.items()}
+
+        def suggest(told: pd.DataFrame) -> tuple[float, float]:
+            if len(told):
+                last = told.iloc[-1]
+                loss = float(last["loss"])
+                if sampler == "gp":
+                    loss = min(loss, 1.1 * float(told["loss"].min()))
+                params = {name: float(last[name]) for name in COORDINATES}
+                study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
+            asked = study.ask(distributions)
+            study.tell(asked, state=optuna.trial.TrialState.FAIL)
+            return asked.params["log2_rate"], asked.params["log2_batch"]
+
+        return suggest
+
+    return build
+
+
+def surface_search(seed: int, box: SearchBox, number: int, known: pd.DataFrame | None = None) -> Suggest:
+    """Ours, told `known` beforehand."""
+    scale = {name: float(grid().cells[number][name].iloc[0]) for name in SCALES}
+
+    def suggest(told: pd.DataFrame) -> tuple[float, float]:
+        rows = told if known is None else pd.concat([known, told])
+        point = fit_response(rows, box=box).suggest(scale, seed=seed)
+        return point["log2_rate"], point["log2_batch"]
+
+    return suggest
+
+
+SEARCHERS: dict[str, Callable[[int, SearchBox, int], Suggest]] = {
+    "random": random_search,
+    "TPE (Optuna)": optuna_search("tpe"),
+    "Gaussian process (Optuna), clipped": optuna_search("gp"),
+    "ours": surface_search,
+    "ours, box 4 × 2 octaves wider": surface_search,
+}
+
+
+def cold(task: tuple[str, int, int]) -> dict[str, Any]:
+    """Evaluations that one searcher needs in one cell."""
+    name, number, seed = task
+    box = grid().wider() if "wider" in name else grid().box
+    cell, began = grid().cells[number], time.perf_counter()
+    tried = replay(cell, SEARCHERS[name](seed, box, number))
+    return needed(cell, tried) | {"searcher": name, "cell": number, "seconds": time.perf_counter() - began}
+
+
+def warm(task: tuple[int, int]) -> dict[str, Any]:
+    """Evaluations that ours needs in one cell, told every run of the smaller ones."""
+    number, seed = task
+    cell, known, began = grid().cells[number], pd.concat(grid().cells[:number]), time.perf_counter()
+    tried = replay(cell, surface_search(seed, grid().box, number, known))
+    return needed(cell, tried) | {"cell": number, "seconds": time.perf_counter() - began}
+
+
+def needed(cell: pd.DataFrame, tried: list[int]) -> dict[str, Any]:
+    """How many evaluations it took to either tolerance."""
+    regret = regrets(cell)[tried]
+    return {"tight": len(tried), "robust": int(np.argmax(regret <= ROBUST)) + 1}
+
+
+def zero_shot(number: int) -> dict[str, Any]:
+    """Regrets with no run in the cell, in the nearest point of its grid, and whether the intervals hold its best one."""
+    cells = grid().cells
+    cell, smaller = cells[number], cells[:number]
+    scale = {name: float(cell[name].iloc[0]) for name in SCALES}
+    optimum = fit_response(pd.concat(smaller), box=grid().box).optimum(scale)
+    best = [one.loc[one["loss"].idxmin()] for one in smaller]
+    logs = np.array([[1.0, *np.log2([float(b[name]) for name in SCALES])] for b in best])
+    argmins = np.array([[float(b[name]) for name in COORDINATES] for b in best])
+    law, *_ = np.linalg.lstsq(logs, argmins, rcond=None)
+    points = {
+        "ours": [optimum.point[name] for name in COORDINATES],
+        "the previous cell's best": argmins[-1],
+        "power law on the best of each cell": np.array([1.0, *np.log2(list(scale.values()))]) @ law,
+    }
+    regret = regrets(cell)
+    true = cell.loc[cell["loss"].idxmin()]
+    inside = {f"inside {n}": low <= true[n] <= high for n, (low, high) in optimum.intervals.items()}
+    return {name: regret[nearest(cell, point, [])] for name, point in points.items()} | inside | {"cell": number}
+
+
+def campaign(task: tuple[int, int]) -> dict[str, Any]:
+    """Regret of the best run in each cell, from its own trials only."""
+    n_trials, seed = task
+    known, found, began = pd.DataFrame(), [], time.perf_counter()
+    for number, (cell, n) in enumerate(zip(grid().cells, ALLOCATIONS[n_trials], strict=True)):
+        tried = replay(cell, surface_search(seed, grid().box, number, known), n)
+        known = pd.concat([known, cell.iloc[tried]])
+        found.append(float(regrets(cell)[tried].min()))
+    return {"trials": n_trials, "seed": seed, "regrets": found, "seconds": time.perf_counter() - began}
+
+
+def cost(n_rows: int) -> dict[str, Any]:
+    """Seconds of one fit and suggestion with so many rows of all cells."""
+    rows = pd.concat(grid().cells).sample(n_rows, random_state=0)
+    seconds = []
+    for seed in range(5):
+        began = time.perf_counter()
+        surface_search(seed, grid().box, 16, rows)(rows.iloc[:0])
+        seconds.append(time.perf_counter() - began)
+    return {"rows": n_rows, "seconds": float(np.median(seconds))}
+
+
+def show(console: Console, title: str, table: pd.DataFrame) -> None:
+    """One table."""
+    shown = Table(title=title, title_justify="left")
+    for column in table.columns:
+        shown.add_column(str(column))
+    for row in table.itertuples(index=False):
+        shown.add_row(*(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row))
+    console.print(shown)
+
+
+def summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Means over cells and seeds."""
+    groups = rows.groupby(by, sort=False)
+    return pd.DataFrame(
+        {
+            "to .1 %": groups["tight"].mean(),
+            "± s.e.": groups["tight"].std() / np.sqrt(groups["tight"].size()),
+            "to .25 %": groups["robust"].mean(),
+            "p90 (.1 %)": groups["tight"].quantile(0.9),
+            "worst": groups["tight"].max(),
+            "s a suggestion": groups["seconds"].sum() / groups["tight"].sum(),
+        }
+    ).reset_index()
+
+
+def lower_priority() -> None:
+    """Of a worker, so that others on the machine come first."""
+    os.nice(10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--gp-seeds", type=int, default=10, help="of Optuna's Gaussian process, the slowest")
+    parser.add_argument("--quick", action="store_true", help="3 seeds, 1 of Optuna's Gaussian process")
+    parser.add_argument("--json", type=Path, help="where to write every figure")
+    arguments = parser.parse_args()
+    seeds, gp_seeds = (3, 1) if arguments.quick else (arguments.seeds, arguments.gp_seeds)
+    n = len(grid().cells)
+    tasks = [
+        (name, number, seed)
+        for name in SEARCHERS
+        for seed in range(gp_seeds if "clipped" in name else seeds)
+        for number in range(n)
+    ]
+    console, began = Console(width=120), time.perf_counter()
+    # Spawned, as torch (under Optuna's Gaussian process) does not survive a fork with its threads.
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=lower_priority) as pool:
+        costs = pd.DataFrame(pool.map(cost, [100, sum(map(len, grid().cells))]))
+        zero = pd.DataFrame(pool.map(zero_shot, range(1, n)))
+        warms = pd.DataFrame(pool.map(warm, [(i, s) for s in range(min(seeds, WARM_SEEDS)) for i in range(1, n)]))
+        campaigns = list(pool.map(campaign, [(total, seed) for total in ALLOCATIONS for seed in range(seeds)]))
+        colds = pd.DataFrame(pool.map(cold, tasks, chunksize=8))
+
+    show(
+        console,
+        f"cold: evaluations, {n} cells × {seeds} seeds ({gp_seeds} of the clipped one)",
+        summary(colds, "searcher"),
+    )
+    warms["smaller cells"] = np.where(warms["cell"] >= ENOUGH, f"{ENOUGH} or more", f"1 to {ENOUGH - 1}")
+    show(console, "warm: told all runs of the smaller cells", summary(warms, "smaller cells"))
+    names = [c for c in zero.columns if c != "cell" and not c.startswith("inside")]
+    shots = [
+        {
+            "zero-shot regret, %": name + part,
+            "median": 100 * rows[name].median(),
+            "mean": 100 * rows[name].mean(),
+            "max": 100 * rows[name].max(),
+        }
+        for name in names
+        for part, rows in (("", zero), (f", {ENOUGH} or more smaller cells", zero[zero["cell"] >= ENOUGH]))
+    ]
+    show(console, "zero-shot: no run in the cell", pd.DataFrame(shots))
+    inside = {name: f"{zero[f'inside {name}'].mean():.0%}" for name in COORDINATES}
+    console.print(f"90 % intervals of the zero-shot optimum that hold the grid's best point: {inside}")
+    lines = []
+    for total, allocation in ALLOCATIONS.items():
+        found = np.array([one["regrets"] for one in campaigns if one["trials"] == total])
+        seconds = sum(one["seconds"] for one in campaigns if one["trials"] == total)
+        lines.append(
+            {
+                "trials": f"{total} ({allocation[0]}, then {allocation[1]} a cell)",
+                "cells within .1 %": f"{(found <= TIGHT).mean():.1%}",
+                "within .25 %": f"{(found <= ROBUST).mean():.1%}",
+                "above .5 %": f"{(found > 0.005).mean():.2%}",
+                "mean regret, %": 100 * found.mean(),
+                "worst, %": 100 * found.max(),
+                "worst seed within .1 %": f"{(found <= TIGHT).mean(axis=1).min():.0%}",
+                "s a suggestion": seconds / (total * len(found)),
+            }
+        )
+    show(console, f"campaign on its own trials, {seeds} seeds", pd.DataFrame(lines))
+    show(console, "a fit and a suggestion", costs)
+    console.print(f"{time.perf_counter() - began:.0f} s on {WORKERS} processes")
+    if arguments.json:
+        figures = {"cold": colds, "warm": warms, "zero_shot": zero, "campaigns": pd.DataFrame(campaigns), "cost": costs}
+        arguments.json.write_text(json.dumps({k: json.loads(v.to_json(orient="records")) for k, v in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
