@@ -1,4 +1,4 @@
-"""Runs at several sizes and lengths: the learning-rate grid that shows what transfers, and the ladder that tells the law.
+"""Runs at several sizes and lengths: the ladder that tells the law.
 
 One policy holds for the ladder and for the full run: muP across size, the horizon law across tokens.
 """
@@ -60,27 +60,6 @@ def branches(
     return jobs
 
 
-def rate_grid(config: StudyConfig, centre: float) -> list[float]:
-    """Rates of the transfer check, evenly spaced in octaves around the sweep's best."""
-    half = config.transfer.octaves / 2
-    return [float(rate) for rate in centre * 2 ** np.linspace(-half, half, config.transfer.rates)]
-
-
-def transfer_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[Job]:
-    """The grid: widths × rates × seeds, each annealed at every horizon."""
-    settings = config.transfer
-    jobs = []
-    for width in settings.widths:
-        for seed in settings.seeds:
-            member = replace(numerics, model=config.family.at(width=width), seed=seed)
-            for rate in rate_grid(config, best.learning_rate):
-                lengths = [settings.n_tokens * fraction for fraction in settings.horizons]
-                label = f"width {width}, rate {rate:.4g}"
-                tuned = replace(best, learning_rate=rate)
-                jobs += branches(member, tuned, lengths, tuned_at=settings.n_tokens, purpose="transfer", label=label)
-    return jobs
-
-
 def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hyperparameters:
     """The sweep's best with the rate that the horizon law gives for a run of `n_tokens`."""
     return replace(best, learning_rate=float(horizon.rate(n_tokens)))
@@ -102,23 +81,6 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
             label=f"width {stem.width}",
         )
     return jobs
-
-
-def grid_rows(runs: pd.DataFrame, jobs: Sequence[Job]) -> pd.DataFrame:
-    """The grid's runs as `scaling` wants them: width, rate, n_tokens, seed, loss (NaN where the run diverged)."""
-    outcome = runs[runs["purpose"] == "transfer"].set_index("key")["loss"]
-    return pd.DataFrame(
-        [
-            {
-                "width": job.chain.numerics.model.d_model,
-                "rate": job.hyperparameters.learning_rate,
-                "n_tokens": job.chain.last.end,
-                "seed": job.chain.numerics.seed,
-                "loss": outcome.get(job.chain.key, np.nan),
-            }
-            for job in jobs
-        ]
-    )
 
 
 def law_rows(
@@ -146,7 +108,7 @@ def law_rows(
     rows["left_out"] = [
         reason
         or ("the regret of its searched hyperparameters is not known" if unknown and surface is None else "")
-        or _left_out(row, best, space)
+        or _left_out(row, best, space, numerics)
         for row, reason, unknown in zip(rows.to_dict("records"), foreign, searched, strict=True)
     ]
     columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
@@ -205,7 +167,9 @@ def _foreign(row: dict[str, Any], best: Hyperparameters, space: Space, numerics:
     return ""
 
 
-def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space) -> str:
+def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    if (depth := row["numerics"]["model"]["n_layers"]) != numerics.model.n_layers:
+        return f"its depth is {depth}, the policy's is {numerics.model.n_layers}"
     for name, distribution in space.items():
         if isinstance(distribution, Choice) and row["hyperparameters"][name] != getattr(best, name):
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"

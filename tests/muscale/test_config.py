@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, ladder
+from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, transfer
 from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
@@ -293,7 +293,7 @@ def test_a_curriculum_by_fractions_costs_every_run_from_its_start(mixed: Path) -
     study = Study.open(mixed, quiet=True)
     assert study.numerics.stages_by_fraction
     whole = estimate(study.config).set_index("stage")["n_tokens"]
-    jobs = ladder.transfer_jobs(study.config, study.numerics, study.config.hyperparameters)
+    jobs = transfer.jobs(transfer.members(study.config, study.numerics, study.config.hyperparameters))
     assert whole["transfer"] == sum(job.chain.last.end for job in jobs) > shared["transfer"]
     assert whole["ladder"] > shared["ladder"]
     assert whole["sweep"] == shared["sweep"]
