@@ -46,10 +46,10 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
     beyond: list[float] = []
     if any(optimum.status == "edge" for optimum in transfer.optima.values()):
         settings, beyond = _extended(transfer, values)
-        words = f"{values_of(transfer.over)} {', '.join(f'{value:.3g}' for value in beyond)}"
+        words = f"add {values_of(transfer.over)} {', '.join(f'{value:.3g}' for value in beyond)}"
         add(words, settings, len(beyond) * len(seeds) * len(sizes), expected_half_width(transfer, values=beyond))
     if new_sizes := _missing_sizes(sizes):
-        words = f"{transfer.along}s {', '.join(f'{size:g}' for size in new_sizes)}"
+        words = f"add {transfer.along} {', '.join(f'{size:g}' for size in new_sizes)}"
         settings = {f"{transfer.along}s": [int(size) for size in sorted([*sizes, *new_sizes])]}
         add(words, settings, len(new_sizes) * len(values) * len(seeds), expected_half_width(transfer))
     flat = any(optimum.status == "flat" for optimum in transfer.optima.values())
@@ -59,7 +59,8 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
         enough = (n for n in more if expected_half_width(transfer, n, beyond) <= _wanted(transfer))
         count = max(next(enough, max(MAX_SEEDS, len(seeds) + 1)), 2 * len(seeds) if flat else 0)
         new_seeds = [n for n in range(count + len(seeds)) if n not in seeds][: count - len(seeds)]
-        words = f"seeds {', '.join(map(str, new_seeds))} at {transfer.along}s {', '.join(f'{s:g}' for s in sizes)}"
+        which = f"seed{'s' if new_seeds[1:] else ''} {', '.join(map(str, new_seeds))}"
+        words = f"add {which} at {transfer.along}s {', '.join(f'{s:g}' for s in sizes)}"
         runs = len(new_seeds) * (len(values) + len(beyond)) * len(sizes)
         add(words, {"seeds": [*seeds, *new_seeds]}, runs, expected_half_width(transfer, count, beyond))
     table = pd.DataFrame(records, columns=COLUMNS[2:])

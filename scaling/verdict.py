@@ -163,15 +163,15 @@ class Verdict(Result):
             about["batch law"] = f"best batch ∝ D^{grows.exponent:.2f}, ± {grows.stderr:.2f}, {grows.status}"
         if several or self._unfitted:
             about["verdict"] = "; ".join((self.verdict, *self.reasons))
+        parts += [lines(about)] if about else []
         for row in self.next_runs.to_dict("records"):
             expected = f"±{row['half_width']:.2f} octaves expected" if row["half_width"] > 0 else "interval unknown"
             enough = "" if row["decides"] else ", which may not decide"
             cost = f"{row['new_runs']} runs, {row['n_tokens']:.3g} tokens"
-            name = f"to decide {row['over']} along {row['along']}, add {row['add']}"
-            about[name] = f"{cost}; {expected}{enough}"
+            parts.append(f"to decide {row['over']} along {row['along']}: {row['add']}; {cost}; {expected}{enough}")
         if self.options:
-            about["options"] = self.options
-        return "\n".join([*parts, lines(about)] if about else parts)
+            parts.append(f"options  {self.options}")
+        return "\n".join(parts)
 
 
 def label(transfer: Transfer) -> str:
