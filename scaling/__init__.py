@@ -2,8 +2,10 @@
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
-    fit_transfer(rows)                       does the best rate stay put across widths?    -> Transfer
-    fit_horizon_law(rows)                    how it falls with training tokens             -> HorizonLaw
+    fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
+    fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
+    fit_batch_law(rows)                      how the best batch grows with them            -> BatchLaw
+    fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_leaders(rows)                    which repeated trial is best, how surely      -> Leaders
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
@@ -14,6 +16,7 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
 
+from scaling.batch import BatchLaw, fit_batch_law
 from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
@@ -29,9 +32,11 @@ from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
 from scaling.surface import Allocation, LossSurface, compute_flops
 from scaling.transfer import Transfer, fit_transfer
+from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
     "Allocation",
+    "BatchLaw",
     "Forecast",
     "HorizonLaw",
     "Importance",
@@ -46,14 +51,17 @@ __all__ = [
     "SearchBox",
     "SeedNoise",
     "Transfer",
+    "Verdict",
     "compare_leaders",
     "compute_flops",
     "fit",
+    "fit_batch_law",
     "fit_horizon_law",
     "fit_optimum",
     "fit_regret_surface",
     "fit_response",
     "fit_transfer",
+    "fit_verdict",
     "hyperparameter_importance",
     "pareto_front",
     "plot_pareto",

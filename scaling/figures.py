@@ -3,19 +3,23 @@
 Every table has a column `series` that says what a row is, so that it can be drawn with other means as well.
 """
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike, NDArray
 
 from scaling.forecast import Forecast, interval_factor, log_scale
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from scaling.batch import BatchLaw
     from scaling.horizon import HorizonLaw
     from scaling.result import ScalingFit
     from scaling.transfer import Transfer
+    from scaling.verdict import Verdict
 
 LOSS = "loss (nats per token)"
 COMPUTE = "training compute 6·N·D (FLOPs)"
@@ -96,49 +100,46 @@ def draw_frontier(data: pd.DataFrame) -> "go.Figure":
 
 
 def transfer_data(transfer: "Transfer") -> pd.DataFrame:
-    """Series run (mean over seeds), parabola, optimum: width, log2_rate, loss.
+    """Series run (mean over seeds), parabola, optimum: the size, log2_… of the value (both named), loss.
 
-    `low` and `high` are the range over seeds of a run's loss, and an optimum's log2_rate ± its standard error.
+    `low` and `high` are the range over seeds of a run's loss, and an optimum's log2 ± its standard error.
     """
-    mean = (
-        transfer.rows.dropna(subset="loss").groupby(["width", "rate"])["loss"].agg(["mean", "min", "max"]).reset_index()
-    )
+    along, over, x = transfer.along, transfer.over, f"log2_{transfer.over}"
+    mean = transfer.rows.dropna(subset="loss").groupby([along, over])["loss"].agg(["mean", "min", "max"]).reset_index()
     runs = mean.rename(columns={"mean": "loss", "min": "low", "max": "high"}).assign(
-        log2_rate=np.log2(mean["rate"]), series="run"
+        **{x: np.log2(mean[over]), "series": "run"}
     )
-    parts = [runs.drop(columns="rate")]
-    for width, optimum in transfer.optima.items():
-        x = np.linspace(*optimum.used, 33)
-        parabola = optimum.loss * (1 + optimum.regret(2**x))
-        parts.append(pd.DataFrame({"width": width, "log2_rate": x, "loss": parabola, "series": "parabola"}))
+    parts = [runs.drop(columns=over)]
+    for size, optimum in transfer.optima.items():
+        octaves = np.linspace(*optimum.used, 33)
+        parabola = optimum.loss * (1 + optimum.regret(2**octaves))
+        parts.append(pd.DataFrame({along: size, x: octaves, "loss": parabola, "series": "parabola"}))
         ends = (optimum.log2_rate - optimum.stderr, optimum.log2_rate + optimum.stderr)
-        point = {"width": width, "log2_rate": optimum.log2_rate, "loss": optimum.loss, "low": ends[0], "high": ends[1]}
+        point = {along: size, x: optimum.log2_rate, "loss": optimum.loss, "low": ends[0], "high": ends[1]}
         parts.append(pd.DataFrame([point | {"series": "optimum"}]))
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_transfer(data: pd.DataFrame) -> "go.Figure":
-    """Loss against log2 rate, one colour per width; stars mark the optima."""
+def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate") -> "go.Figure":
+    """Loss against the log2 of the value, one colour per size; stars mark the optima."""
     import plotly.graph_objects as go
 
-    figure = go.Figure()
-    for i, (width, part) in enumerate(data.groupby("width")):
-        colour, group = COLOURS[i % len(COLOURS)], f"width {width:g}"
+    figure, x = go.Figure(), f"log2_{over}"
+    for i, (size, part) in enumerate(data.groupby(along)):
+        colour, group = COLOURS[i % len(COLOURS)], f"{along} {size:g}"
         runs, parabola, optimum = (part[part["series"] == name] for name in ("run", "parabola", "optimum"))
         bars = {"array": runs["high"] - runs["loss"], "arrayminus": runs["loss"] - runs["low"]}
         common = {"legendgroup": group, "marker": {"color": colour}}
         dotted = {"color": colour, "dash": "dot"}
         figure.add_scatter(
-            x=runs["log2_rate"], y=runs["loss"], error_y=bars, mode="markers+lines", name=group, line=dotted, **common
+            x=runs[x], y=runs["loss"], error_y=bars, mode="markers+lines", name=group, line=dotted, **common
         )
         solid = {"color": colour}
-        figure.add_scatter(
-            x=parabola["log2_rate"], y=parabola["loss"], mode="lines", showlegend=False, line=solid, **common
-        )
-        error = optimum["high"] - optimum["log2_rate"]
+        figure.add_scatter(x=parabola[x], y=parabola["loss"], mode="lines", showlegend=False, line=solid, **common)
+        error = optimum["high"] - optimum[x]
         star = {"symbol": "star", "size": 13, "color": colour}
         figure.add_scatter(
-            x=optimum["log2_rate"],
+            x=optimum[x],
             y=optimum["loss"],
             error_x={"array": error.where(np.isfinite(error))},
             mode="markers",
@@ -146,38 +147,97 @@ def draw_transfer(data: pd.DataFrame) -> "go.Figure":
             showlegend=False,
             legendgroup=group,
         )
-    figure.update_xaxes(title="log2 of the learning rate at the base shape")
+    figure.update_xaxes(title=f"log2 of {'the learning rate' if over == 'rate' else over} at the base shape")
     figure.update_yaxes(title=LOSS, type="log")
+    return figure
+
+
+def draw_verdict(transfers: Sequence["Transfer"]) -> "go.Figure":
+    """A panel for each transfer, as `draw_transfer` draws it; equal sizes share a colour and a place in the legend."""
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows=1, cols=max(1, len(transfers)), horizontal_spacing=0.1)
+    shown: set[str] = set()
+    for column, transfer in enumerate(transfers, start=1):
+        panel = transfer.plot()
+        for trace in panel.data:
+            trace.update(showlegend=trace.showlegend is not False and trace.legendgroup not in shown)
+        shown |= {trace.legendgroup for trace in panel.data}
+        figure.add_traces(panel.data, rows=1, cols=column)
+        figure.update_xaxes(title=panel.layout.xaxis.title, row=1, col=column)
+    figure.update_yaxes(type="log")
+    figure.update_yaxes(title=LOSS, col=1)
+    return figure
+
+
+def drift_data(verdict: "Verdict") -> pd.DataFrame:
+    """One row per transfer: label, drift_octaves, low, high (the 90 % interval; infinite where unknown), verdict."""
+    return verdict.table().assign(label=lambda t: t["over"] + " along " + t["along"])
+
+
+def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
+    """The drift of each optimum with its interval, beside the band of ±`bound` octaves that a pass needs."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    ends = {"array": data["high"] - data["drift_octaves"], "arrayminus": data["drift_octaves"] - data["low"]}
+    bars = {name: values.where(np.isfinite(values)) for name, values in ends.items()}
+    figure.add_vrect(x0=-bound, x1=bound, fillcolor=BAND, line_width=0)
+    figure.add_scatter(
+        x=data["drift_octaves"], y=data["label"], error_x=bars, mode="markers", text=data["verdict"], showlegend=False
+    )
+    figure.update_xaxes(title="drift of the optimum from the smallest size to the largest (octaves)")
     return figure
 
 
 def horizon_data(law: "HorizonLaw", level: float = 0.9) -> pd.DataFrame:
     """Series optimum (of each group and budget) and law: group, n_tokens, rate, low, high (± stderr; the interval)."""
-    used = law.optima[law.optima["used"]]
-    ends = {name: 2 ** (used["log2_rate"] + sign * used["stderr"]) for name, sign in (("low", -1), ("high", 1))}
-    optima = used[["group", "n_tokens"]].assign(rate=2 ** used["log2_rate"], series="optimum", **ends)
-    tokens = np.geomspace(law.n_tokens_range[0], law.supported_range[1], 64)
-    intervals = np.array([law.interval(n, level) for n in tokens])
-    line = pd.DataFrame({"n_tokens": tokens, "rate": law.rate(tokens), "low": intervals[:, 0], "high": intervals[:, 1]})
-    return pd.concat([optima, line.assign(series="law")], ignore_index=True)
+    return _law_data(law, "rate", law.rate, level)
 
 
 def draw_horizon(data: pd.DataFrame) -> "go.Figure":
     """The best learning rate against training tokens, both logarithmic."""
+    return _draw_law(data, "rate", "best learning rate at the base shape")
+
+
+def batch_data(law: "BatchLaw", level: float = 0.9) -> pd.DataFrame:
+    """Series optimum (of each group and budget) and law: group, n_tokens, batch_tokens, low, high, as `horizon_data`."""
+    return _law_data(law, "batch_tokens", law.batch_tokens, level)
+
+
+def draw_batch(data: pd.DataFrame) -> "go.Figure":
+    """The best batch against training tokens, both logarithmic."""
+    return _draw_law(data, "batch_tokens", "best batch (tokens)")
+
+
+def _law_data(
+    law: "HorizonLaw | BatchLaw", name: str, value: Callable[[ArrayLike], NDArray[np.float64]], level: float
+) -> pd.DataFrame:
+    used = law.optima[law.optima["used"]]
+    best = used["log2_rate" if name == "rate" else "log2_batch"]
+    ends = {end: 2 ** (best + sign * used["stderr"]) for end, sign in (("low", -1), ("high", 1))}
+    optima = used[["group", "n_tokens"]].assign(series="optimum", **{name: 2**best, **ends})
+    tokens = np.geomspace(law.n_tokens_range[0], law.supported_range[1], 64)
+    intervals = np.array([law.interval(n, level) for n in tokens])
+    line = pd.DataFrame({"n_tokens": tokens, name: value(tokens), "low": intervals[:, 0], "high": intervals[:, 1]})
+    return pd.concat([optima, line.assign(series="law")], ignore_index=True)
+
+
+def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
     import plotly.graph_objects as go
 
     law = data[data["series"] == "law"]
     figure = go.Figure()
     _add_band(figure, law["n_tokens"], law["low"], law["high"])
-    figure.add_scatter(x=law["n_tokens"], y=law["rate"], mode="lines", name="law", line={"color": COLOURS[2]})
+    figure.add_scatter(x=law["n_tokens"], y=law[name], mode="lines", name="law", line={"color": COLOURS[2]})
     for i, (group, part) in enumerate(data[data["series"] == "optimum"].groupby("group")):
-        bars = {"array": part["high"] - part["rate"], "arrayminus": part["rate"] - part["low"]}
+        bars = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
         marker = {"color": COLOURS[i % len(COLOURS)], "size": 9}
         figure.add_scatter(
-            x=part["n_tokens"], y=part["rate"], error_y=bars, mode="markers", name=str(group), marker=marker
+            x=part["n_tokens"], y=part[name], error_y=bars, mode="markers", name=str(group), marker=marker
         )
     figure.update_xaxes(title="training tokens D", type="log")
-    figure.update_yaxes(title="best learning rate at the base shape", type="log")
+    figure.update_yaxes(title=title, type="log")
     return figure
 
 

@@ -19,6 +19,7 @@ from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
+from muscale.transfer_settings import TransferSettings
 from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
@@ -38,17 +39,6 @@ class CheckSettings(_Table):
     widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
     depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: the check is of widths only
     seeds: tuple[int, ...] = (0, 1)
-
-
-class TransferSettings(_Table):
-    """[transfer]: the learning-rate grid at several widths and horizons."""
-
-    widths: tuple[PositiveInt, ...]
-    n_tokens: PositiveInt
-    rates: Annotated[int, Field(ge=5)] = 7
-    octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
-    horizons: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.25, 0.5, 1.0)  # fractions of n_tokens
-    seeds: tuple[int, ...] = (0,)
 
 
 class Stem(_Table):
@@ -293,6 +283,7 @@ def _contradictions(config: StudyConfig) -> list[str]:
     for key, values in _given(config, "optimizer").items():
         if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
             problems.append(f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}')
+    problems += config.transfer.contradictions(h, model.context_length)
     widths = [("check.widths", w) for w in config.check.widths] + [
         ("transfer.widths", w) for w in config.transfer.widths
     ]

@@ -45,7 +45,7 @@ def _search(study: Study) -> dict[str, Any]:
         sweep = collect(Sweep(config=study.config, ledger=study.ledger, numerics=study.numerics))
         known.update(trials=sweep.trials, best=sweep.best.to_dict())
         if study.is_complete("transfer"):
-            known.update(transfer=study.transfer(), horizon=study.horizon())
+            known.update(transfer=study.transfer())
         if study.is_complete("ladder"):
             known.update(fit=study.fit())
     except StageError:

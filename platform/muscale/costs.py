@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from muscale import ladder
+from muscale import ladder, transfer
 from muscale.config import StudyConfig
 from muscale.lineage import Chain, stems
 from proxy_models.numerics import Numerics
@@ -28,7 +28,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     rows: list[tuple[str, int, float, float]] = [
         ("sweep", config.sweep.trials, sweep_tokens, 6.0 * model.n_params * sweep_tokens)
     ]
-    grid = [job.chain for job in ladder.transfer_jobs(config, numerics, h)]
+    grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
     rows.append(("transfer", len(grid), *_trained(grid)))
     steps = []
     for stem in config.ladder.stems:

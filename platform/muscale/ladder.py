@@ -1,11 +1,10 @@
-"""Runs at several sizes and lengths: the learning-rate grid that shows what transfers, and the ladder that tells the law.
+"""Runs at several sizes and lengths: the ladder that tells the law.
 
 One policy holds for the ladder and for the full run: muP across size, the horizon law across tokens.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,10 @@ from muscale.config import Stem, StudyConfig
 from muscale.jobs import Job
 from muscale.lineage import Chain
 from proxy_models.content_key import content_key
+from muscale.search.lessons import differs_in
+from muscale.trial import WITH_COOLDOWN
 from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
+from proxy_models.hyperparameters import chain as chain_of
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
@@ -45,39 +47,20 @@ def branches(
     purpose: str,
     label: str,
 ) -> list[Job]:
-    """Runs of these lengths, their warmup and decay resolved for a run of `tuned_at` tokens.
+    """Runs of these lengths, under a schedule with a cooldown their warmup and decay resolved for a run of `tuned_at` tokens.
 
-    They share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on.
+    Those share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on. Under
+    a schedule that decays all the way each length is a run of its own.
     """
     h = hyperparameters
     recipe = h.resolve(h.whole_batches(tuned_at))
     jobs = []
     for length in sorted(lengths):
         n_tokens = h.whole_batches(length)
-        segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
+        shares = h.schedule in WITH_COOLDOWN
+        segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule) if shares else chain_of(h, n_tokens)
         chain = Chain(numerics=numerics.for_run(n_tokens), segments=segments)
         jobs.append(Job(purpose=purpose, label=f"{label}, {n_tokens} tokens", hyperparameters=h, chain=chain))
-    return jobs
-
-
-def rate_grid(config: StudyConfig, centre: float) -> list[float]:
-    """Rates of the transfer check, evenly spaced in octaves around the sweep's best."""
-    half = config.transfer.octaves / 2
-    return [float(rate) for rate in centre * 2 ** np.linspace(-half, half, config.transfer.rates)]
-
-
-def transfer_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[Job]:
-    """The grid: widths × rates × seeds, each annealed at every horizon."""
-    settings = config.transfer
-    jobs = []
-    for width in settings.widths:
-        for seed in settings.seeds:
-            member = replace(numerics, model=config.family.at(width=width), seed=seed)
-            for rate in rate_grid(config, best.learning_rate):
-                lengths = [settings.n_tokens * fraction for fraction in settings.horizons]
-                label = f"width {width}, rate {rate:.4g}"
-                tuned = replace(best, learning_rate=rate)
-                jobs += branches(member, tuned, lengths, tuned_at=settings.n_tokens, purpose="transfer", label=label)
     return jobs
 
 
@@ -104,23 +87,6 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
     return jobs
 
 
-def grid_rows(runs: pd.DataFrame, jobs: Sequence[Job]) -> pd.DataFrame:
-    """The grid's runs as `scaling` wants them: width, rate, n_tokens, seed, loss (NaN where the run diverged)."""
-    outcome = runs[runs["purpose"] == "transfer"].set_index("key")["loss"]
-    return pd.DataFrame(
-        [
-            {
-                "width": job.chain.numerics.model.d_model,
-                "rate": job.hyperparameters.learning_rate,
-                "n_tokens": job.chain.last.end,
-                "seed": job.chain.numerics.seed,
-                "loss": outcome.get(job.chain.key, np.nan),
-            }
-            for job in jobs
-        ]
-    )
-
-
 def law_rows(
     runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw, numerics: Numerics
 ) -> pd.DataFrame:
@@ -134,7 +100,7 @@ def law_rows(
     rows = runs[runs["loss"].notna() & (runs["purpose"] != "full")].drop_duplicates("key").reset_index(drop=True)
     at = _coordinates(rows, space, horizon)
     policy = _policy(best, space)
-    foreign = [_foreign(row, best, space, numerics) for row in rows.to_dict("records")]
+    foreign = [differs_in(row, best, space, numerics) for row in rows.to_dict("records")]
     tells = rows["purpose"].isin(["sweep", "transfer"]) & (np.array(foreign, dtype=object) == "")
     surface = _surface(at.assign(loss=rows["loss"])[tells], rows[tells])
     if surface:
@@ -146,7 +112,7 @@ def law_rows(
     rows["left_out"] = [
         reason
         or ("the regret of its searched hyperparameters is not known" if unknown and surface is None else "")
-        or _left_out(row, best, space)
+        or _left_out(row, best, space, numerics)
         for row, reason, unknown in zip(rows.to_dict("records"), foreign, searched, strict=True)
     ]
     columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
@@ -191,21 +157,9 @@ def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
         return None
 
 
-def _foreign(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
-    """In what a run differs from the study as it is now beyond what is searched, "" if in nothing."""
-    settings = {"learning_rate", *space}
-    shape = {"model", "seed", "run_tokens"}
-    for found, wanted, free in (
-        (row["hyperparameters"], best.to_dict(), settings),
-        (row["numerics"], numerics.to_dict(), shape),
-    ):
-        for name, value in json.loads(json.dumps(wanted)).items():
-            if name not in free and found[name] != value:
-                return f"its {name} is {found[name]!r}, the study's is {value!r}"
-    return ""
-
-
-def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space) -> str:
+def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    if (depth := row["numerics"]["model"]["n_layers"]) != numerics.model.n_layers:
+        return f"its depth is {depth}, the policy's is {numerics.model.n_layers}"
     for name, distribution in space.items():
         if isinstance(distribution, Choice | Ordinal) and row["hyperparameters"][name] != getattr(best, name):
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from muscale import figures
-from scaling import Forecast, HorizonLaw, ScalingFit, Transfer
+from scaling import Forecast, ScalingFit, Verdict
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck
@@ -44,8 +44,7 @@ class ReportContents:
     check: CoordinateCheck | None = None
     trials: pd.DataFrame | None = None
     best: dict[str, Any] | None = None
-    transfer: Transfer | None = None
-    horizon: HorizonLaw | None = None
+    transfer: Verdict | None = None
     fit: ScalingFit | None = None
     plan: dict[str, Any] | None = None
     forecast: dict[str, Any] | None = None
@@ -113,22 +112,7 @@ def _sections(contents: ReportContents) -> list[Section]:
             ),
             table=_table(contents.trials),
         ),
-        Section(
-            title="Loss against learning rate, per width",
-            command="transfer",
-            about="Under muP the best rate stays put while the model gets wider; the verdict gates promotion.",
-            result=str(contents.transfer) if contents.transfer else None,
-            drawings=_drawn(
-                contents.transfer and contents.transfer.plot(), "loss against learning rate for each width"
-            ),
-        ),
-        Section(
-            title="Best rate against training tokens",
-            command="transfer",
-            about="muP says nothing about longer training; this law carries the rate across tokens.",
-            result=str(contents.horizon) if contents.horizon else None,
-            drawings=_drawn(contents.horizon and contents.horizon.plot(), "best learning rate against training tokens"),
-        ),
+        *_transfer(contents.transfer),
         Section(
             title="The law and its data",
             command="fit",
@@ -157,6 +141,54 @@ def _sections(contents: ReportContents) -> list[Section]:
             ),
         ),
     ]
+
+
+def _transfer(verdict: Verdict | None) -> list[Section]:
+    """The verdict with its drifts, a section for each scale and hyperparameter, and the laws in the tokens."""
+    about = "Under muP the best rate stays put while the model gets wider; the verdict gates promotion."
+    horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
+    laws = [
+        Section(
+            title="Best rate against training tokens",
+            command="transfer",
+            about="muP says nothing about longer training; this law carries the rate across tokens.",
+            result=str(horizon) if horizon else missing.get("horizon law"),
+            drawings=_drawn(horizon and horizon.plot(), "best learning rate against training tokens"),
+        )
+    ]
+    if batch or "batch law" in missing:
+        laws.append(
+            Section(
+                title="Best batch against training tokens",
+                command="transfer",
+                about="At equal tokens, the rate tuned for each batch; the best batch follows the tokens, not the size.",
+                result=str(batch) if batch else missing.get("batch law"),
+                drawings=_drawn(batch and batch.plot(), "best batch against training tokens"),
+                table=_table(batch.cells if batch else None),
+            )
+        )
+    if verdict is None:
+        return [Section(title="Loss against learning rate, per width", command="transfer", about=about), *laws]
+    several = len(verdict.transfers) > 1
+    panels = [
+        Section(
+            title=f"Loss against {'learning rate' if found.over == 'rate' else found.over}, per {found.along}",
+            command="transfer",
+            about="Dotted: the runs, with the range over seeds; solid: the parabola; stars: the optima.",
+            drawings=_drawn(found.plot(), f"loss against {found.over} for each {found.along}"),
+            table=_table(found.table().reset_index()),
+        )
+        for found in verdict.transfers
+    ]
+    summary = Section(
+        title="Does it transfer?",
+        command="transfer",
+        about=about,
+        result=str(verdict),
+        drawings=_drawn(verdict.plot_drifts() if several else None, "drift of each optimum with its interval"),
+        table=_table(verdict.table()),
+    )
+    return [summary, *panels, *laws]
 
 
 def _corpus_lines(contents: ReportContents) -> list[str]:

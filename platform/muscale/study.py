@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import data, ladder, planning, promotion
+from muscale import data, ladder, planning, promotion, transfer
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, finish, staying_cluster
@@ -33,7 +33,7 @@ from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, Transfer, fit, fit_horizon_law, fit_transfer
+from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict, fit, fit_verdict
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck
@@ -178,26 +178,27 @@ class Study:
     def _search(self) -> Sweep:
         return Sweep(config=self.config, ledger=self.ledger, numerics=self.numerics)
 
-    def transfer(self) -> Transfer:
-        """The learning-rate grid at several widths, and its verdict at the longest horizon."""
-        rows = self._grid
-        longest = rows[rows["n_tokens"] == rows["n_tokens"].max()]
-        return fit_transfer(longest.drop(columns="n_tokens"))
-
-    def horizon(self) -> HorizonLaw:
-        """How the best rate falls with the training tokens, from the same grid."""
-        try:
-            return fit_horizon_law(self._grid)
-        except ScalingError as error:
-            raise StageError(
-                f"transfer: no horizon law: {error}; widen transfer.octaves or add transfer.rates"
-            ) from error
+    def transfer(self) -> Verdict:
+        """Whether the optima stay put across widths and depths, with the laws in the tokens, from the grids of [transfer]."""
+        return self._verdict
 
     @cached_property
-    def _grid(self) -> pd.DataFrame:
-        jobs = ladder.transfer_jobs(self.config, self.numerics, self.sweep().best)
-        self._finish("transfer", jobs)
-        return ladder.grid_rows(self.ledger.runs(), jobs)
+    def _verdict(self) -> Verdict:
+        members = transfer.members(self.config, self.numerics, self.sweep().best)
+        self._finish("transfer", transfer.jobs(members))
+        rows = transfer.rows(self.ledger.runs(), members)
+        verdict = fit_verdict(rows)
+        self.ledger.record_result("transfer", input_key(sorted(rows["run"])), verdict.to_dict())
+        return verdict
+
+    def horizon(self) -> HorizonLaw:
+        """How the best rate falls with the training tokens, from the same grids."""
+        verdict = self.transfer()
+        if verdict.horizon is None:
+            raise StageError(
+                f"transfer: no horizon law: {verdict.missing['horizon law']}; widen transfer.octaves or add transfer.rates"
+            )
+        return verdict.horizon
 
     def ladder(self) -> pd.DataFrame:
         """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does."""
@@ -282,7 +283,7 @@ class Study:
             StageError: If the sweep before it has no result yet.
         """
         best = collect(self._search).best
-        jobs = ladder.transfer_jobs(self.config, self.numerics, best)
+        jobs = transfer.jobs(transfer.members(self.config, self.numerics, best))
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -89,7 +89,7 @@ def make_result(
     winner = int(leaders.winner) if leaders else int(table.iloc[0]["trial"])
     return SweepResult(
         trials=table,
-        best=plan.hyperparameters(record.paths[winner][-1][1]),
+        best=replace(plan.hyperparameters(record.paths[winner][-1][1]), schedule=config.hyperparameters.schedule),
         winner=winner,
         leaders=leaders,
         copies=_copies(record),

@@ -158,7 +158,7 @@ def report(rows: pd.DataFrame, experiment: str) -> None:
     print(
         f"  given up        {np.mean(given_up):.4f} ± {error:.4f} nats by carrying the smallest's optimum to the largest"
     )
-    print(f"  wider is better {transfer.wider_is_better}; verdict {transfer.verdict}", *transfer.reasons, sep="; ")
+    print(f"  wider is better {transfer.larger_is_better}; verdict {transfer.verdict}", *transfer.reasons, sep="; ")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, ladder
+from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, transfer
 from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
@@ -53,7 +53,7 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("transfer.widths=[20]", "transfer.widths: d_model must be a multiple of head_dim=16, got 20"),
         ("promote.workers=3", "promote.workers: must divide the 8 sequences of a batch, got 3"),
         ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
-        ("hyperparameters.schedule=cosine", 'schedule: rungs, .* need "wsd" or "wsd_linear", .*, got .cosine.'),
+        ("hyperparameters.schedule=constant", 'sweep.schedule: a search compares trials on their way .*; got "constant"'),
         ("hyperparameters.cycles=3", 'cycles is a setting of cosine_cycles: schedule "wsd" would ignore 3'),
         ("plan.compute_flops=1e9", r"plan.compute_flops: must exceed the largest ladder run's .* got 1e\+09"),
         ("corpus.kind=csv", "study.toml: corpus.kind: .*'text', 'jsonl', .* got 'csv'"),
@@ -293,7 +293,7 @@ def test_a_curriculum_by_fractions_costs_every_run_from_its_start(mixed: Path) -
     study = Study.open(mixed, quiet=True)
     assert study.numerics.stages_by_fraction
     whole = estimate(study.config).set_index("stage")["n_tokens"]
-    jobs = ladder.transfer_jobs(study.config, study.numerics, study.config.hyperparameters)
+    jobs = transfer.jobs(transfer.members(study.config, study.numerics, study.config.hyperparameters))
     assert whole["transfer"] == sum(job.chain.last.end for job in jobs) > shared["transfer"]
     assert whole["ladder"] > shared["ladder"]
     assert whole["sweep"] == shared["sweep"]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import StageError, StudyConfig, ladder
+from muscale import StageError, StudyConfig, ladder, transfer
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
 from muscale.promotion import Promotion, gate
@@ -73,7 +73,10 @@ def test_a_curriculum_by_fractions_gives_each_run_its_own_stem(
     best = config.hyperparameters
     curriculum = replace(numerics, stages_by_fraction=True)
     for jobs, shared in (
-        (ladder.transfer_jobs(config, curriculum, best), ladder.transfer_jobs(config, numerics, best)),
+        (
+            transfer.jobs(transfer.members(config, curriculum, best)),
+            transfer.jobs(transfer.members(config, numerics, best)),
+        ),
         (ladder.ladder_jobs(config, curriculum, best, horizon), ladder.ladder_jobs(config, numerics, best, horizon)),
     ):
         assert all(job.chain.numerics.run_tokens == job.chain.last.end for job in jobs)
@@ -98,6 +101,29 @@ def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(
     runs = pd.DataFrame([as_run(job) for job in jobs])
     table = ladder.law_rows(runs, h, config.sweep.space, horizon, plan.numerics)
     assert list(table["left_out"]) == ["its data are those of a run of 16384 tokens", ""]
+
+
+def test_another_depth_or_batch_of_the_transfer_check_tells_no_law(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    members = transfer.members(
+        StudyConfig.model_validate(
+            {
+                **config.__dict__,
+                "transfer": config.transfer.model_copy(update={"depths": (2, 4), "batches": (256, 512)}),
+            }
+        ),
+        numerics,
+        config.hyperparameters,
+    )
+    runs = pd.DataFrame([as_run(job) for job in transfer.jobs(m for m in members if m.along != "width")])
+    table = ladder.law_rows(runs, config.hyperparameters, config.sweep.space, horizon, numerics)
+    assert set(table["left_out"]) == {
+        "",
+        "its depth is 2, the policy's is 1",
+        "its depth is 4, the policy's is 1",
+        "its batch_tokens is 512, the study's is 256",
+    }
 
 
 def test_a_row_that_can_not_tell_the_law_is_left_out_with_the_reason(
@@ -133,15 +159,6 @@ def test_runs_of_an_earlier_revision_of_the_study_tell_no_law(
         jobs += ladder.branches(trained, tuned, [16384], tuned_at=16384, purpose="transfer", label="w")
     table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon, numerics)
     assert list(table["left_out"]) == [reason for *_, reason in settings]
-
-
-def test_the_grid_of_a_revised_study_is_its_own(config: StudyConfig, numerics: Numerics) -> None:
-    h = config.hyperparameters
-    now, before = (ladder.transfer_jobs(config, numerics, tuned) for tuned in (h, replace(h, cooldown_fraction=0.3)))
-    runs = [as_run(job) | {"loss": 2.0} for job in now] + [as_run(job) | {"loss": 9.0} for job in before]
-    table = ladder.grid_rows(pd.DataFrame(runs), now)
-    assert len(table) == len(now)
-    assert set(table["loss"]) == {2.0}
 
 
 def test_a_sweep_tells_how_far_each_run_lies_from_the_policy(

@@ -49,8 +49,10 @@ def add_run(ledger: Ledger, seed: int, loss: float | None, *, state: bytes | Non
 
 
 def add_sweep(ledger: Ledger, sweep: str, loss: float) -> None:
+    ledger.add_round(sweep=sweep, round=0, first_trial=0, trials=1, searcher="random", space={})
     ledger.insert(trials, sweep=sweep, number=0, config={"learning_rate": loss}, until=0)
     ledger.add_rung(sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, seconds=1.0)
+    ledger.add_decision(sweep=sweep, trial=0, rung=0, until=1, path=[[0, {}]], donor=None)
 
 
 @pytest.fixture
@@ -88,8 +90,10 @@ def test_what_is_new_is_added_once_and_what_is_known_stays(ledgers: tuple[Ledger
         "results": 1,
         "forecasts": 1,
         "sweeps": 1,
+        "rounds": 1,
         "trials": 1,
         "rungs": 1,
+        "decisions": 1,
         "states": 1,
         "curves": 2,
     }
@@ -171,4 +175,6 @@ def test_a_postgresql_study_is_merged_in_and_out(ledgers: tuple[Ledger, Ledger],
 
 
 def merge_counts(**added: int) -> dict[str, int]:
-    return {"results": 1, "forecasts": 1, "sweeps": 1, "trials": 1, "rungs": 1, **added}
+    return {"results": 1, "forecasts": 1, "sweeps": 1, "rounds": 1,
+        "trials": 1, "rungs": 1,
+        "decisions": 1, **added}

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import ScalingFit, fit, fit_horizon_law, fit_transfer
-from scaling.figures import fit_data, frontier_data, horizon_data, transfer_data
+from scaling import ScalingFit, fit, fit_batch_law, fit_horizon_law, fit_transfer, fit_verdict
+from scaling.figures import batch_data, drift_data, fit_data, frontier_data, horizon_data, transfer_data
 
 
 @pytest.fixture
@@ -69,6 +69,39 @@ def test_transfer(grids: pd.DataFrame) -> None:
     figure = transfer.plot()
     assert [t.name for t in figure.data if t.name] == ["width 32", "width 64", "width 128"]
     assert axis_titles(figure) == {"log2 of the learning rate at the base shape", "loss (nats per token)"}
+
+
+def test_another_scale_and_hyperparameter_are_named_on_the_axis(grids: pd.DataFrame) -> None:
+    rows = grids.query("n_tokens == 1e9").rename(columns={"width": "depth", "rate": "init_scale"})
+    figure = fit_transfer(rows, along="depth", over="init_scale").plot()
+    assert [t.name for t in figure.data if t.name] == ["depth 32", "depth 64", "depth 128"]
+    assert axis_titles(figure) == {"log2 of init_scale at the base shape", "loss (nats per token)"}
+
+
+def test_drifts(grids: pd.DataFrame) -> None:
+    rows = grids.rename(columns={"width": "size", "rate": "value"}).assign(along="width", over="rate")
+    verdict = fit_verdict(rows)
+    data = drift_data(verdict)
+    assert data["label"].tolist() == ["rate along width"]
+    assert data["low"].item() < verdict.drift_octaves < data["high"].item()
+    title = "drift of the optimum from the smallest size to the largest (octaves)"
+    assert axis_titles(verdict.plot_drifts()) == {title, None}, "the labels of the other axis say what they are"
+
+
+def test_batch(grids: pd.DataFrame) -> None:
+    batches = [
+        grids.query("width == 64").assign(
+            batch_tokens=2.0**x, loss=lambda t, x=x: t["loss"] * math.exp(0.003 * (x - 16.3) ** 2)
+        )
+        for x in range(14, 20)
+    ]
+    law = fit_batch_law(pd.concat(batches))
+    data = batch_data(law)
+    line = data[data["series"] == "law"]
+    np.testing.assert_allclose(line["batch_tokens"], law.batch_tokens(line["n_tokens"]))
+    assert ((line["low"] < line["batch_tokens"]) & (line["batch_tokens"] < line["high"])).all()
+    np.testing.assert_allclose(data.loc[data["series"] == "optimum", "batch_tokens"], 2**16.3)
+    assert axis_titles(law.plot()) == {"training tokens D", "best batch (tokens)"}
 
 
 def test_horizon(grids: pd.DataFrame) -> None:

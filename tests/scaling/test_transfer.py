@@ -37,16 +37,17 @@ def test_stable_optima_pass() -> None:
     transfer = fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75]))
     assert transfer.passed
     assert transfer.reasons == ()
-    assert transfer.wider_is_better
+    assert transfer.larger_is_better
     assert transfer.drift_octaves == pytest.approx(-0.15, abs=0.15)
     assert transfer.interval[1] - transfer.interval[0] < 0.4
     assert transfer.regret_carried < 0.005
 
 
 def test_interval_covers_the_planted_drift_as_often_as_it_says() -> None:
-    drifts = [fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75], noise=0.006, rng=rng)) for rng in range(60)]
+    """Nominal 90 %: 200 draws have a standard error of 2 points."""
+    drifts = [fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75], noise=0.006, rng=rng)) for rng in range(200)]
     covered = [t.interval[0] <= -0.15 <= t.interval[1] for t in drifts]
-    assert 0.8 <= np.mean(covered) <= 0.98
+    assert 0.84 <= np.mean(covered) <= 0.96
 
 
 def test_planted_drift_is_recovered_and_priced() -> None:
@@ -60,7 +61,7 @@ def test_planted_drift_is_recovered_and_priced() -> None:
 
 def test_wider_but_worse_fails() -> None:
     transfer = fit_transfer(sweep([-6.7] * 4, gain=-0.03))
-    assert (transfer.verdict, transfer.wider_is_better) == ("fail", False)
+    assert (transfer.verdict, transfer.larger_is_better) == ("fail", False)
     assert "wider is not better: width 64 ends at" in transfer.reasons[0]
 
 
@@ -68,11 +69,11 @@ def test_divergence_of_the_wider_model_near_the_optimum_fails() -> None:
     rows = sweep([-6.7] * 4)
     rows.loc[(rows["width"] == 256) & np.isclose(np.log2(rows["rate"]), -6.25), "loss"] = np.nan
     transfer = fit_transfer(rows)
-    assert (transfer.verdict, transfer.wider_is_better) == ("fail", False)
+    assert (transfer.verdict, transfer.larger_is_better) == ("fail", False)
 
 
 def test_a_tie_within_the_noise_is_not_worse() -> None:
-    assert fit_transfer(sweep([-6.7] * 4, noise=0.005, gain=0.0)).wider_is_better
+    assert fit_transfer(sweep([-6.7] * 4, noise=0.005, gain=0.0)).larger_is_better
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,47 @@ def test_too_little_evidence_says_what_is_missing(rows: pd.DataFrame, reason: st
     assert transfer.verdict == "not enough evidence"
     assert any(pd.Series(transfer.reasons).str.contains(reason))
     assert not transfer.passed
+
+
+@pytest.mark.parametrize(("along", "over", "word"), [("depth", "rate", "deeper"), ("depth", "init_scale", "deeper")])
+def test_other_scales_and_hyperparameters_are_judged_alike(along: str, over: str, word: str) -> None:
+    names = {"width": along, "rate": over}
+    stable = sweep([-6.6, -6.8, -6.7, -6.75])
+    transfer = fit_transfer(stable.rename(columns=names), along=along, over=over)
+    assert transfer.drift_octaves == fit_transfer(stable).drift_octaves
+    assert transfer.passed
+    assert list(transfer.table().columns[:2]) == [over, f"log2_{over}"]
+    assert f"{word}   is better" in str(transfer)
+    worse = fit_transfer(sweep([-6.7] * 4, gain=-0.03).rename(columns=names), along=along, over=over)
+    assert f"{word} is not better: {along} 64 ends at" in worse.reasons[0]
+    assert f"at {over} " in worse.reasons[0]
+
+
+def test_a_size_without_three_finite_values_names_scale_and_hyperparameter() -> None:
+    rows = sweep([-6.7] * 4).rename(columns={"width": "depth", "rate": "init_scale"})
+    rows.loc[rows["depth"] == 64, "loss"] = np.nan
+    with pytest.raises(
+        ScalingError, match="depth 64: need at least 3 distinct values of init_scale with a finite loss"
+    ):
+        fit_transfer(rows, along="depth", over="init_scale")
+    with pytest.raises(
+        ValueError, match="along and over must be two columns beside loss and seed, got 'loss' and 'rate'"
+    ):
+        fit_transfer(rows, along="loss")
+
+
+@pytest.mark.parametrize("last", [-6.7, -3.0])
+def test_a_recorded_transfer_is_read_back_whole(last: float) -> None:
+    """With a diverged run, and where nothing is known of the largest width."""
+    rows = sweep([-6.7, -6.7, last], widths=(32, 64, 128))
+    rows.loc[0, "loss"] = np.nan
+    transfer = fit_transfer(rows)
+    data = json.loads(json.dumps(transfer.to_dict(), allow_nan=False))
+    restored = Transfer.from_dict(data)
+    assert restored.to_dict() == data
+    assert str(restored) == str(transfer)
+    pd.testing.assert_frame_equal(restored.rows, transfer.rows)
+    assert restored.plot() == transfer.plot()
 
 
 def test_seed_column_is_optional_and_order_does_not_matter() -> None:
