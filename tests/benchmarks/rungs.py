@@ -1,6 +1,6 @@
 """What should a rung rank by, and what should a stopped trial tell the searcher? Measured on runs that all went to the end.
 
-    python tests/benchmarks/rungs.py [--seeds 3] [--rows rungs.jsonl] [--report]
+    python tests/benchmarks/rungs.py [--seeds 3] [--batch-tokens 2048] [--rows rungs.jsonl] [--report]
 
 Each of 24 configurations (a Latin hypercube over rate, weight-decay timescale, beta2 and warmup) of one small decoder is
 trained on the standard library's own source, under WSD and under linear decay, with every seed. Under WSD the stem stops
@@ -35,10 +35,10 @@ from proxy_models.schedule import Constant, LinearDecay, Phase
 from proxy_models.state import TrainState
 from proxy_models.training import Trainer
 from search_spaces import LogUniform, Space, Uniform
+from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, show, tables, telling
 
 MODEL = ModelConfig(d_model=64, n_layers=2)
-BATCH_TOKENS = 2048
-N_TOKENS = 480 * BATCH_TOKENS
+N_TOKENS = 480 * 2048
 EVALUATION_TOKENS = 32_768
 N_CONFIGS = 24
 SPACE = Space(
@@ -83,18 +83,20 @@ def tasks(n_seeds: int) -> list[Task]:
 
 
 _trainer: Trainer
+_batch_tokens: int
 
 
-def start_worker(corpus: Path) -> None:
+def start_worker(corpus: Path, batch_tokens: int) -> None:
     """One trainer a process."""
-    global _trainer
+    global _trainer, _batch_tokens
     torch.set_num_threads(1)
+    _batch_tokens = batch_tokens
     _trainer = Trainer(Corpus.open(corpus), planned_tokens=2 * N_CONFIGS * N_TOKENS)
 
 
 def train(task: Task) -> list[dict[str, Any]]:
     """What was measured at each rung; a divergence ends the list early."""
-    values = Hyperparameters(batch_tokens=BATCH_TOKENS, **configurations()[task.config])
+    values = Hyperparameters(batch_tokens=_batch_tokens, **configurations()[task.config])
     numerics = Numerics(
         model=MODEL,
         base=MODEL,
@@ -125,9 +127,7 @@ def _linear(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, A
         yield rung
 
 
-def _rungs(
-    numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list[int]
-) -> Iterator[dict[str, Any]]:
+def _rungs(numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list[int]) -> Iterator[dict[str, Any]]:
     """The rungs of one run, each with its state."""
     recipe, state, start = values.resolve(N_TOKENS), None, 0
     for end in ends:
@@ -166,7 +166,7 @@ def read_rows(store: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
 
 
-def run_all(wanted: list[Task], store: Path, corpus: Path, workers: int) -> None:
+def run_all(wanted: list[Task], store: Path, corpus: Path, *, batch_tokens: int, workers: int) -> None:
     """Train what the file does not know."""
     known = {(row["config"], row["seed"], row["kind"]) for row in read_rows(store)}
     missing = [task for task in wanted if (task.config, task.seed, task.kind) not in known]
@@ -176,7 +176,7 @@ def run_all(wanted: list[Task], store: Path, corpus: Path, workers: int) -> None
     store.parent.mkdir(parents=True, exist_ok=True)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with (
-        ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder,)) as pool,
+        ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder, batch_tokens)) as pool,
         store.open("a") as file,
         Progress(*columns) as progress,
     ):
@@ -188,18 +188,39 @@ def run_all(wanted: list[Task], store: Path, corpus: Path, workers: int) -> None
             progress.advance(bar)
 
 
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print every table."""
+    seeds = [table for table in tables(rows) if len(table.configs) == N_CONFIGS]
+    if not seeds:
+        raise SystemExit(
+            f"no seed has all {N_CONFIGS} configurations under both schedules yet: {len(rows)} runs are there"
+        )
+    configs = configurations()
+    show("Rank correlation with the final loss of the same schedule", correlations(seeds))
+    print("", *facts(seeds), sep="\n")
+    show("Optimum by signal", optima(seeds, SPACE, configs))
+    show("A branch at T/2 and the run planned for its length", exactness(rows))
+    show("ASHA at equal compute", halving(seeds))
+    about, ways = telling(seeds, SPACE, configs)
+    show(f"What a stopped trial tells ({about})", ways)
+
+
 def main() -> None:
     """Train and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(tempfile.gettempdir()) / "muscale-rungs"
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--rows", type=Path, default=folder / "rungs.jsonl")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="of which N_TOKENS / 8 is a multiple")
+    parser.add_argument("--rows", type=Path, help="by default a file for each batch in the temporary folder")
     parser.add_argument("--corpus", type=Path, default=folder / "corpus")
     parser.add_argument("--report", action="store_true", help="train nothing, report on the rows that are there")
     options = parser.parse_args()
+    store = options.rows or folder / f"rungs-{options.batch_tokens}.jsonl"
     if not options.report:
-        run_all(tasks(options.seeds), options.rows, options.corpus, options.workers)
+        wanted = tasks(options.seeds)
+        run_all(wanted, store, options.corpus, batch_tokens=options.batch_tokens, workers=options.workers)
+    report(read_rows(store))
 
 
 if __name__ == "__main__":
