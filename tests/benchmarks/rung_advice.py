@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,9 +115,8 @@ def suggestions(
     space: Space, sampler: optuna.samplers.BaseSampler, configs: Sequence[Config], log_losses: Array, n: int
 ) -> list[Config]:
     """What Optuna would try next, `n` times, after it was told; of a NaN it hears nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study = optuna.create_study(sampler=sampler)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # each study would else announce itself
+    study = optuna.create_study(sampler=sampler)
     distributions = {name: _distribution(space, name) for name in space}
     for config, log_loss in zip(configs, log_losses, strict=True):
         if not math.isnan(log_loss):

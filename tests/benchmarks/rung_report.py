@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -201,14 +202,14 @@ def halving(seeds: list[SeedTable]) -> pd.DataFrame:
     """Regret of ASHA in its own seed's finals (mean, and each seed), at the compute that ranking by averages needs."""
     rows = []
     for reduction, rungs in HALVINGS:
-        budgets = [np.mean([r.spent for r in _replays(table, "averaged", reduction, rungs)]) for table in seeds]
+        budgets = [fmean(r.spent for r in _replays(table, "averaged", reduction, rungs)) for table in seeds]
         for signal in seeds[0].signals:
             regrets, spent, begun, random = [], [], [], []
             for table, budget in zip(seeds, budgets, strict=True):
                 replays = _replays(table, signal, reduction, rungs, budget)
                 final = table.final(signal)
                 regrets.append(np.mean([replay.regret(final) for replay in replays]))
-                spent.append(np.mean([replay.spent for replay in replays]))
+                spent.append(fmean(replay.spent for replay in replays))
                 begun.append(np.mean([(replay.reached >= 0).sum() for replay in replays]))
                 random.append(random_search_regret(final, spent[-1]))
             rows.append(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import logging
 import math
 import os
 import subprocess
@@ -147,7 +148,7 @@ def by_optuna(folder: Path, trials: int) -> list[float]:
 def train_with_lightning(rate: float, folder: Path) -> float:
     """One trial as one writes it with Lightning: fit, validate, return the loss."""
     import torch
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, TensorDataset
 
     from muscale.compat import import_lightning
     from proxy_models.config import ModelConfig
@@ -165,8 +166,8 @@ def train_with_lightning(rate: float, folder: Path) -> float:
             warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
-        def validation_step(self, batch: torch.Tensor, index: int) -> None:
-            self.log("loss", next_token_loss(self.model, batch))
+        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+            self.log("loss", next_token_loss(self.model, batch[0]))
 
     corpus = Corpus.open(folder / "corpus")
     held_out = [
@@ -185,7 +186,7 @@ def train_with_lightning(rate: float, folder: Path) -> float:
         )
         module = Trial(ModelConfig(d_model=64, n_layers=2), setting)
         trainer.fit(module, DataLoader(Windows(corpus.train, setting), batch_size=None))
-        trainer.validate(module, DataLoader(held_out, batch_size=8), verbose=False)
+        trainer.validate(module, DataLoader(TensorDataset(torch.stack(held_out)), batch_size=8), verbose=False)
         return float(trainer.callback_metrics["loss"])
 
 
@@ -209,19 +210,21 @@ def by_tune(folder: Path, trials: int, *, reused: bool) -> list[float]:
         def step(self) -> dict[str, Any]:
             return {"loss": train_with_lightning(self.rate, folder), "done": True}
 
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    # a class would have to write a checkpoint at its end; for a function, Tune refuses the very question
+    checkpoints = tune.CheckpointConfig(checkpoint_at_end=False) if reused else tune.CheckpointConfig()
+    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as scratch:
         tuner = tune.Tuner(
             tune.with_resources(Class if reused else function, {"cpu": 1}),
             param_space={"learning_rate": tune.loguniform(LOW, HIGH)},
             tune_config=tune.TuneConfig(metric="loss", mode="min", num_samples=trials, reuse_actors=reused),
-            run_config=tune.RunConfig(storage_path=scratch, verbose=0),
+            run_config=tune.RunConfig(storage_path=scratch, verbose=0, checkpoint_config=checkpoints),
         )
         results = tuner.fit()
     ray.shutdown()
     if results.errors:
         raise RuntimeError(f"a trial failed: {results.errors[0]}")
-    return [float(result.metrics["loss"]) for result in results if result.metrics]
+    return [float(loss) for loss in results.get_dataframe()["loss"]]
 
 
 WAYS: dict[str, Callable[[Path, int], list[float]]] = {
@@ -359,7 +362,7 @@ def flat(folder: Path, trials: int, block: int = 500) -> None:
     study.sweep()
     print(
         "| trials | wall ms a trial | gaps: median | 90 % | driver's CPU ms a trial | driver MiB |",
-        "| " + "--- | " * 6,
+        "| --- " * 6 + "|",
         sep="\n",
     )
     for start in range(0, len(marks) - 1, block):
