@@ -1,0 +1,182 @@
+"""Early stopping replayed on runs that all went to the end: pure functions of a table of signals and final losses."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+Way = Literal["corrected", "chained", "rung", "nothing", "worst"]
+WAYS: dict[Way, str] = {
+    "corrected": "rung's loss + median of (final - rung) of the trials that ended",
+    "chained": "rung's loss + sum of the medians from rung to rung",
+    "rung": "rung's loss as it is",
+    "nothing": "not told",
+    "worst": "1.01 x the worst final loss",
+}
+_WORSE = 1.01  # as a divergence is told
+
+
+def rank_correlation(signal: Array, final: Array) -> float:
+    """Spearman's, over [n] trials; a NaN is a divergence, and ranks last. NaN of fewer than two."""
+    if len(signal) < 2:
+        return math.nan
+    ranks = [rankdata(np.where(np.isnan(values), np.inf, values)) for values in (signal, final)]
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """One sweep with early stopping.
+
+    Attributes:
+        reached: Of each trial, the last rung that it was measured at, `n_rungs` for its end, -1 if it never began. [n]
+        spent: What it cost all together, in full runs.
+    """
+
+    reached: Integers
+    spent: float
+
+    def regret(self, final: Array) -> float:
+        """Final loss of the best trial that ended over that of the best of all, nats; of none, infinite."""
+        ended = final[(self.reached == self.reached.max()) & ~np.isnan(final)]
+        return float(ended.min() - np.nanmin(final)) if len(ended) else math.inf
+
+    def chosen(self, final: Array) -> int:
+        """The trial that the sweep would name."""
+        ended = self.reached == self.reached.max()
+        return int(np.nanargmin(np.where(ended, final, np.nan)))
+
+
+def successive_halving(
+    signals: Array,
+    costs: Sequence[float],
+    order: Sequence[int],
+    *,
+    reduction: int,
+    workers: int = 4,
+    budget: float = math.inf,
+) -> Replay:
+    """ASHA as Ray Tune does it (Li et al., arXiv 1810.05934): a trial goes on unless it is worse than a quantile of the rung.
+
+    The quantile, 1/`reduction` from the best, is of those that came to the rung before; the first one goes on.
+
+    Args:
+        signals: What is compared, [n, n_rungs], NaN after a divergence.
+        costs: From each rung to the next in full runs, measuring included, the last one to the end, [n_rungs + 1].
+        order: In which the trials begin.
+        reduction: See above.
+        workers: That run trials at the same time; each takes time as its costs.
+        budget: Full runs; once it is spent no trial begins.
+    """
+    compared = np.where(np.isnan(signals), np.inf, signals)
+    n_rungs = compared.shape[1]
+    reached = np.full(len(compared), -1)
+    seen: list[list[float]] = [[] for _ in range(n_rungs)]
+    waiting, spent = list(order), 0.0
+    running: list[tuple[float, int, int, int]] = []  # time, worker, trial, rung it comes to
+    for worker in range(min(workers, len(waiting))):
+        heapq.heappush(running, (costs[0], worker, waiting.pop(0), 0))
+        spent += costs[0]
+    while running:
+        now, worker, trial, rung = heapq.heappop(running)
+        reached[trial] = rung
+        goes_on = rung < n_rungs and not math.isinf(compared[trial, rung])
+        if goes_on:
+            before = seen[rung]
+            goes_on = not before or compared[trial, rung] <= _quantile(before, 1 / reduction)
+            before.append(float(compared[trial, rung]))
+        if not goes_on:
+            if not waiting or spent >= budget:
+                continue
+            trial, rung = waiting.pop(0), -1
+        heapq.heappush(running, (now + costs[rung + 1], worker, trial, rung + 1))
+        spent += costs[rung + 1]
+    return Replay(reached=reached, spent=spent)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return float(np.quantile(values, share))
+
+
+def random_search_regret(final: Array, n: float) -> float:
+    """Expected regret of the best of `n` trials drawn without replacement, nats; between whole numbers, linear."""
+    low = math.floor(n)
+    if low < 1 or n > len(final):
+        raise ValueError(f"n must lie between 1 and the {len(final)} trials, got {n}")
+    if n > low:
+        share = n - low
+        return (1 - share) * random_search_regret(final, low) + share * random_search_regret(final, low + 1)
+    losses = np.sort(np.where(np.isnan(final), np.nanmax(final), final))
+    chances = [math.comb(len(losses) - 1 - k, low - 1) / math.comb(len(losses), low) for k in range(len(losses))]
+    return float(np.dot(chances, losses) - losses[0])
+
+
+def told(way: Way, signals: Array, final: Array, reached: Integers) -> Array:
+    """Log loss that a searcher is told of each trial, [n]; NaN where nothing is told.
+
+    A trial that ended is told with its final loss. The offsets are medians over the trials that went on: to the end, or
+    for "chained" to the next rung.
+
+    Args:
+        way: One of `WAYS`.
+        signals: Losses at each rung, [n, n_rungs].
+        final: Final losses, [n]; read only where `reached` is `n_rungs`.
+        reached: As `Replay.reached`.
+    """
+    n_rungs = signals.shape[1]
+    columns = np.log(np.column_stack([signals, final]))
+    ended = reached == n_rungs
+    values = np.where(ended, columns[:, -1], np.nan)
+    worst = math.log(_WORSE) + np.nanmax(values)
+    for trial in np.flatnonzero((reached >= 0) & ~ended):
+        rung = reached[trial]
+        at_rung = columns[trial, rung]
+        match way:
+            case _ if way == "worst" or (np.isnan(at_rung) and way != "nothing"):
+                values[trial] = worst
+            case "corrected":
+                values[trial] = at_rung + np.nanmedian((columns[:, -1] - columns[:, rung])[ended])
+            case "chained":
+                steps = (np.diff(columns, axis=1)[reached > step, step] for step in range(rung, n_rungs))
+                values[trial] = at_rung + sum(float(np.nanmedian(step)) for step in steps)
+            case "rung":
+                values[trial] = at_rung
+    return np.asarray(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """Of what was told about the stopped trials.
+
+    Attributes:
+        bias: Mean of told - true log loss, over the stopped.
+        rmse: Root of their mean square.
+        correlation: Spearman's of told and true over all that were told.
+    """
+
+    bias: float
+    rmse: float
+    correlation: float
+
+
+def telling_error(values: Array, final: Array, reached: Integers) -> Error:
+    """Compare what was told with the truth, which was never seen."""
+    truth = np.log(final)
+    stopped = ~np.isnan(values) & ~np.isnan(truth) & (reached < reached.max())
+    known = ~np.isnan(values)
+    errors = (values - truth)[stopped]
+    return Error(
+        bias=float(errors.mean()) if len(errors) else math.nan,
+        rmse=float(np.sqrt(np.mean(errors**2))) if len(errors) else math.nan,
+        correlation=rank_correlation(values[known], truth[known]),
+    )

@@ -1,0 +1,227 @@
+"""What should a rung rank by, and what should a stopped trial tell the searcher? Measured on runs that all went to the end.
+
+    python tests/benchmarks/rungs.py [--seeds 3] [--batch-tokens 2048] [--rows rungs.jsonl] [--report]
+
+Each of 24 configurations (a Latin hypercube over rate, weight-decay timescale, beta2 and warmup) of one small decoder is
+trained on the standard library's own source, under WSD and under linear decay, with every seed. Under WSD the stem stops
+at T/8, T/4, T/2 and T(1 - f), where its loss, that of its averaged weights and that of a cooldown branched there are
+measured; under linear decay the loss and that of averaged weights at T/8, T/4, T/2 and T. Runs planned for the length of
+a branch at T/2 are trained apart and compared with it bit for bit. Everything else is replayed from these rows. Each
+finished run is appended to the file of rows; the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from scipy.stats import qmc
+
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.hyperparameters import Hyperparameters, Segment, branch, stem
+from proxy_models.numerics import Numerics
+from proxy_models.schedule import Constant, LinearDecay, Phase
+from proxy_models.state import TrainState
+from proxy_models.training import Trainer
+from search_spaces import LogUniform, Space, Uniform
+from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, show, tables, telling
+
+MODEL = ModelConfig(d_model=64, n_layers=2)
+N_TOKENS = 480 * 2048
+EVALUATION_TOKENS = 32_768
+N_CONFIGS = 24
+SPACE = Space(
+    {
+        "learning_rate": LogUniform(low=2.0**-10, high=2.0**-5),
+        "weight_decay_tau": LogUniform(low=0.1, high=2.0),
+        "beta2": Uniform(low=0.9, high=0.995),
+        "warmup_fraction": LogUniform(low=0.01, high=0.08),
+    }
+)
+SHARES = (1 / 8, 1 / 4, 1 / 2)  # of N_TOKENS, for the rungs below the last
+EXACT_RUNG = 2  # T/2
+EXACT_CONFIGS = (0, 8, 16)
+
+Kind = Literal["wsd", "linear", "planned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One configuration and seed under one schedule, with all its rungs; or the run planned for its branch at T/2."""
+
+    config: int
+    seed: int
+    kind: Kind
+
+
+def configurations() -> list[dict[str, Any]]:
+    """The same for every seed; a Latin hypercube, so that the rates lie evenly over their octaves."""
+    points = qmc.LatinHypercube(len(SPACE.searched), rng=7).random(N_CONFIGS)
+    return [SPACE.decode(point) for point in points]
+
+
+def tasks(n_seeds: int) -> list[Task]:
+    """All of one seed before the next, so that part of the rows is of use."""
+    wanted = []
+    for seed in range(n_seeds):
+        for config in range(N_CONFIGS):
+            wanted += [Task(config=config, seed=seed, kind="wsd"), Task(config=config, seed=seed, kind="linear")]
+        if seed == 0:
+            wanted += [Task(config=config, seed=seed, kind="planned") for config in EXACT_CONFIGS]
+    return wanted
+
+
+_trainer: Trainer
+_batch_tokens: int
+
+
+def start_worker(corpus: Path, batch_tokens: int) -> None:
+    """One trainer a process."""
+    global _trainer, _batch_tokens
+    torch.set_num_threads(1)
+    _batch_tokens = batch_tokens
+    _trainer = Trainer(Corpus.open(corpus), planned_tokens=2 * N_CONFIGS * N_TOKENS)
+
+
+def train(task: Task) -> list[dict[str, Any]]:
+    """What was measured at each rung; a divergence ends the list early."""
+    values = Hyperparameters(batch_tokens=_batch_tokens, **configurations()[task.config])
+    numerics = Numerics(
+        model=MODEL,
+        base=MODEL,
+        corpus_key=_trainer.corpus.key,
+        seed=task.seed,
+        evaluation_tokens=EVALUATION_TOKENS,
+    )
+    measure = {"wsd": _wsd, "linear": _linear, "planned": _planned}[task.kind]
+    return list(measure(numerics, values))
+
+
+def _wsd(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
+    recipe = values.resolve(N_TOKENS)
+    ends = [int(N_TOKENS * share) for share in SHARES] + [values.stable_tokens(N_TOKENS)]
+    for rung in _rungs(numerics, values, Constant(warmup_tokens=recipe.warmup_tokens), ends):
+        state = rung.pop("state")
+        annealed = values.annealed_tokens(state.tokens)
+        _, cooldown = branch(recipe, state.tokens, annealed)
+        result = _trainer.train(numerics, cooldown, state)
+        digest = _digest(result.state) if result.state else None
+        yield {**rung, "annealed": result.loss, "annealed_tokens": annealed, "digest": digest}
+
+
+def _linear(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
+    phase = LinearDecay(warmup_tokens=values.resolve(N_TOKENS).warmup_tokens, end=N_TOKENS)
+    for rung in _rungs(numerics, values, phase, [int(N_TOKENS * share) for share in (*SHARES, 1)]):
+        del rung["state"]
+        yield rung
+
+
+def _rungs(numerics: Numerics, values: Hyperparameters, phase: Phase, ends: list[int]) -> Iterator[dict[str, Any]]:
+    """The rungs of one run, each with its state."""
+    recipe, state, start = values.resolve(N_TOKENS), None, 0
+    for end in ends:
+        segment = Segment(recipe=recipe, phase=phase, start=start, end=end)
+        result = _trainer.train(numerics, segment, state, averaged=True)
+        if result.divergence:
+            return
+        state, start = result.state, end
+        yield {"tokens": end, "last": result.loss, "averaged": result.averaged_loss, "state": state}
+
+
+def _planned(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
+    """A run of its own, by a trainer of its own, planned for the length of the branch at T/2 with the trial's recipe."""
+    recipe = values.resolve(N_TOKENS)
+    stable = int(N_TOKENS * SHARES[EXACT_RUNG])
+    annealed = values.annealed_tokens(stable)
+    trainer = Trainer(_trainer.corpus, planned_tokens=2 * N_CONFIGS * N_TOKENS)
+    first = trainer.train(numerics, stem(recipe, values.stable_tokens(annealed)))
+    _, cooldown = branch(recipe, values.stable_tokens(annealed), annealed)
+    result = trainer.train(numerics, cooldown, first.state)
+    digest = _digest(result.state) if result.state else None
+    yield {"tokens": stable, "annealed": result.loss, "annealed_tokens": annealed, "digest": digest}
+
+
+def _digest(state: TrainState) -> str:
+    """Hash of every bit of weights and moments."""
+    hashed = hashlib.sha256()
+    for name in sorted(state.tensors):
+        hashed.update(name.encode())
+        hashed.update(state.tensors[name].contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def read_rows(store: Path) -> list[dict[str, Any]]:
+    """The finished runs: the fields of their task, and their rungs."""
+    return [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+
+
+def run_all(wanted: list[Task], store: Path, corpus: Path, *, batch_tokens: int, workers: int) -> None:
+    """Train what the file does not know."""
+    known = {(row["config"], row["seed"], row["kind"]) for row in read_rows(store)}
+    missing = [task for task in wanted if (task.config, task.seed, task.kind) not in known]
+    if not missing:
+        return
+    folder = write_corpus(corpus, EMBEDDED).folder
+    store.parent.mkdir(parents=True, exist_ok=True)
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with (
+        ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder, batch_tokens)) as pool,
+        store.open("a") as file,
+        Progress(*columns) as progress,
+    ):
+        bar = progress.add_task("runs", total=len(missing))
+        futures = {pool.submit(train, task): task for task in missing}
+        for future in as_completed(futures):
+            file.write(json.dumps({**asdict(futures[future]), "rungs": future.result()}) + "\n")
+            file.flush()
+            progress.advance(bar)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print every table."""
+    seeds = [table for table in tables(rows) if len(table.configs) == N_CONFIGS]
+    if not seeds:
+        raise SystemExit(
+            f"no seed has all {N_CONFIGS} configurations under both schedules yet: {len(rows)} runs are there"
+        )
+    configs = configurations()
+    show("Rank correlation with the final loss of the same schedule", correlations(seeds))
+    print("", *facts(seeds), sep="\n")
+    show("Optimum by signal", optima(seeds, SPACE, configs))
+    show("A branch at T/2 and the run planned for its length", exactness(rows))
+    show("ASHA at equal compute", halving(seeds))
+    about, ways = telling(seeds, SPACE, configs)
+    show(f"What a stopped trial tells ({about})", ways)
+
+
+def main() -> None:
+    """Train and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = Path(tempfile.gettempdir()) / "muscale-rungs"
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="of which N_TOKENS / 8 is a multiple")
+    parser.add_argument("--rows", type=Path, help="by default a file for each batch in the temporary folder")
+    parser.add_argument("--corpus", type=Path, default=folder / "corpus")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on the rows that are there")
+    options = parser.parse_args()
+    store = options.rows or folder / f"rungs-{options.batch_tokens}.jsonl"
+    if not options.report:
+        wanted = tasks(options.seeds)
+        run_all(wanted, store, options.corpus, batch_tokens=options.batch_tokens, workers=options.workers)
+    report(read_rows(store))
+
+
+if __name__ == "__main__":
+    main()
