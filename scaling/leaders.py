@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 N_DRAWS = 20_000
 """Draws of the posterior; a probability of being best is known to ± .004."""
-RHO = np.tan(np.pi / 2 * (np.arange(128) + 0.5) / 128)
-"""Ratios of the trials' spread to the noise of one run, of equal weight beforehand: half-Cauchy of scale 1 (assumed), so
-that equal trials and trials far apart are both thought possible."""
+RHO = 2 * np.tan(np.pi / 2 * (np.arange(128) + 0.5) / 128)
+"""Ratios of the trials' spread to the noise of one run, of equal weight beforehand: half-Cauchy of scale 2, so that equal
+trials and trials far apart are both thought possible. Chosen on planted sets of four trials over three seeds: the winner's
+loss is then wrong on average by −.30 (equal trials), +.06 (a spread like the noise), +.15 (three times) and +.05 (ten times)
+standard deviations of one run; its measured mean by −.59, −.29, −.09 and −.06."""
 ROUNDING = 1e-9
 """Least standard deviation of log loss that is believed; equal losses would otherwise be known without any error."""
 COLUMNS = (
