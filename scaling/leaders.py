@@ -170,7 +170,9 @@ def compare_leaders(
         noise: standard deviation of log loss between runs of shared seeds and its degrees of freedom, known from
             elsewhere (`seed_noise(…).prior`); pooled with the rows' own, so it must hold for these trials too.
 
-    Intervals are exact for runs with normal errors where none is missing, and near to it where few are.
+    Measured on planted sets of three or five trials over three seeds, their spread from half the noise of a run to 25 times
+    it: 90 % intervals hold 88 to 95 % of the true differences and 90 to 96 % of the true losses, and the winner is the best as
+    often as is said (within 7 %, half of it chance). With equal trials, 98 to 99 in 100 sets are called near-ties.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a trial has two runs with one seed, or `level` or `noise` is
