@@ -8,11 +8,12 @@ noise between runs.
 
 What matters to a person who decides what to search is what leads into the good region and moves the loss there. In plain
 variance a few runs far up the wall would decide alone, so a loss counts in full up to the best fraction `within` of the
-trials and by its logarithm beyond (Hutter et al. 2014, "An efficient approach for assessing hyperparameter importance",
-cut the losses off there instead, which forgets the order of what lies above).
+trials, and less and less beyond: the farthest up is at most twice as far from the best as the last that counts in full.
+(Hutter et al. 2014, "An efficient approach for assessing hyperparameter importance", cut the losses off at such a point,
+which forgets the order of what lies above.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +42,11 @@ class Importance(Result):
 
     Attributes:
         table: one row per hyperparameter, the most important first: `share`; `low` and `high`, the interval over trials;
-            `noise`, the share that the same column reaches by chance once shuffled (its quantile `level`); `told`,
-            whether `low` lies above it.
+            `noise`, the share that the same column reaches on average once shuffled; `told`, whether `low` lies above it. At a
+            level of .9, one column in hundreds that meant nothing was told, of those that had 3 % as much variance as all,
+            in 40 trials with 10 % noise, 8 in 10 (measured on planted sets).
         rest: share of what no hyperparameter tells alone: interactions, misfit, noise.
-        level: of the intervals and of `noise`.
+        level: of the intervals.
         within: the best fraction of the trials whose losses count in full.
         n_trials, n_diverged: trials used, and rows left out as their run diverged.
     """
@@ -106,12 +108,13 @@ def hyperparameter_importance(
     n_bootstrap: int = 200,
     seed: int = 0,
     *,
+    box: Mapping[str, tuple[float, float]] | None = None,
     within: float = 0.5,
     level: float = 0.9,
 ) -> Importance:
     """Share of the variance of log loss over the box that each hyperparameter explains alone.
 
-    The box is the range of the trials' values. Shares have the variance taken off that the coefficients' own errors add,
+    Shares have the variance taken off that the coefficients' own errors add,
     and nothing is below zero. Intervals are a bootstrap over trials; beside them stands the share that each column reaches
     when it is shuffled over the trials.
 
@@ -124,6 +127,7 @@ def hyperparameter_importance(
         categorical: columns of choices, at least two values each.
         n_bootstrap: refits for the intervals, and for each shuffled column.
         seed: of both; the same seed gives the same answer.
+        box: least and greatest value that were searched, for each coordinate; where not given, the trials' own.
         within: fraction of the trials, 0 < within ≤ 1, whose losses count in full; 1 counts all.
         level: of the intervals.
 
@@ -141,7 +145,10 @@ def hyperparameter_importance(
         )
     require_columns(rows, (*names, "loss"))
     finished = rows[np.isfinite(losses(rows))]
-    blocks = {name: _parabola(finished, name) for name in coordinates}
+    box = dict(box or {})
+    if not box.keys() <= set(coordinates):
+        raise ValueError(f"box must be of coordinates, got {', '.join(box.keys() - set(coordinates))}")
+    blocks = {name: _parabola(finished, name, box.get(name)) for name in coordinates}
     blocks |= {name: _levels(finished, name) for name in categorical}
     trials = pd.factorize(finished["trial"])[0] if "trial" in finished else np.arange(len(finished))
     n_trials, n_coefficients = len(np.unique(trials)), 1 + sum(block.columns.shape[1] for block in blocks.values())
@@ -157,20 +164,25 @@ def hyperparameter_importance(
     if np.ptp(y) == 0:
         raise ScalingError(f"all {len(y)} losses are equal: there is no variance to share out")
 
-    sizes = [block.columns.shape[1] for block in blocks.values()]
-    measures = [block.measure for block in blocks.values()]
-    found = _shares(design[None], y, np.ones((1, len(y))), sizes, measures, corrections=1)[0]
-    draws = _shares(design[None], y, stem_weights(trials, n_bootstrap, seed), sizes, measures, corrections=2)
-    low, high = np.quantile(np.maximum(draws[:, :-1], 0), [(1 - level) / 2, (1 + level) / 2], axis=0)
-    share = np.maximum(found[:-1], 0)
-    noise = _by_chance(design, y, trials, sizes, measures, n_bootstrap, level, seed)
+    terms = list(blocks.values())
+    theta, inverse, rest = _fit(design[None], y, np.ones((1, len(y))))
+    error = _errors(inverse, rest, terms)
+    share, remainder = _shares(_variances(theta, terms) - error, rest)
+    refits, _, rests = _fit(design[None], y, stem_weights(trials, n_bootstrap, seed))
+    # Residuals of a fit are smaller than the errors, and so is the spread of refits: made up for as in MacKinnon & White
+    # (1985), HC1. A draw has the estimate's error and its own, so the error is taken off twice.
+    refits = theta + np.sqrt(len(y) / (len(y) - n_coefficients)) * (refits - theta)
+    draws, _ = _shares(_variances(refits, terms) - 2 * error, rests)
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    share = share[0]
+    noise = _by_chance(design, y, trials, terms, n_bootstrap, seed)
     table = pd.DataFrame(
         {"share": share, "low": np.minimum(low, share), "high": np.maximum(high, share), "noise": noise},
         index=pd.Index(names, name="hyperparameter"),
     )
     return Importance(
         table=table.assign(told=table["low"] > table["noise"]).sort_values("share", ascending=False, kind="stable"),
-        rest=float(found[-1]),
+        rest=float(remainder[0]),
         level=level,
         within=within,
         n_trials=n_trials,
@@ -186,13 +198,17 @@ class _Block:
     measure: Array
 
 
-def _parabola(rows: pd.DataFrame, name: str) -> _Block:
+def _parabola(rows: pd.DataFrame, name: str, box: tuple[float, float] | None) -> _Block:
     values = numbers(rows, name, minimum=-np.inf)
     if (n := len(np.unique(values))) < 3:
         raise ValueError(
             f"{name} must take at least 3 values to be a coordinate, got {n}: make it categorical or fixed"
         )
-    u = (2 * values - values.max() - values.min()) / np.ptp(values)
+    tested = (float(values.min()), float(values.max()))
+    low, high = box or tested
+    if not low <= tested[0] <= tested[1] <= high:
+        raise ValueError(f"{name} must lie in its box, {low:g} to {high:g}, got {tested[0]:g} to {tested[1]:g}")
+    u = (2 * values - high - low) / (high - low)
     return _Block(columns=np.column_stack([u, u**2]), measure=PARABOLA)
 
 
@@ -209,60 +225,66 @@ def _levels(rows: pd.DataFrame, name: str) -> _Block:
 
 
 def _compressed(log_loss: Array, within: float) -> Array:
-    """Excess of log loss over the best: as it is up to that of the best fraction `within`, c·(1 + log(excess / c)) beyond."""
+    """Excess of log loss over the best: as it is up to c, that of the best fraction `within`; c·(2 − c / excess) beyond.
+
+    Beyond c the slope is (c / excess)², what a run that high weighs in `fit_optimum`.
+    """
     excess = log_loss - log_loss.min()
     knee = float(np.quantile(excess, within))
-    if knee == 0:
-        return excess
-    return np.minimum(excess, knee) + knee * np.log(np.maximum(excess / knee, 1))
+    beyond = excess > knee
+    return np.where(beyond, knee * (2 - knee / np.where(beyond, excess, 1)), excess) if knee else excess
 
 
-def _shares(
-    designs: Array, y: Array, weights: Array, sizes: list[int], measures: list[Array], *, corrections: int
-) -> Array:
-    """Share of each hyperparameter and of the rest, [J, H + 1], for J designs [J or 1, K, P] and weights [J or 1, K].
-
-    A square of an estimate is too large by its variance; `corrections` says how often that is taken off: once for an
-    estimate, twice for a bootstrap draw, which has the estimate's error and its own.
-    """
+def _fit(designs: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """Least squares of J designs [J or 1, K, P] under J weightings [J or 1, K]: theta [J, P], inverse [J, P, P], rest [J]."""
     weighted = designs * weights[:, :, None]
     inverse = np.linalg.inv(np.swapaxes(weighted, 1, 2) @ designs)
-    theta = np.einsum("jpq,jkq,k->jp", inverse, weighted, y)
-    residual = y - np.einsum("jkp,jp->jk", designs, theta)
-    dof = len(y) - designs.shape[2]
-    rest = np.sum(weights * residual**2, axis=1) / dof * len(y) / weights.sum(axis=1)
-    # Unit covariance of equal weights serves all draws: mean one, so the same but for what the interval itself says.
-    parts, first = [], 1
-    for size, measure in zip(sizes, measures, strict=True):
-        own = slice(first, first + size)
-        error = rest * np.einsum("jpq,qp->j", inverse[:, own, own], measure)
-        parts.append(np.einsum("jp,pq,jq->j", theta[:, own], measure, theta[:, own]) - corrections * error)
-        first += size
-    variances = np.column_stack(parts)
-    total = np.maximum(variances, 0).sum(axis=1) + rest
-    return np.asarray(np.column_stack([variances, rest]) / total[:, None])
+    theta = (inverse @ (np.swapaxes(weighted, 1, 2) @ y)[:, :, None])[:, :, 0]
+    residual = y - (designs @ theta[:, :, None])[:, :, 0]
+    rest = np.average(residual**2, axis=1, weights=np.broadcast_to(weights, residual.shape))
+    return np.asarray(theta), np.asarray(inverse), np.asarray(rest * len(y) / (len(y) - designs.shape[2]))
+
+
+def _columns(terms: list[_Block]) -> Iterator[tuple[_Block, slice]]:
+    """Each hyperparameter with its columns in the design, whose first is the level's."""
+    first = 1
+    for term in terms:
+        last = first + term.columns.shape[1]
+        yield term, slice(first, last)
+        first = last
+
+
+def _variances(theta: Array, terms: list[_Block]) -> Array:
+    """Variance over the box of each hyperparameter's term, [J, H], as the coefficients [J, P] have it."""
+    own = [np.einsum("jp,pq,jq->j", theta[:, at], term.measure, theta[:, at]) for term, at in _columns(terms)]
+    return np.column_stack(own)
+
+
+def _errors(inverse: Array, rest: Array, terms: list[_Block]) -> Array:
+    """By how much `_variances` is too large on average for the coefficients' errors, [J, H]."""
+    own = [rest * np.einsum("jpq,qp->j", inverse[:, at, at], term.measure) for term, at in _columns(terms)]
+    return np.column_stack(own)
+
+
+def _shares(variances: Array, rest: Array) -> tuple[Array, Array]:
+    """Shares of the hyperparameters [J, H] and of the rest [J], none below zero."""
+    variances = np.maximum(variances, 0)
+    total = variances.sum(axis=1) + rest
+    return variances / total[:, None], rest / total
 
 
 def _by_chance(
-    design: Array,
-    y: Array,
-    trials: NDArray[np.int64],
-    sizes: list[int],
-    measures: list[Array],
-    n_draws: int,
-    level: float,
-    seed: int,
+    design: Array, y: Array, trials: NDArray[np.int64], terms: list[_Block], n_draws: int, seed: int
 ) -> Array:
-    """Quantile `level` of the share that each hyperparameter gets once its values are shuffled over the trials, [H]."""
+    """Mean share that each hyperparameter gets once its values are shuffled over the trials, [H]."""
     generator = np.random.default_rng([seed, 1])
     first_row = np.unique(trials, return_index=True)[1]
-    found, first = [], 1
-    for j, size in enumerate(sizes):
-        own = slice(first, first + size)
+    found = []
+    for j, (_, at) in enumerate(_columns(terms)):
         order = generator.permuted(np.tile(first_row, (n_draws, 1)), axis=1)[:, trials]
         shuffled = np.tile(design, (n_draws, 1, 1))
-        shuffled[:, :, own] = design[:, own][order]
-        shares = _shares(shuffled, y, np.ones((1, len(y))), sizes, measures, corrections=1)
-        found.append(max(float(np.quantile(shares[:, j], level)), 0.0))
-        first += size
+        shuffled[:, :, at] = design[:, at][order]
+        theta, inverse, rest = _fit(shuffled, y, np.ones((1, len(y))))
+        shares, _ = _shares(_variances(theta, terms) - _errors(inverse, rest, terms), rest)
+        found.append(float(shares[:, j].mean()))
     return np.array(found)

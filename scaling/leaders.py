@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 N_DRAWS = 20_000
 """Draws of the posterior; a probability of being best is known to ± .004."""
-RHO = np.tan(np.pi / 2 * (np.arange(128) + 0.5) / 128)
-"""Ratios of the trials' spread to the noise of one run, of equal weight beforehand: half-Cauchy of scale 1 (assumed), so
-that equal trials and trials far apart are both thought possible."""
+RHO = 2 * np.tan(np.pi / 2 * (np.arange(128) + 0.5) / 128)
+"""Ratios of the trials' spread to the noise of one run, of equal weight beforehand: half-Cauchy of scale 2, so that equal
+trials and trials far apart are both thought possible. Chosen on planted sets of four trials over three seeds: the winner's
+loss is then wrong on average by −.30 (equal trials), +.06 (a spread like the noise), +.15 (three times) and +.05 (ten times)
+standard deviations of one run; its measured mean by −.59, −.29, −.09 and −.06."""
 ROUNDING = 1e-9
 """Least standard deviation of log loss that is believed; equal losses would otherwise be known without any error."""
 COLUMNS = (
@@ -168,7 +170,9 @@ def compare_leaders(
         noise: standard deviation of log loss between runs of shared seeds and its degrees of freedom, known from
             elsewhere (`seed_noise(…).prior`); pooled with the rows' own, so it must hold for these trials too.
 
-    Intervals are exact for runs with normal errors where none is missing, and near to it where few are.
+    Measured on planted sets of three or five trials over three seeds, their spread from half the noise of a run to 25 times
+    it: 90 % intervals hold 88 to 95 % of the true differences and 90 to 96 % of the true losses, and the winner is the best as
+    often as is said (within 7 %, half of it chance). With equal trials, 98 to 99 in 100 sets are called near-ties.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a trial has two runs with one seed, or `level` or `noise` is

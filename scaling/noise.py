@@ -173,7 +173,5 @@ def refuse_repeats(table: pd.DataFrame, by: str) -> None:
         )
     twice = table.duplicated([by, "seed"])
     if twice.any():
-        first = table[twice].iloc[0]
-        raise ValueError(
-            f"a {by} must have one run for each seed, got several of {by} {first[by]}, seed {first['seed']}"
-        )
+        first, seed = table.loc[twice, by].tolist()[0], table.loc[twice, "seed"].tolist()[0]
+        raise ValueError(f"a {by} must have one run for each seed, got several of {by} {first}, seed {seed}")

@@ -33,8 +33,9 @@ def pareto_front(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "l
     order = order[np.isfinite(lost[order])]
     least_before = np.minimum.accumulate(np.append(np.inf, lost[order]))[:-1]
     better = lost[order] < least_before
-    twins = np.append(False, (np.diff(lost[order]) == 0) & (np.diff(paid[order]) == 0))
-    # A twin of a row on the front is on it too, and so is its own twin.
+    # Rows equal to the one before them share its fate.
+    twins = np.zeros(len(order), dtype=bool)
+    twins[1:] = (np.diff(lost[order]) == 0) & (np.diff(paid[order]) == 0)
     group = np.cumsum(~twins)
     on_front = np.isin(group, group[better])
     return rows.iloc[order[on_front]]

