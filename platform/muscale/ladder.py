@@ -15,9 +15,9 @@ import pandas as pd
 from muscale.config import Stem, StudyConfig
 from muscale.jobs import Job
 from muscale.lineage import Chain
-from proxy_models.content_key import content_key
 from muscale.search.lessons import differs_in
 from muscale.trial import WITH_COOLDOWN
+from proxy_models.content_key import content_key
 from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
 from proxy_models.hyperparameters import chain as chain_of
 from proxy_models.numerics import Numerics

@@ -53,7 +53,10 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("transfer.widths=[20]", "transfer.widths: d_model must be a multiple of head_dim=16, got 20"),
         ("promote.workers=3", "promote.workers: must divide the 8 sequences of a batch, got 3"),
         ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
-        ("hyperparameters.schedule=constant", 'sweep.schedule: a search compares trials on their way .*; got "constant"'),
+        (
+            "hyperparameters.schedule=constant",
+            'sweep.schedule: a search compares trials on their way .*; got "constant"',
+        ),
         ("hyperparameters.cycles=3", 'cycles is a setting of cosine_cycles: schedule "wsd" would ignore 3'),
         ("plan.compute_flops=1e9", r"plan.compute_flops: must exceed the largest ladder run's .* got 1e\+09"),
         ("corpus.kind=csv", "study.toml: corpus.kind: .*'text', 'jsonl', .* got 'csv'"),

@@ -175,6 +175,4 @@ def test_a_postgresql_study_is_merged_in_and_out(ledgers: tuple[Ledger, Ledger],
 
 
 def merge_counts(**added: int) -> dict[str, int]:
-    return {"results": 1, "forecasts": 1, "sweeps": 1, "rounds": 1,
-        "trials": 1, "rungs": 1,
-        "decisions": 1, **added}
+    return {"results": 1, "forecasts": 1, "sweeps": 1, "rounds": 1, "trials": 1, "rungs": 1, "decisions": 1, **added}
