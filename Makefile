@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check ci-system clean
+.PHONY: study test check soak ci-system clean
 
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
@@ -18,6 +18,10 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest
+
+# What takes too long for every time: all pairs of methods, and faults by the dozen.
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -m soak --timeout 1800
 
 $(INSTALLED): pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv

@@ -93,14 +93,26 @@ def check(study: Path, *, options: Options = Options()) -> int:
 
 
 @app.command
-def sweep(study: Path, *, options: Options = Options()) -> int:
-    """Search the space at the base shape: muscale sweep study.toml --set sweep.trials=64."""
-    return _stage(study, options, lambda opened: opened.sweep(), "sweep")
+def sweep(
+    study: Path,
+    *,
+    narrow: Annotated[bool, Parameter(negative=())] = False,
+    learn_from: Annotated[tuple[Path, ...], Parameter(negative=())] = (),
+    options: Options = Options(),
+) -> int:
+    """Search the space at the base shape: muscale sweep study.toml --set sweep.trials=64.
+
+    Args:
+        study: The study file.
+        narrow: Once that is done, search as much again in the space around the best region, in the same table.
+        learn_from: Another study of the same corpus and family whose runs inform the searcher; may be repeated.
+    """
+    return _stage(study, options, lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from), "sweep")
 
 
 @app.command
 def transfer(study: Path, *, options: Options = Options()) -> int:
-    """Check that the best learning rate stays put across widths; exit code 1 unless it does."""
+    """Check that the best learning rate stays put across widths and depths; exit code 1 unless it does."""
     return _stage(study, options, lambda opened: opened.transfer(), "transfer", failed=lambda result: not result.passed)
 
 

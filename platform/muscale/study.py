@@ -48,6 +48,7 @@ class Study:
         self.config = config
         self.directory = directory
         self.display = display
+        self._swept: SweepResult | None = None
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -156,12 +157,21 @@ class Study:
         self.ledger.record_result("check", key, result.to_dict())
         return result
 
-    def sweep(self) -> SweepResult:
-        """The search at the base shape."""
-        return self._sweep
+    def sweep(self, *, narrower: bool = False, learn_from: Sequence[str | Path] = ()) -> SweepResult:
+        """The search at the base shape.
 
-    @cached_property
-    def _sweep(self) -> SweepResult:
+        Args:
+            narrower: Once it has done what the study file asks for, search as much again around the best region.
+            learn_from: Further studies of the same corpus and family whose runs inform the searcher: files or directories.
+
+        Raises:
+            StageError: If no trial came to an annealed end.
+        """
+        if narrower or learn_from or self._swept is None:
+            self._swept = self._run_sweep(narrower, tuple(map(str, learn_from)))
+        return self._swept
+
+    def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
         trials = self.config.sweep.trials
         best, seen = math.inf, set[int]()
         with self.display.stage("sweep") as update:
@@ -172,10 +182,15 @@ class Study:
                 best = min(best, math.inf if arrival.loss is None else arrival.loss)
                 update(len(seen), trials, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
 
-            return run_sweep(self._search, on_arrival, lambda done, total: update(done, total, "annealing"))
+            def on_run(done: int, wanted: int, kind: str) -> None:
+                update(done, wanted, kind)
+
+            sweep = replace(self.search, learn_from=learn_from)
+            return run_sweep(sweep, on_arrival, on_run, narrower=narrower)
 
     @property
-    def _search(self) -> Sweep:
+    def search(self) -> Sweep:
+        """The sweep that the study file describes, as it stands in the ledger."""
         return Sweep(config=self.config, ledger=self.ledger, numerics=self.numerics)
 
     def transfer(self) -> Verdict:
@@ -282,7 +297,7 @@ class Study:
         Raises:
             StageError: If the sweep before it has no result yet.
         """
-        best = collect(self._search).best
+        best = collect(self.search).best
         jobs = transfer.jobs(transfer.members(self.config, self.numerics, best))
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())

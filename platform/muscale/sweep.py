@@ -29,7 +29,7 @@ from proxy_models.numerics import Numerics
 from search_spaces import narrow
 
 OnArrival = Callable[[Arrival], None]
-OnRun = Callable[[int, int], None]  # done, wanted
+OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
 _HOW_MUCH = (
     "trials",
     "max_tokens",
@@ -162,8 +162,9 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
             engine = sweep.engine(record, on_arrival)
         if not engine.is_finished:
             _search(sweep, engine)
-        _finish([job for *_, job in sweep.branches(record)], sweep, on_run)
-        _finish([job for *_, job in sweep.repetitions(record, leading(sweep, record))], sweep, on_run)
+        _finish([job for *_, job in sweep.branches(record)], sweep, on_run, "annealed")
+        leaders = leading(sweep, record)
+        _finish([job for *_, job in sweep.repetitions(record, leaders)], sweep, on_run, "leaders repeated")
         return collect(sweep, record)
 
 
@@ -194,13 +195,13 @@ def _search(sweep: Sweep, engine: Engine) -> None:
         run_legs(engine, TrialLeg, parameters, resources)
 
 
-def _finish(jobs: Sequence[Job], sweep: Sweep, on_run: OnRun) -> None:
+def _finish(jobs: Sequence[Job], sweep: Sweep, on_run: OnRun, kind: str) -> None:
     done = 0
 
     def count(_job: Job, _outcome: object) -> None:
         nonlocal done
         done += 1
-        on_run(done, len(jobs))
+        on_run(done, len(jobs), kind)
 
     finish(jobs, sweep.ledger, sweep.config.resources, count)
 

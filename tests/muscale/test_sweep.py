@@ -1,0 +1,166 @@
+"""Sweeps by Ray Tune for real: every method, narrowing, learning from another study, a lost worker, two sweeps at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from muscale import Study, StudyFileError
+from muscale.sweep_settings import SweepSettings
+from search_spaces import LogUniform, Space
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+MakeStudy = Callable[..., Path]
+QUICK = ["sweep.repeats=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
+COVERING = [
+    ("auto", "asha"),
+    ("gp", "none"),
+    ("random", "hyperband"),
+    ("grid", "median"),
+    ("cma_es", "asha"),
+    ("across_scales", "median"),
+    ("quasi_random", "pbt"),
+    ("random", "pb2"),
+]
+
+
+def sweep(path: Path, *settings: str, **options: bool) -> Study:
+    study = Study.open(path, [*QUICK, *settings], quiet=True)
+    study.sweep(**options)
+    return study
+
+
+@pytest.mark.parametrize(("searcher", "scheduler"), COVERING)
+def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
+    check_pair(make_study(), searcher, scheduler)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median", "pbt", "pb2"])
+@pytest.mark.parametrize(
+    "searcher", ["auto", "grid", "random", "quasi_random", "tpe", "gp", "cma_es", "across_scales"]
+)
+def test_every_pair_of_methods_runs_in_tune_or_is_refused(
+    make_study: MakeStudy, searcher: str, scheduler: str
+) -> None:
+    space = Space({"learning_rate": LogUniform(low=0.004, high=0.03), "init_scale": LogUniform(low=0.5, high=2.0)})
+    settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)  # type: ignore[arg-type]
+    if list(settings.contradictions("wsd")):
+        with pytest.raises(StudyFileError, match=f'"{searcher}"'):
+            Study.open(make_study(), [*QUICK, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}"])
+    else:
+        check_pair(make_study(), searcher, scheduler)
+
+
+def check_pair(path: Path, searcher: str, scheduler: str) -> None:
+    study = sweep(path, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}")
+    found = study.sweep()
+    assert len(found.trials) == 5
+    assert found.trials["annealed_loss"].notna().any()
+    assert "completed" in set(found.trials["status"])
+    assert study.ledger.retrained() == []
+    assert (found.copies["donor"].notna().any() if len(found.copies) else scheduler not in ("pbt", "pb2")), scheduler
+
+
+def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_study: MakeStudy) -> None:
+    path = make_study()
+    settings = ["sweep.trials=12", "sweep.scheduler=none", "sweep.searcher=random", "sweep.rungs=1"]
+    first = sweep(path, *settings).sweep()
+    study = Study.open(path, [*QUICK, *settings], quiet=True)
+    narrower = study.sweep(narrower=True)
+    assert len(narrower.trials) == 24
+    pd.testing.assert_series_equal(
+        narrower.trials.set_index("trial").loc[first.trials["trial"], "learning_rate"],
+        first.trials.set_index("trial")["learning_rate"],
+    )
+    rounds = study.ledger.rounds(study.search.key)
+    assert [row["first_trial"] for row in rounds] == [0, 12]
+    space = Space.from_dict(rounds[1]["space"])
+    added = narrower.trials[narrower.trials["trial"] >= 12]
+    assert all(space.contains({name: row[name] for name in space}) for row in added.to_dict("records"))
+    assert len(Study.open(path, [*QUICK, *settings], quiet=True).sweep().trials) == 24
+
+
+def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy) -> None:
+    teacher, pupil = make_study("teacher"), make_study("pupil")
+    sweep(teacher, "sweep.searcher=random", "sweep.scheduler=none", "sweep.trials=8")
+    wider = ["model.d_model=48", "sweep.trials=2", "sweep.scheduler=none", "model.head_dim=16"]
+    narrow_head = [*QUICK, *wider]
+    study = Study.open(pupil, narrow_head, quiet=True)
+    study.sweep(learn_from=[teacher])
+    (part,) = study.ledger.rounds(study.search.key)
+    assert part["searcher"] == "tpe", "another base shape is another parametrization: its rates mean something else"
+    same = Study.open(make_study("same"), [*QUICK, "sweep.trials=2", "sweep.n_tokens=32768"], quiet=True)
+    same.sweep(learn_from=[teacher])
+    (part,) = same.ledger.rounds(same.search.key)
+    assert part["searcher"] == "across_scales"
+
+
+def test_a_worker_that_is_killed_costs_its_leg_and_no_more(make_study: MakeStudy) -> None:
+    path = make_study()
+    settings = ["sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=262144", "sweep.trials=3"]
+    killed = threading.Event()
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not killed.is_set() and time.monotonic() < deadline:
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    busy = "TrialLeg" in " ".join(process.cmdline()) and process.cpu_times().user > 3
+                except psutil.NoSuchProcess:
+                    continue
+                if busy and (path.parent / "states").exists():
+                    process.send_signal(signal.SIGKILL)
+                    killed.set()
+                    return
+            time.sleep(0.02)
+
+    assassin = threading.Thread(target=kill)
+    assassin.start()
+    found = sweep(path, *settings).sweep()
+    killed.set()
+    assassin.join()
+    undisturbed = sweep(make_study("undisturbed"), *settings).sweep()
+    columns = ["trial", "status", "learning_rate", "annealed_loss"]
+    pd.testing.assert_frame_equal(found.trials[columns], undisturbed.trials[columns])
+
+
+def test_two_sweeps_at_once_train_nothing_twice(make_study: MakeStudy, tmp_path: Path) -> None:
+    path = make_study()
+    Study.open(path, quiet=True).corpus  # noqa: B018 -- written before the race
+    log = (tmp_path / "log").open("w")
+    drivers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "muscale", "sweep", str(path), *flatten([*QUICK, "sweep.searcher=random", one])],
+            stdout=log,
+            stderr=log,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        )
+        for one in ("sweep.scheduler=none", "sweep.scheduler=asha")
+    ]
+    try:
+        codes = [driver.wait(timeout=200) for driver in drivers]
+    finally:
+        for driver in drivers:
+            driver.kill()
+        log.close()
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    study = Study.open(path, quiet=True)
+    assert study.ledger.retrained() == []
+    runs = study.runs()
+    assert (runs.groupby("label").size() == 1).all(), "both searched the same configurations"
+
+
+def flatten(settings: list[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
