@@ -174,7 +174,7 @@ def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception]
                     f"{name}: the ledger has not answered for {waited:.0f} s; bring it back and run the same command "
                     f"again to go on ({first_line(error)})"
                 ) from None
-            if pause >= _LONGEST_PAUSE:
+            if pause < _LONGEST_PAUSE <= 2 * pause:  # once
                 _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, 2 * pause)

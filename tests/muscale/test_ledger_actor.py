@@ -12,8 +12,6 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale import lease as leases
 from muscale.config import StorageSettings
-from muscale.errors import PackageMismatchError
-from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.layout import CORPUS, LEDGER_PLACE
 from muscale.ledger import Ledger
 from muscale.ledger_actor import ActorStorage
@@ -102,12 +100,6 @@ def test_a_ledger_that_lies_elsewhere_or_is_gone_is_told(ledger: Ledger, tmp_pat
     (lost / LEDGER_PLACE).write_text("{}")
     with pytest.raises(StudyDirectoryError, match="does not say where the ledger lies"):
         open_ledger(actor, lost, "s")
-
-
-def test_a_worker_with_another_package_is_refused_with_both_named() -> None:
-    require_same_package(package_fingerprint())
-    with pytest.raises(PackageMismatchError, match=f"runs muscale .*{package_fingerprint()[-12:]}.*driver runs 0.0.1"):
-        require_same_package("0.0.1+000000000000")
 
 
 @pytest.mark.usefixtures("postgres")

@@ -142,7 +142,6 @@ def test_no_message_and_no_file_holds_the_password(
     shown = [repr(ledger), str(ledger.storage), repr(ledger.storage), (ledger.directory / LEDGER_PLACE).read_text()]
     assert all(secret not in text for text in shown)
     assert secret.encode() not in pickle.dumps(ledger)
-    monkeypatch.setenv("MUSCALE_LEDGER_URL", postgres.url.replace("/postgres", "/nowhere"))
     (ledger.directory / "new").mkdir()
     for value in (postgres.url.replace(secret, f"{secret}x"), f"mysql://me:{secret}@host/db", f"//{secret}"):
         monkeypatch.setenv("MUSCALE_LEDGER_URL", value)
