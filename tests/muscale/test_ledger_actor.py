@@ -26,11 +26,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 MakeStudy = Callable[..., Path]
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    (tmp_path / "study").mkdir()
-    settings = StorageSettings(ledger="actor", path=str(tmp_path / "local" / "s.sqlite"))
-    ledger = open_ledger(settings, tmp_path / "study", "s")
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iterator[Ledger]:
+    folder = tmp_path_factory.mktemp("actor")
+    (folder / "study").mkdir()
+    settings = StorageSettings(ledger="actor", path=str(folder / "local" / "s.sqlite"))
+    ledger = open_ledger(settings, folder / "study", "s")
     yield ledger
     import ray
 

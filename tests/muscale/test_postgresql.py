@@ -101,6 +101,7 @@ def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, post
     monkeypatch.setattr(leases, "is_dead", lambda owner: False)
     order: list[str] = []
     waiting_ledger = open_ledger(POSTGRESQL, ledger.directory, "s")
+    waiting_ledger.trials("s")  # a server that never answered is not waited for
 
     def wait() -> None:
         with leases.lease(waiting_ledger, "line") as token:
