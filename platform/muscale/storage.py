@@ -119,7 +119,12 @@ class SqliteStorage(Storage):
         self, begin: str, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         with self._engine.connect() as connection:
-            connection.exec_driver_sql(begin)
+            try:
+                connection.exec_driver_sql(begin)
+            except sa.exc.OperationalError as error:  # it has waited for the lock as long as it may
+                raise LedgerUnavailableError(
+                    f"{self.name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
+                ) from None
             try:
                 found = function(connection, *args, **kwargs)
             except BaseException:

@@ -155,6 +155,15 @@ def test_no_message_and_no_file_holds_the_password(
         open_ledger(POSTGRESQL, ledger.directory / "new", "s")
 
 
+def test_a_missing_driver_is_told_with_how_to_install_it(postgres: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(
+        StudyDirectoryError, match=r"needs psycopg, install it with: pip install 'muscale\[postgresql\]'"
+    ):
+        open_ledger(POSTGRESQL, tmp_path, "s")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_ledger_begun_elsewhere_is_never_silently_a_new_one(ledger: Ledger, tmp_path: Path, postgres: Any) -> None:
     with pytest.raises(StudyDirectoryError, match='begun with storage.ledger = "postgresql", got "sqlite"'):
         open_ledger(StorageSettings(), tmp_path, "s")
