@@ -160,6 +160,10 @@ def runs(study: Path, *, options: Options = Options()) -> int:
     """Print the ledger's runs as a table."""
 
     def table(opened: Study) -> Any:
+        if (again := opened.ledger.retrained()) and not options.json:
+            print(
+                f"{len(again)} times a pruned state was trained again, {sum(row['tokens'] for row in again):,} tokens in all"
+            )
         hidden = ["hyperparameters", "source_losses", "numerics", "segment", "environment", "diverged_because"]
         return opened.runs().drop(columns=hidden)
 

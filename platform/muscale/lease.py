@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import sqlalchemy as sa
 
-from muscale.errors import LedgerUnavailableError, MuscaleError
+from muscale.errors import MuscaleError
 from muscale.ledger import Ledger, find, insert_once, stamped
 from muscale.tables import leases, segments
 
@@ -48,7 +48,7 @@ def lease(ledger: Ledger, name: str) -> Iterator[int]:
         while not done.wait(BEAT_SECONDS):
             try:
                 ledger.write(_beat, name, token)
-            except LedgerUnavailableError as error:  # the owner is told when it records; until then it trains on
+            except MuscaleError as error:  # the owner is told when it records; until then it trains on
                 _log.warning("lease %s: no heartbeat: %s", name, error)
 
     heart = threading.Thread(target=beat, name=f"lease {name}", daemon=True)

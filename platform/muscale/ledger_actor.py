@@ -55,7 +55,7 @@ class ActorStorage(Storage):
         self.host, self.path = host, path
         self.name = f"{host}:{path}"
         self._file = SqliteStorage(path, must_exist=True)
-        self._actor: tuple[str, Any] | None = None  # of one connection to Ray
+        self._actor: tuple[Any, Any] | None = None  # of one connection to Ray
 
     def __reduce__(self) -> tuple[type[ActorStorage], tuple[str, Path]]:
         return type(self), (self.host, self.path)
@@ -83,13 +83,14 @@ class ActorStorage(Storage):
                 call = actor.run.remote(package_fingerprint(), write, function, args, kwargs)
                 found: T = ray.get(call, timeout=_CALL_SECONDS)
             except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except ray.exceptions.RayActorError:
+                raise (error.cause or error) from None
+            except lost:
                 self._actor = None
                 raise
             return found
 
-        passing = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)
+        lost = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
+        passing = (*lost, ray.exceptions.GetTimeoutError)
         return persist(self.name, attempt, lambda error: isinstance(error, passing))
 
     def _connect(self) -> None:
@@ -117,7 +118,7 @@ class ActorStorage(Storage):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         context = ray.get_runtime_context()
-        connection = context.get_worker_id()
+        connection = (context.get_node_id(), context.get_job_id())  # both new after Ray was shut down and started again
         if self._actor is None or self._actor[0] != connection:
             name = f"ledger-{content_key([self.host, str(self.path)])}"
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import socket
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ def _fits(row: Mapping[str, Any]) -> bool:
     before = row["parent"] or content_key(row["numerics"])
     line = content_key([before, {**segment, "end": None}])
     return bool(
-        row["line"] == line and row["key"] == content_key([line, row["tokens"]]) and segment["end"] == row["tokens"]
+        row["line"] == line and row["key"] == content_key([line, row["tokens"]]) and segment.get("end") == row["tokens"]
     )
 
 
@@ -176,9 +177,10 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
             storage.close()
         return
     path = Path(place["path"]) if place else source / LEDGER if source.is_dir() else source
+    if place and place["host"] != socket.gethostname():
+        raise StudyDirectoryError(f"{path}: lies on {place['host']}; merge there, or copy it from there")
     if not path.is_file():
-        told = f"lies on {place['host']}, copy it from there" if place else "no such ledger"
-        raise StudyDirectoryError(f"{path}: {told}")
+        raise StudyDirectoryError(f"{path}: no such ledger")
     log = path.with_name(f"{path.name}-wal")
     unwritten = log.exists() and log.stat().st_size > 0
     # A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.

@@ -22,6 +22,8 @@ from muscale.ledger_actor import ActorStorage
 from muscale.postgresql import PostgresStorage
 from muscale.storage import SqliteStorage
 
+_RAYS_COPIES = "runtime_resources"  # the folder of a Ray session that working directories of jobs are unpacked in
+
 
 def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger:
     """The ledger of the study called `name` in a directory.
@@ -31,6 +33,11 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
         LedgerUnavailableError: If the database does not answer.
     """
     directory = directory.absolute()
+    if _RAYS_COPIES in directory.parts:
+        raise StudyDirectoryError(
+            f"{directory}: is Ray's own copy of the job's working directory, and goes away with it; give the study file "
+            "by its absolute path on a file system that every node has"
+        )
     place = read_place(directory)
     begun = str(place["ledger"]) if place else "sqlite" if (directory / LEDGER).exists() else None
     at_hand = settings.ledger == "actor" and begun == "sqlite" and settings.path in (None, str(directory / LEDGER))

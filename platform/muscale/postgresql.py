@@ -82,7 +82,7 @@ class PostgresStorage(Storage):
     def _engine(self) -> sa.Engine:
         try:
             # A worker needs one connection, and now and then one more for its heartbeat.
-            engine = sa.create_engine(self._url, pool_size=1, max_overflow=3, hide_parameters=True)
+            engine = sa.create_engine(self._url, pool_size=1, max_overflow=3)
         except ModuleNotFoundError as error:
             raise StudyDirectoryError(
                 f"storage.ledger: \"postgresql\" needs psycopg, install it with: pip install 'muscale[postgresql]' ({error})"

@@ -119,7 +119,12 @@ class SqliteStorage(Storage):
         self, begin: str, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         with self._engine.connect() as connection:
-            connection.exec_driver_sql(begin)
+            try:
+                connection.exec_driver_sql(begin)
+            except sa.exc.OperationalError as error:  # it has waited for the lock as long as it may
+                raise LedgerUnavailableError(
+                    f"{self.name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
+                ) from None
             try:
                 found = function(connection, *args, **kwargs)
             except BaseException:
@@ -174,7 +179,7 @@ def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception]
                     f"{name}: the ledger has not answered for {waited:.0f} s; bring it back and run the same command "
                     f"again to go on ({first_line(error)})"
                 ) from None
-            if pause >= _LONGEST_PAUSE:
+            if pause < _LONGEST_PAUSE <= 2 * pause:  # once
                 _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, 2 * pause)

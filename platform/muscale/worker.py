@@ -44,27 +44,38 @@ class Worker:
         with lease(self.ledger, chain.line) as token:
             if not self.ledger.outcome(chain):
                 keep = goes_on or not chain.anneals
-                self._record(chain, token, *self._advance(chain, on_step), keep=keep)
+                start, result = self._advance(chain, on_step)
+                self._count_repeated(chain, start, result.seconds)
+                self._record(chain, token, start, result, keep=keep)
         return self.reach(chain)
 
     def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
         """Train the last segment from the nearest state that is kept; returns where that was, and the result."""
-        averaged = chain.parent is None and not chain.anneals  # rungs, which are ranked by it, lie on stems
-        last = chain.last
-        latest = Tail().begins(last.end, last.recipe.batch_tokens) if averaged else last.end - 1
-        state = self._nearest_state(chain, latest)
+        state = self._nearest_state(chain)
         if state is None and chain.parent:
             state = self._state(chain.parent)
         start = state.tokens if state else 0
         remainder = replace(chain.last, start=start)
-        return start, self.trainer.train(chain.numerics, remainder, state, averaged=averaged, on_step=on_step)
+        return start, self.trainer.train(
+            chain.numerics, remainder, state, averaged=_is_averaged(chain), on_step=on_step
+        )
 
-    def _nearest_state(self, chain: Chain, latest: int) -> TrainState | None:
-        """The last kept state on the chain's own line, after `latest` tokens at most."""
+    def _nearest_state(self, chain: Chain) -> TrainState | None:
+        """The last kept state on the chain's own line that its training can go on from."""
         for row in self.ledger.line(chain.line):
-            if row["tokens"] <= latest and (state := self._load(row)):
+            if row["tokens"] <= _latest_start(chain) and (state := self._load(row)):
                 return state
         return None
+
+    def _count_repeated(self, chain: Chain, start: int, seconds: float) -> None:
+        """Count what was trained again on the chain's own line, as a state that lay nearer had been pruned."""
+        if chain.anneals:
+            return  # the states of such ends are not kept in the first place
+        for row in self.ledger.line(chain.line):
+            if start < row["tokens"] <= _latest_start(chain) and row["loss"] is not None:
+                share = (row["tokens"] - start) / (chain.last.end - start)
+                self.ledger.record_retrained(row["key"], tokens=row["tokens"] - start, seconds=share * seconds)
+                return
 
     def _state(self, chain: Chain) -> TrainState:
         """The state at the end of a chain that was reached; one that was pruned is trained again.
@@ -129,3 +140,14 @@ class Worker:
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         curve.to_parquet(unfinished, index=False)
         unfinished.replace(path)
+
+
+def _is_averaged(chain: Chain) -> bool:
+    """Whether the averaged weights are evaluated at the end: rungs, which are ranked by them, lie on stems."""
+    return chain.parent is None and not chain.anneals
+
+
+def _latest_start(chain: Chain) -> int:
+    """The tokens at which a training of the last segment may start at the latest: before what is averaged begins."""
+    last = chain.last
+    return Tail().begins(last.end, last.recipe.batch_tokens) if _is_averaged(chain) else last.end - 1

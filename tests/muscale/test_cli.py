@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from muscale.layout import LEDGER
+from muscale.ledger import Ledger
+
 MakeStudy = Callable[..., Path]
 
 
@@ -108,3 +111,7 @@ def test_gc_and_merge_are_commands(make_study: MakeStudy) -> None:
     assert orphan.exists()
     assert muscale("gc", ours).stdout.startswith("gc: freed 10 B in 1 files")
     assert not orphan.exists()
+    ledger = Ledger(ours.parent / LEDGER)
+    ledger.record_retrained("key", tokens=1000, seconds=1.0)
+    ledger.close()
+    assert muscale("runs", ours).stdout.startswith("1 times a pruned state was trained again, 1,000 tokens")

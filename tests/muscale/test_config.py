@@ -75,6 +75,11 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("check.depths=[1, 2, 4]", r"check.depths: the coordinate check needs at least 4 depths, got \[1, 2, 4\]"),
         ("check.depths=[1, 2, 3, 4]", "check.depths: depths must span at least a factor of 8, got 1 to 4"),
         ("check.seeds=[1]", r"check.seeds: .* at least 2 seeds, got \[1\]"),
+        (
+            'storage.path="/x"',
+            'study.toml: storage: storage.path is for storage.ledger = "actor", got \'/x\' with "sqlite"',
+        ),
+        ('storage={ledger="actor", path="x"}', "storage: storage.path must be absolute, .* got 'x'"),
         ("depth_exponent=0.4", "study.toml: depth_exponent: .*greater than or equal to 0.5, got 0.4"),
         ("decay_scaling=gain", "study.toml: decay_scaling: .*'timescale' or 'sublayer_gain', got 'gain'"),
         ("extra.key=1", "study.toml: extra: unknown key"),

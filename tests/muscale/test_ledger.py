@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from muscale import StudyDirectoryError
+from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.ledger import Ledger, insert_once
 from muscale.tables import forecasts, trials
@@ -89,3 +90,16 @@ def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger
     for writer in writers:
         writer.join(60)
     assert [row["sequence"] for row in ledger.rungs("s")] == list(range(1, 61))
+
+
+def test_a_ledger_that_stays_busy_is_told_as_such(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muscale.storage._BUSY_SECONDS", 0.2)
+    ledger.trials("s")
+    with sqlite3.connect(ledger.directory / LEDGER) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        with pytest.raises(LedgerUnavailableError, match="ledger.sqlite: another process has kept the ledger busy"):
+            ledger.record_result("stage", "k", {})
+        holder.rollback()
+    holder.close()
+    ledger.record_result("stage", "k", {})
+    assert ledger.result("stage", "k") == {}

@@ -1,5 +1,6 @@
 """Another ledger of the same study is added once, only read, and never instead of what is known here."""
 
+import json
 import shutil
 import sqlite3
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from muscale import StudyDirectoryError
 from muscale.config import StorageSettings
-from muscale.layout import CURVES, LEDGER, STATES
+from muscale.layout import CURVES, LEDGER, LEDGER_PLACE, STATES
 from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.merge import merge
@@ -133,6 +134,11 @@ def test_another_study_or_no_ledger_is_refused_with_what_differs(
     other.mkdir()
     with pytest.raises(StudyDirectoryError, match="other/ledger.sqlite: no such ledger"):
         merge(ours, other)
+    place = {"ledger": "actor", "host": "node-7", "path": str(theirs.directory / LEDGER)}
+    (other / LEDGER_PLACE).write_text(json.dumps(place))
+    with pytest.raises(StudyDirectoryError, match="lies on node-7; merge there, or copy it from there"):
+        merge(ours, other)
+    (other / LEDGER_PLACE).unlink()
     Ledger(other / LEDGER).claim({"model.d_model": 64}, {})
     with pytest.raises(StudyDirectoryError, match="another study's: model.d_model is 32 here but 64 there"):
         merge(ours, other)

@@ -99,6 +99,7 @@ def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, post
     monkeypatch.setattr(leases, "is_dead", lambda owner: False)
     order: list[str] = []
     waiting_ledger = open_ledger(POSTGRESQL, ledger.directory, "s")
+    waiting_ledger.trials("s")  # a server that never answered is not waited for
 
     def wait() -> None:
         with leases.lease(waiting_ledger, "line") as token:
@@ -140,7 +141,6 @@ def test_no_message_and_no_file_holds_the_password(
     shown = [repr(ledger), str(ledger.storage), repr(ledger.storage), (ledger.directory / LEDGER_PLACE).read_text()]
     assert all(secret not in text for text in shown)
     assert secret.encode() not in pickle.dumps(ledger)
-    monkeypatch.setenv("MUSCALE_LEDGER_URL", postgres.url.replace("/postgres", "/nowhere"))
     (ledger.directory / "new").mkdir()
     for value in (postgres.url.replace(secret, f"{secret}x"), f"mysql://me:{secret}@host/db", f"//{secret}"):
         monkeypatch.setenv("MUSCALE_LEDGER_URL", value)
@@ -151,6 +151,15 @@ def test_no_message_and_no_file_holds_the_password(
     monkeypatch.delenv("MUSCALE_LEDGER_URL")
     with pytest.raises(StudyDirectoryError, match="MUSCALE_LEDGER_URL, such as .* it is not set"):
         open_ledger(POSTGRESQL, ledger.directory / "new", "s")
+
+
+def test_a_missing_driver_is_told_with_how_to_install_it(postgres: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(
+        StudyDirectoryError, match=r"needs psycopg, install it with: pip install 'muscale\[postgresql\]'"
+    ):
+        open_ledger(POSTGRESQL, tmp_path, "s")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_ledger_begun_elsewhere_is_never_silently_a_new_one(ledger: Ledger, tmp_path: Path, postgres: Any) -> None:

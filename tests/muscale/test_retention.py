@@ -127,3 +127,9 @@ def test_a_pruned_state_comes_back_with_its_loss_and_is_counted(make_study: Call
     after = prune(worker.ledger, dry_run=True)
     assert (after.retrained, after.retrained_tokens) == (1, 10 * 128)
     assert "trained again so far, as a state had been pruned: 1 times, 1,280 tokens" in str(after)
+    longer = Chain(numerics=numerics, segments=branch(recipe, 20 * 128, 24 * 128)).parent
+    assert longer is not None
+    worker.reach(longer)
+    assert [row["key"] for row in worker.ledger.retrained()] == [stem.key, stem.key], (
+        "the way to a longer end counts too"
+    )

@@ -48,12 +48,8 @@ def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, schedul
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median", "pbt", "pb2"])
-@pytest.mark.parametrize(
-    "searcher", ["auto", "grid", "random", "quasi_random", "tpe", "gp", "cma_es", "across_scales"]
-)
-def test_every_pair_of_methods_runs_in_tune_or_is_refused(
-    make_study: MakeStudy, searcher: str, scheduler: str
-) -> None:
+@pytest.mark.parametrize("searcher", ["auto", "grid", "random", "quasi_random", "tpe", "gp", "cma_es", "across_scales"])
+def test_every_pair_of_methods_runs_in_tune_or_is_refused(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
     space = Space({"learning_rate": LogUniform(low=0.004, high=0.03), "init_scale": LogUniform(low=0.5, high=2.0)})
     settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)  # type: ignore[arg-type]
     if list(settings.contradictions("wsd")):
@@ -70,7 +66,7 @@ def check_pair(path: Path, searcher: str, scheduler: str) -> None:
     assert found.trials["annealed_loss"].notna().any()
     assert "completed" in set(found.trials["status"])
     assert study.ledger.retrained() == []
-    assert (found.copies["donor"].notna().any() if len(found.copies) else scheduler not in ("pbt", "pb2")), scheduler
+    assert found.copies["donor"].notna().any() if len(found.copies) else scheduler not in ("pbt", "pb2"), scheduler
 
 
 def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_study: MakeStudy) -> None:

@@ -1,0 +1,49 @@
+"""A process that runs another muscale is refused, and the driver says why."""
+
+from pathlib import Path
+
+import pytest
+
+from muscale import StageError, StudyDirectoryError, jobs
+from muscale.config import ResourceSettings, StorageSettings
+from muscale.errors import PackageMismatchError
+from muscale.fingerprint import package_fingerprint, require_same_package
+from muscale.jobs import Job, finish
+from muscale.layout import LEDGER
+from muscale.ledger import Ledger
+from muscale.lineage import Chain
+from muscale.open_ledger import open_ledger
+from proxy_models.config import ModelConfig
+from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.numerics import Numerics
+
+OTHER = "0.0.1+000000000000"
+
+
+def test_the_same_package_passes_and_another_is_refused_with_both_named() -> None:
+    require_same_package(package_fingerprint())
+    with pytest.raises(PackageMismatchError, match=f"runs muscale .*{package_fingerprint()[-12:]}.*driver runs 0.0.1"):
+        require_same_package(OTHER)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_of_another_package_ends_the_stage_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "package_fingerprint", lambda: OTHER)
+    model = ModelConfig(d_model=16, n_layers=1, context_length=32)
+    numerics = Numerics(model=model, base=model, corpus_key="none", seed=0, evaluation_tokens=512)
+    hyperparameters = Hyperparameters(learning_rate=0.01, batch_tokens=128)
+    run = Chain(numerics=numerics, segments=chain(hyperparameters, 40 * 128))
+    job = Job(purpose="ladder", label="", hyperparameters=hyperparameters, chain=run)
+    with pytest.raises(StageError, match=f"runs muscale .*, the driver runs {OTHER.replace('+', '.')}: ship"):
+        finish([job], Ledger(tmp_path / LEDGER), ResourceSettings(workers=1), lambda _job, _outcome: None)
+
+
+def test_a_study_in_rays_own_copy_of_a_working_directory_is_refused(tmp_path: Path) -> None:
+    copied = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
+    copied.mkdir(parents=True)
+    with pytest.raises(StudyDirectoryError, match="goes away with it; give the study file by its absolute path"):
+        open_ledger(StorageSettings(), copied, "s")
+    assert list(copied.iterdir()) == []
