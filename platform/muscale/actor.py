@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from ray import tune
 from muscale.fingerprint import require_same_package
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
-from muscale.search.path import path_from_json
-from muscale.search.tune_adapter import FIRST, METRIC, PATH, TRIAL, UNTIL
+from muscale.search.engine import Ending, Leg
+from muscale.search.tune_adapter import LEG, METRIC, leg_from_json
 from muscale.sweep_settings import RankBy
 from muscale.trial import TrialPlan
 from muscale.worker import Worker
@@ -57,34 +56,37 @@ class TrialLeg(tune.Trainable):
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Start another leg in this process, with its models warm."""
-        self._rung = new_config[FIRST]
-        self._path = path_from_json(json.loads(new_config[PATH]))
+        """Start another leg or ending in this process, with its models warm."""
+        self._leg = leg_from_json(new_config[LEG])
+        self._rung = self._leg.first if isinstance(self._leg, Leg) else self._leg.rung
         return True
 
     def step(self) -> dict[str, Any]:
-        """Train to the next rung."""
-        plan, rung = self._plan, self._rung
-        outcome = self._worker.reach(plan.rung(self._path, rung))
-        loss = self._loss(outcome, rung)
+        """Train to the next rung, or the whole of an ending."""
+        leg, plan, rung = self._leg, self._plan, self._rung
+        if isinstance(leg, Ending):
+            outcome = self._worker.reach(plan.branch(leg.path, rung, seed=leg.seed))
+            return {METRIC: WORST_LOSS if outcome.loss is None else outcome.loss, "done": True}
+        outcome = self._worker.reach(plan.rung(leg.path, rung))
+        loss = self._loss(leg, outcome)
         self._rung += 1
         return {
             METRIC: WORST_LOSS if loss is None else loss,
             "diverged": loss is None,
-            TRIAL: self.config[TRIAL],
+            "trial": leg.trial,
             "rung": rung,
             "segment": outcome.key,
             "tokens": plan.rung_tokens[rung] - (plan.rung_tokens[rung - 1] if rung else 0),
             "seconds": outcome.seconds,
-            "done": loss is None or rung == self.config[UNTIL],
+            "done": loss is None or rung == leg.until,
         }
 
-    def _loss(self, outcome: Outcome, rung: int) -> float | None:
+    def _loss(self, leg: Leg, outcome: Outcome) -> float | None:
         """What the trial is ranked by at this rung, None after a divergence."""
         if outcome.diverged:
             return None
-        if self._rank_by == "annealed" and self._plan.has_branch(rung):
-            return self._worker.reach(self._plan.branch(self._path, rung)).loss
+        if self._rank_by == "annealed" and self._plan.has_branch(self._rung):
+            return self._worker.reach(self._plan.branch(leg.path, self._rung)).loss
         averaged = self._rank_by == "averaged" and outcome.averaged_loss is not None
         return outcome.averaged_loss if averaged else outcome.loss
 

@@ -21,6 +21,7 @@ from muscale.tables import runs
 from proxy_models.hyperparameters import Hyperparameters
 
 _staying: ContextVar[ExitStack | None] = ContextVar("staying", default=None)
+_workers: list[Any] = []  # at rest between the stages of one study
 _RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
 
 
@@ -70,14 +71,44 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
         return
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
     with cluster(resources):
-        for chain, outcome in _train(groups, ledger, resources):
-            ledger.insert(runs, **wanted[chain.key].row(outcome))
-            on_trained(wanted[chain.key], outcome)
+        try:
+            for chain, outcome in _train(groups, ledger, resources):
+                ledger.insert(runs, **wanted[chain.key].row(outcome))
+                on_trained(wanted[chain.key], outcome)
+        except BaseException:
+            dismiss_workers()  # some of them are at work
+            raise
+        if not _staying.get():
+            dismiss_workers()
 
 
 def _train(
     groups: Sequence[Sequence[Chain]], ledger: Ledger, resources: ResourceSettings
 ) -> Iterator[tuple[Chain, Outcome]]:
+    import ray
+
+    idle = _hire(min(resources.workers, len(groups)), ledger, resources)
+    waiting = [list(group) for group in groups]
+    busy: dict[Any, tuple[Any, list[Chain]]] = {}
+    while waiting or busy:
+        while waiting and idle:
+            actor, group = idle.pop(), waiting.pop(0)
+            busy[actor.reach.remote(group[0])] = (actor, group)
+        (done,), _ = ray.wait(list(busy), num_returns=1)
+        actor, group = busy.pop(done)
+        try:
+            outcome = ray.get(done)
+        except ray.exceptions.ActorDiedError as error:
+            raise StageError(f"a worker died: {str(error).strip().splitlines()[-1]}") from error
+        yield group[0], outcome
+        if group[1:]:
+            busy[actor.reach.remote(group[1])] = (actor, group[1:])
+        else:
+            idle.append(actor)
+
+
+def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
+    """So many workers, those of the stage before first: their models are warm."""
     import ray
 
     from muscale.actor import TrainingActor
@@ -88,31 +119,18 @@ def _train(
         max_restarts=_RESTARTS,
         max_task_retries=_RESTARTS,
     )(TrainingActor)
-    count = min(resources.workers, len(groups))
     settings = (ledger, resources.compile, resources.cpus_per_worker, resources.device, package_fingerprint())
-    idle = [remote.remote(*settings) for _ in range(count)]
-    actors = list(idle)
-    waiting = [list(group) for group in groups]
-    busy: dict[Any, tuple[Any, list[Chain]]] = {}
-    try:
-        while waiting or busy:
-            while waiting and idle:
-                actor, group = idle.pop(), waiting.pop(0)
-                busy[actor.reach.remote(group[0])] = (actor, group)
-            (done,), _ = ray.wait(list(busy), num_returns=1)
-            actor, group = busy.pop(done)
-            try:
-                outcome = ray.get(done)
-            except ray.exceptions.ActorDiedError as error:
-                raise StageError(f"a worker died: {str(error).strip().splitlines()[-1]}") from error
-            yield group[0], outcome
-            if group[1:]:
-                busy[actor.reach.remote(group[1])] = (actor, group[1:])
-            else:
-                idle.append(actor)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    while len(_workers) < count:
+        _workers.append(remote.remote(*settings))
+    return _workers[:count]
+
+
+def dismiss_workers() -> None:
+    """End the workers of the stages before, for whoever needs their processors and devices."""
+    import ray
+
+    while _workers:
+        ray.kill(_workers.pop())
 
 
 @contextmanager
@@ -175,7 +193,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def staying_cluster() -> Iterator[None]:
-    """Within it, a cluster that one stage started serves the later ones too; without a stage that trains, none starts."""
+    """Within it, cluster and workers of one stage serve the later ones too; without a stage that trains, none starts."""
     if _staying.get():
         yield
         return
@@ -184,4 +202,6 @@ def staying_cluster() -> Iterator[None]:
         try:
             yield
         finally:
+            if _workers:
+                dismiss_workers()
             _staying.reset(token)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import Job, cluster, interrupted_later, interruptible
+from muscale.jobs import Job, cluster, dismiss_workers, interrupted_later, interruptible
 from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan
@@ -182,6 +182,7 @@ def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
     result = directory / RESULT
     if not result.exists():
         with cluster(config.resources):
+            dismiss_workers()
             _fit(plan, config, numerics, directory, corpus)
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")

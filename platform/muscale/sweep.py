@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +13,19 @@ import pandas as pd
 
 from muscale.config import StudyConfig
 from muscale.fingerprint import package_fingerprint
-from muscale.jobs import Job, cluster, finish, interrupted_later, staying_cluster
+from muscale.jobs import Job, cluster, dismiss_workers, interrupted_later, staying_cluster
 from muscale.lease import lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.search.budget import Budget
-from muscale.search.engine import Engine
+from muscale.search.engine import Ending, Engine
 from muscale.search.lessons import lessons, runs_of
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.observations import KnownOf
 from muscale.search.record import Arrival, Record, Round
 from muscale.search.tune_run import run_legs
 from muscale.sweep_result import SweepResult, make_result
+from muscale.tables import runs
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
 from search_spaces import narrow
@@ -75,7 +77,7 @@ class Sweep:
         """What the ledger has of it."""
         return Record(self.ledger, self.key)
 
-    def engine(self, record: Record, on_arrival: OnArrival) -> Engine:
+    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun) -> Engine:
         """The search, where the record left it; a sweep that was not begun begins its first round."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
@@ -84,7 +86,31 @@ class Sweep:
         n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
         sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
         rule = make_rule(settings, part.space)
-        return Engine(record, rule, sampler, self._budget(part), top=plan.top, on_arrival=on_arrival)
+        endings = partial(self.endings, record, on_run)
+        return Engine(record, rule, sampler, self._budget(part), top=plan.top, on_arrival=on_arrival, endings=endings)
+
+    def endings(self, record: Record, on_run: OnRun) -> list[Ending]:
+        """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
+
+        Those that are known are noted as runs of this sweep.
+        """
+        for kind, jobs in (
+            ("annealed", self.branches(record)),
+            ("leaders repeated", self.repetitions(record, leading(self, record))),
+        ):
+            noted = self.ledger.run_losses([job.chain.key for _, job in jobs])
+            unknown = []
+            for ending, job in jobs:
+                if job.chain.key in noted:
+                    continue
+                if outcome := self.ledger.outcome(job.chain):
+                    self.ledger.insert(runs, **job.row(outcome))
+                else:
+                    unknown.append(ending)
+            on_run(len(jobs) - len(unknown), len(jobs), kind)
+            if unknown:
+                return unknown
+        return []
 
     def taught(self) -> pd.DataFrame:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
@@ -112,31 +138,31 @@ class Sweep:
             max_device_hours=settings.max_device_hours,
         )
 
-    def branches(self, record: Record) -> list[tuple[int, int, Job]]:
-        """(trial, rung, run) of the runs that end from rungs: of every trial that went on, and of each rung's leaders."""
-        jobs = []
+    def branches(self, record: Record) -> list[tuple[Ending, Job]]:
+        """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""
+        endings = []
         for rung in range(self.plan.top + 1):
             if self.plan.has_branch(rung):
                 arrived = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
                 gone = {trial for trial in arrived if (trial, rung) in record.went_on}
-                chosen = sorted({*arrived[: self.config.sweep.top_k], *gone})
-                jobs += [(trial, rung, self._job(record, trial, rung)) for trial in chosen]
-        return jobs
+                endings += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
+        return [self._ending(record, trial, rung) for trial, rung in endings]
 
-    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[int, int, Job]]:
-        """(trial, seed, run) of the leading trials under seeds that the search did not see."""
+    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[Ending, Job]]:
+        """The leading trials, (trial, rung), under seeds that the search did not see."""
         first = self.config.sweep.seed + 1
         seeds = range(first, first + self.config.sweep.repeats)
-        return [(trial, seed, self._job(record, trial, rung, seed=seed)) for trial, rung in leading for seed in seeds]
+        return [self._ending(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
 
-    def _job(self, record: Record, trial: int, rung: int, *, seed: int | None = None) -> Job:
+    def _ending(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[Ending, Job]:
         path = record.path_towards(trial, rung)
-        return Job(
+        job = Job(
             purpose="sweep",
             label=f"trial {trial}, rung {rung}" + ("" if seed is None else f", seed {seed}"),
             hyperparameters=self.plan.hyperparameters(path[-1][1]),
             chain=self.plan.branch(path, rung, seed=seed),
         )
+        return Ending(trial=trial, path=path, rung=rung, seed=seed), job
 
 
 def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
@@ -156,15 +182,12 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
     """
     with lease(sweep.ledger, f"sweep {sweep.key}"), staying_cluster():
         record = sweep.record()
-        engine = sweep.engine(record, on_arrival)
+        engine = sweep.engine(record, on_arrival, on_run)
         if narrower and engine.is_finished:
             _narrow(sweep, record)
-            engine = sweep.engine(record, on_arrival)
+            engine = sweep.engine(record, on_arrival, on_run)
         if not engine.is_finished:
             _search(sweep, engine)
-        _finish([job for *_, job in sweep.branches(record)], sweep, on_run, "annealed")
-        leaders = leading(sweep, record)
-        _finish([job for *_, job in sweep.repetitions(record, leaders)], sweep, on_run, "leaders repeated")
         return collect(sweep, record)
 
 
@@ -181,6 +204,7 @@ def _search(sweep: Sweep, engine: Engine) -> None:
     """Let Tune run the engine's legs."""
     resources = sweep.config.resources
     with cluster(resources):
+        dismiss_workers()
         with interrupted_later():
             from muscale.actor import TrialLeg
         parameters = {
@@ -195,22 +219,11 @@ def _search(sweep: Sweep, engine: Engine) -> None:
         run_legs(engine, TrialLeg, parameters, resources)
 
 
-def _finish(jobs: Sequence[Job], sweep: Sweep, on_run: OnRun, kind: str) -> None:
-    done = 0
-
-    def count(_job: Job, _outcome: object) -> None:
-        nonlocal done
-        done += 1
-        on_run(done, len(jobs), kind)
-
-    finish(jobs, sweep.ledger, sweep.config.resources, count)
-
-
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
     """The sweep's annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or not known)."""
     jobs = sweep.branches(record)
-    losses = sweep.ledger.run_losses([job.chain.key for *_, job in jobs])
-    rows = [(trial, rung, job.chain.last.end, losses.get(job.chain.key, math.nan)) for trial, rung, job in jobs]
+    losses = sweep.ledger.run_losses([job.chain.key for _, job in jobs])
+    rows = [(e.trial, e.rung, job.chain.last.end, losses.get(job.chain.key, math.nan)) for e, job in jobs]
     return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
 
 
@@ -236,9 +249,9 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
     """
     record = record or sweep.record()
     repetitions = sweep.repetitions(record, leading(sweep, record))
-    losses = sweep.ledger.run_losses([job.chain.key for *_, job in repetitions])
+    losses = sweep.ledger.run_losses([job.chain.key for _, job in repetitions])
     repeated = pd.DataFrame(
-        [(trial, seed, losses[job.chain.key]) for trial, seed, job in repetitions if job.chain.key in losses],
+        [(e.trial, e.seed, losses[job.chain.key]) for e, job in repetitions if job.chain.key in losses],
         columns=["trial", "seed", "loss"],
     )
     return make_result(sweep.config, sweep.plan, record, annealed_runs(sweep, record), repeated)

@@ -35,9 +35,9 @@ COVERING = [
 ]
 
 
-def sweep(path: Path, *settings: str, **options: bool) -> Study:
+def sweep(path: Path, *settings: str) -> Study:
     study = Study.open(path, [*QUICK, *settings], quiet=True)
-    study.sweep(**options)
+    study.sweep()
     return study
 
 
@@ -91,13 +91,12 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
 def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy) -> None:
     teacher, pupil = make_study("teacher"), make_study("pupil")
     sweep(teacher, "sweep.searcher=random", "sweep.scheduler=none", "sweep.trials=8")
-    wider = ["model.d_model=48", "sweep.trials=2", "sweep.scheduler=none", "model.head_dim=16"]
-    narrow_head = [*QUICK, *wider]
-    study = Study.open(pupil, narrow_head, quiet=True)
+    auto = [*QUICK, "sweep.searcher=auto", "sweep.scheduler=none", "sweep.trials=2"]
+    study = Study.open(pupil, [*auto, "model.d_model=48", "model.head_dim=16"], quiet=True)
     study.sweep(learn_from=[teacher])
     (part,) = study.ledger.rounds(study.search.key)
     assert part["searcher"] == "tpe", "another base shape is another parametrization: its rates mean something else"
-    same = Study.open(make_study("same"), [*QUICK, "sweep.trials=2", "sweep.n_tokens=32768"], quiet=True)
+    same = Study.open(make_study("same"), [*auto, "sweep.n_tokens=32768"], quiet=True)
     same.sweep(learn_from=[teacher])
     (part,) = same.ledger.rounds(same.search.key)
     assert part["searcher"] == "across_scales"

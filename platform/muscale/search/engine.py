@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from muscale.search.budget import Budget
 from muscale.search.observations import KnownOf
@@ -23,8 +24,27 @@ class Leg:
     until: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The other thing that one Tune trial trains: an annealed run that ends from a rung, under the sweep's seed or another."""
+
+    trial: int
+    path: Path = field(compare=False)
+    rung: int
+    seed: int | None
+
+
 class Engine:
-    """Hands out legs until nothing is left to do: those left open first, then what the rule says."""
+    """Hands out legs until nothing is left to do: those left open first, then what the rule says, in the end the endings.
+
+    Args:
+        record: What was suggested, measured and decided.
+        rule, sampler, budget: Of the search.
+        top: The last rung.
+        on_arrival: Called with each new result.
+        endings: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
+            done, as what is found by some makes others wanted.
+    """
 
     def __init__(
         self,
@@ -35,28 +55,46 @@ class Engine:
         *,
         top: int,
         on_arrival: Callable[[Arrival], None],
+        endings: Callable[[], Sequence[Ending]],
     ) -> None:
         self.record, self.budget = record, budget
-        self.stopping = False  # once set, no leg is begun
+        self.stopping = False  # once set, nothing is begun
         self._rule, self._sampler, self._top = rule, sampler, top
-        self._on_arrival = on_arrival
-        self._flying: set[int] = set()
-        self._failed: set[int] = set()  # not flown again by this process
+        self._on_arrival, self._endings = on_arrival, endings
+        self._flying: set[int | Ending] = set()
+        self._failed: set[int | Ending] = set()  # not flown again by this process
+        self._queue: deque[Ending] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no leg is at work."""
+        """Whether nothing is at work."""
         return not self._flying
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to search."""
-        return not self.record.open and self._move() is None
+        """Whether nothing is left to do."""
+        return not self.record.open and self._move() is None and not self._endings()
 
-    def next(self) -> Leg | None:
-        """The next leg, or None if there is none to begin now."""
+    def next(self) -> Leg | Ending | None:
+        """What to train next, or None if there is nothing to begin now."""
         if self.stopping:
             return None
+        return self._next_leg() or self._next_ending()
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Note a result."""
+        if (arrival.trial, arrival.rung) not in self.record.arrivals:
+            self.record.arrive(arrival)
+            self._on_arrival(arrival)
+
+    def landed(self, what: Leg | Ending, *, failed: bool) -> None:
+        """Note that a leg or an ending is over; one that failed is left for the next time that the sweep is run."""
+        flown = what if isinstance(what, Ending) else what.trial
+        self._flying.discard(flown)
+        if failed:
+            self._failed.add(flown)
+
+    def _next_leg(self) -> Leg | None:
         record = self.record
         for trial in record.open:
             if trial not in self._flying and trial not in self._failed:
@@ -72,17 +110,14 @@ class Engine:
                 return self._leg(move.trial)
         return None
 
-    def arrived(self, arrival: Arrival) -> None:
-        """Note a result."""
-        if (arrival.trial, arrival.rung) not in self.record.arrivals:
-            self.record.arrive(arrival)
-            self._on_arrival(arrival)
-
-    def landed(self, trial: int, *, failed: bool) -> None:
-        """Note that a leg has ended; one that failed stays open, for the next time that the sweep is run."""
-        self._flying.discard(trial)
-        if failed:
-            self._failed.add(trial)
+    def _next_ending(self) -> Ending | None:
+        if not self._flying and not self._queue:
+            self._queue.extend(ending for ending in self._endings() if ending not in self._failed)
+        if not self._queue:
+            return None
+        ending = self._queue.popleft()
+        self._flying.add(ending)
+        return ending
 
     def _move(self) -> Start | GoOn | None:
         """What the rule wants, if the budget allows it."""

@@ -11,12 +11,12 @@ from typing import Any
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from muscale.search.engine import Engine
-from muscale.search.path import path_to_json
+from muscale.search.engine import Ending, Engine, Leg
+from muscale.search.path import path_from_json, path_to_json
 from muscale.search.record import Arrival
 
 METRIC, MODE = "loss", "min"
-TRIAL, FIRST, UNTIL, PATH = "trial", "first_rung", "until_rung", "path"  # of a leg, in the config that Tune carries
+LEG = "leg"  # of what a Tune trial trains, in the config that Tune carries
 
 
 class _WithEngine:
@@ -29,37 +29,31 @@ class _WithEngine:
 
 
 class Legs(_WithEngine, Searcher):
-    """Gives Tune the engine's legs as suggestions, and the engine what came of them."""
+    """Gives Tune the engine's legs and endings as suggestions, and the engine what came of them."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(metric=METRIC, mode=MODE)
         self._engine = engine
-        self._trials: dict[str, int] = {}
+        self._flying: dict[str, Leg | Ending] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
-        """The next leg; None while there is none to begin, and the end once none is at work either."""
+        """The next leg or ending; None while there is none to begin, and the end once none is at work either."""
         leg = self._engine.next()
         if leg is None:
             return str(Searcher.FINISHED) if self._engine.is_idle else None
-        self._trials[trial_id] = leg.trial
-        config = leg.path[-1][1]
-        return {
-            **config,
-            TRIAL: leg.trial,
-            FIRST: leg.first,
-            UNTIL: leg.until,
-            PATH: json.dumps(path_to_json(leg.path)),
-        }
+        self._flying[trial_id] = leg
+        return {**leg.path[-1][1], LEG: json.dumps({**vars(leg), "path": path_to_json(leg.path)})}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Note a result on the way."""
-        self._engine.arrived(arrival(result))
+        if "rung" in result:
+            self._engine.arrived(arrival(result))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Note the last result of a leg and its end; one that failed is open, and flies again next time."""
-        if not error and result and "rung" in result:
-            self._engine.arrived(arrival(result))
-        self._engine.landed(self._trials.pop(trial_id), failed=error)
+        """Note the last result and the end; a leg that failed is open, and flies again next time."""
+        if not error and result:
+            self.on_trial_result(trial_id, result)
+        self._engine.landed(self._flying.pop(trial_id), failed=error)
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the ledger is the state."""
@@ -78,6 +72,13 @@ class UntilInterrupted(_WithEngine, FIFOScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the leg goes on."""
         return str(TrialScheduler.STOP if self._engine.stopping else TrialScheduler.CONTINUE)
+
+
+def leg_from_json(text: str) -> Leg | Ending:
+    """What a Tune trial is to train."""
+    values = json.loads(text)
+    values["path"] = path_from_json(values["path"])
+    return Leg(**values) if "until" in values else Ending(**values)
 
 
 def arrival(result: dict[str, Any]) -> Arrival:

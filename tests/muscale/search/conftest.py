@@ -56,7 +56,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
         record.begin_round(settings.trials, resolve_searcher(settings, pd.DataFrame()), settings.space)
     sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, taught=_nothing)
     rule = make_rule(settings, settings.space)
-    return Engine(record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None)
+    return Engine(record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None, endings=list)
 
 
 def _nothing() -> pd.DataFrame:
@@ -71,6 +71,7 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
     clock = 0.0
     while True:
         while len(working) < workers and (legs is None or len(flown) < legs) and (leg := engine.next()):
+            assert isinstance(leg, Leg)
             flown.append(leg)
             heapq.heappush(working, (clock + generator.random(), len(flown), leg, leg.first))
         if not working or (legs is not None and len(flown) >= legs):
@@ -80,6 +81,6 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
         engine.arrived(Arrival(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
         if loss is None or rung == leg.until:
-            engine.landed(leg.trial, failed=False)
+            engine.landed(leg, failed=False)
         else:
             heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))

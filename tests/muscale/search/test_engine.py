@@ -110,8 +110,8 @@ def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
 def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: MakeEngine, fly: Fly) -> None:
     engine = make_engine(settings(scheduler="asha"))
     leg = engine.next()
-    assert leg is not None
-    engine.landed(leg.trial, failed=True)
+    assert isinstance(leg, Leg)
+    engine.landed(leg, failed=True)
     fly(engine, loss_at)
     assert engine.record.last_rung(leg.trial) == -1
     again = make_engine(settings(scheduler="asha"))
