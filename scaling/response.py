@@ -216,20 +216,20 @@ class ResponseSurface(Result):
 
     def _drawn_optima(self, best: Array, s: Array, cell: int, generator: np.random.Generator) -> Array:
         """Encoded minima of functions drawn from the posterior, [draws, q]."""
-        spreads = np.geomspace(0.01, 0.4, 4)
-        parts = [around(best, spread, self.box, generator, N_CANDIDATES // 4) for spread in spreads]
-        everywhere = self.box.place(generator.random((N_CANDIDATES // 4, len(self.box.names))))
+        n = N_CANDIDATES // 8
+        spreads = np.geomspace(0.01, 0.3, 4)
+        fixed = [best[None], *(around(best, spread, self.box, generator, n) for spread in spreads)]
         out = []
         for _ in range(N_DRAWS):
             process = self.process.redrawn(generator)
-            at = self._lowest(process, s, cell, generator)
-            near = [around(at, spread, self.box, generator, N_CANDIDATES // 4) for spread in spreads[:3]]
-            u = np.concatenate([best[None], at[None], *parts, *near, everywhere])
+            lowest = self._lowest(process, s, cell, generator)
+            u = np.concatenate([*fixed, lowest[None], *(around(lowest, x, self.box, generator, n) for x in spreads)])
             mean, covariance = process.joint(u, np.tile(s, (len(u), 1)), np.full(len(u), cell))
-            values, vectors = np.linalg.eigh(covariance)
+            near = np.flatnonzero(mean <= mean.min() + NEAR)
+            values, vectors = np.linalg.eigh(covariance[np.ix_(near, near)])
             root = vectors * np.sqrt(np.maximum(values, 0.0))
-            functions = mean + generator.standard_normal((N_FUNCTIONS, len(u))) @ root.T
-            out.append(u[functions.argmin(axis=1)])
+            functions = mean[near] + generator.standard_normal((N_FUNCTIONS, len(near))) @ root.T
+            out.append(u[near[functions.argmin(axis=1)]])
         return np.concatenate(out)
 
     def _values(self, process: Process, u: Array, s: Array, cell: int) -> tuple[Array, Array]:

@@ -180,7 +180,7 @@ def test_ten_coordinates() -> None:
     rows["loss"] = 3 * np.exp(0.03 * ((x - moved) ** 2).sum(1) + 5e-4 * generator.standard_normal(150))
     point = fit_response(rows, box=box).suggest({"n_params": 6.4e8})
     distance = np.array(list(point.values())) - (centre + 0.02 * 4)
-    assert 0.03 * (distance**2).sum() < 0.006
+    assert 0.03 * (distance**2).sum() < 0.0015  # the middle of the box: .0068
 
 
 def test_two_thousand_rows_are_thinned_and_still_tell() -> None:
