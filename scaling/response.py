@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from scaling.acquisition import around, latin_hypercube, log_expected_improvement, minimise
 from scaling.basin import Integers
-from scaling.excess import clipped_excess, nearest_the_best
+from scaling.excess import clipped_excess, most_telling
 from scaling.form import Array
 from scaling.presentation import Result, lines
 from scaling.process import Observations, Process
@@ -27,8 +27,8 @@ NEAR = 0.01
 
 Of .005, .01, .02 and no limit, .01 was chosen on Step Law's grid (tests/benchmarks/search_replay.py)."""
 PRIOR_WEIGHT = 10.0
-"""Strength of a user's prior: its logarithm counts PRIOR_WEIGHT / n after n runs of the scale (piBO, 2204.11051, eq. 6,
-whose weight is a tenth of the trials for a linear acquisition; ten here, assumed)."""
+"""Strength of a user's prior: after n runs of the scale its logarithm counts PRIOR_WEIGHT / (n + 1) (the decay of piBO,
+2204.11051; ten is assumed)."""
 N_DRAWS, N_FUNCTIONS, N_CANDIDATES = 24, 16, 256
 """Hyperparameters drawn for an optimum's interval, functions drawn for each, points at which each is looked at."""
 
@@ -282,7 +282,7 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     if len(rows) and not box.scales:
         cells, cell = np.zeros((1, 0)), np.zeros(len(rows), int)
     w = clipped_excess(log_loss, cell)
-    kept = nearest_the_best(w, cell)
+    kept = most_telling(w, cell)
     centre = octaves[kept].mean(axis=0) if len(rows) else np.zeros(len(box.scales))
     data = Observations(
         u=u[kept], s=octaves[kept] - centre, cell=cell[kept], w=w[kept], exact=np.zeros(len(kept), dtype=bool)
