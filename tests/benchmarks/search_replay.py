@@ -242,7 +242,7 @@ def show(console: Console, title: str, table: pd.DataFrame) -> None:
     console.print(shown)
 
 
-def summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+def summary(rows: pd.DataFrame, by: pd.Series[str]) -> pd.DataFrame:
     """Means over cells and seeds."""
     groups = rows.groupby(by, sort=False)
     return pd.DataFrame(
@@ -277,21 +277,31 @@ def main() -> None:
         for number in range(n)
     ]
     console, began = Console(width=120), time.perf_counter()
+    figures: dict[str, pd.DataFrame] = {}
     # Spawned, as torch (under Optuna's Gaussian process) does not survive a fork with its threads.
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), initializer=lower_priority) as pool:
-        costs = pd.DataFrame(pool.map(cost, [100, sum(map(len, grid().cells))]))
-        zero = pd.DataFrame(pool.map(zero_shot, range(1, n)))
-        warms = pd.DataFrame(pool.map(warm, [(i, s) for s in range(min(seeds, WARM_SEEDS)) for i in range(1, n)]))
-        campaigns = list(pool.map(campaign, [(total, seed) for total in ALLOCATIONS for seed in range(seeds)]))
-        colds = pd.DataFrame(pool.map(cold, tasks, chunksize=8))
 
-    show(
-        console,
-        f"cold: evaluations, {n} cells × {seeds} seeds ({few}: {', '.join(WITH_FEW_SEEDS)})",
-        summary(colds, "searcher"),
-    )
-    warms["smaller cells"] = np.where(warms["cell"] >= ENOUGH, f"{ENOUGH} or more", f"1 to {ENOUGH - 1}")
-    show(console, "warm: told all runs of the smaller cells", summary(warms, "smaller cells"))
+        def table(name: str, job: Callable[[Any], dict[str, Any]], of: Iterable[Any], chunk: int = 1) -> pd.DataFrame:
+            figures[name] = pd.DataFrame(pool.map(job, of, chunksize=chunk))
+            return figures[name]
+
+        show(console, "a fit and a suggestion", table("cost", cost, [100, sum(map(len, grid().cells))]))
+        show_zero_shot(console, table("zero_shot", zero_shot, range(1, n)))
+        warms = table("warm", warm, [(i, seed) for seed in range(min(seeds, WARM_SEEDS)) for i in range(1, n)])
+        group = pd.Series(np.where(warms["cell"] >= ENOUGH, f"{ENOUGH} or more", f"1 to {ENOUGH - 1}"))
+        show(console, "warm: told all runs of the smaller cells", summary(warms, group.rename("smaller cells")))
+        campaigns = table("campaign", campaign, [(total, seed) for total in ALLOCATIONS for seed in range(seeds)])
+        show_campaigns(console, campaigns)
+        colds = table("cold", cold, tasks, 4)
+        title = f"cold: evaluations, {n} cells × {seeds} seeds ({few}: {', '.join(WITH_FEW_SEEDS)})"
+        show(console, title, summary(colds, colds["searcher"]))
+    console.print(f"{time.perf_counter() - began:.0f} s on {WORKERS} processes")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({k: json.loads(v.to_json(orient="records")) for k, v in figures.items()}))
+
+
+def show_zero_shot(console: Console, zero: pd.DataFrame) -> None:
+    """Regrets over the cells, and how often the intervals hold."""
     names = [c for c in zero.columns if c != "cell" and not c.startswith("inside")]
     shots = [
         {
@@ -305,30 +315,28 @@ def main() -> None:
         if part or "power law" not in name  # three cells or fewer don't determine it
     ]
     show(console, "zero-shot: no run in the cell", pd.DataFrame(shots))
-    inside = {name: f"{zero[f'inside {name}'].mean():.0%}" for name in COORDINATES}
+    inside = ", ".join(f"{name} {zero[f'inside {name}'].mean():.0%}" for name in COORDINATES)
     console.print(f"90 % intervals of the zero-shot optimum that hold the optimum of the cell's own runs: {inside}")
+
+
+def show_campaigns(console: Console, campaigns: pd.DataFrame) -> None:
+    """One line for each allocation."""
     lines = []
-    for total, allocation in ALLOCATIONS.items():
-        found = np.array([one["regrets"] for one in campaigns if one["trials"] == total])
-        seconds = sum(one["seconds"] for one in campaigns if one["trials"] == total)
+    for total, rows in campaigns.groupby("trials"):
+        found, first, then = np.array(rows["regrets"].tolist()), ALLOCATIONS[total][0], ALLOCATIONS[total][1]
         lines.append(
             {
-                "trials": f"{total} ({allocation[0]}, then {allocation[1]} a cell)",
+                "trials": f"{total} ({first}, then {then} a cell)",
                 "cells within .1 %": f"{(found <= TIGHT).mean():.1%}",
                 "within .25 %": f"{(found <= ROBUST).mean():.1%}",
                 "above .5 %": f"{(found > 0.005).mean():.2%}",
                 "mean regret, %": 100 * found.mean(),
                 "worst, %": 100 * found.max(),
                 "worst seed within .1 %": f"{(found <= TIGHT).mean(axis=1).min():.0%}",
-                "s a suggestion": seconds / (total * len(found)),
+                "s a suggestion": rows["seconds"].sum() / (total * len(found)),
             }
         )
-    show(console, f"campaign on its own trials, {seeds} seeds", pd.DataFrame(lines))
-    show(console, "a fit and a suggestion", costs)
-    console.print(f"{time.perf_counter() - began:.0f} s on {WORKERS} processes")
-    if arguments.json:
-        figures = {"cold": colds, "warm": warms, "zero_shot": zero, "campaigns": pd.DataFrame(campaigns), "cost": costs}
-        arguments.json.write_text(json.dumps({k: json.loads(v.to_json(orient="records")) for k, v in figures.items()}))
+    show(console, f"campaign on its own trials, {len(campaigns) // len(ALLOCATIONS)} seeds", pd.DataFrame(lines))
 
 
 if __name__ == "__main__":
