@@ -122,7 +122,7 @@ def quadratic_slopes(z: Array, s: Array, basin: float, layout: Layout, to_featur
     products = np.zeros((len(z), d, d))
     products[:, i, j] = products[:, j, i] = CROSSES * crosses
     out += (products @ t[:, :, None])[..., 0]
-    out += TILTS * (tilts.reshape(len(z), d, -1) * s[:, None, :]).sum(2)
+    out += TILTS * (tilts.reshape(len(z), d, s.shape[1]) * s[:, None, :]).sum(2)
     return np.asarray(basin * (out - 2 * weights[:, None] * t))
 
 

@@ -23,11 +23,13 @@ from scaling.form import Array
 
 MISFIT = 0.1
 """Standard deviation of a run's misfit per unit of w: far up a wall nothing is told about the floor."""
+NOWHERE = 1e10
+"""Stands for an infinite objective, with which the optimiser can't reckon."""
 EXACT = 1e-6
 """Standard deviation that stands for none."""
 MAX_STEPS = 40
-FARTHEST = 4.0
-"""Steps of the optimiser, and how many prior standard deviations it may go."""
+FARTHEST, DRIFT_FARTHEST = 4.0, 10.0
+"""Steps of the optimiser, and how many prior standard deviations it may go: in a narrow box the drift is large."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,15 +69,20 @@ class Process:
             return cls(layout=layout, data=data, theta=mean)
 
         def objective(t: Array) -> tuple[float, Array]:
-            value, gradient = negative_log_density(mean + spread * t, data, layout)
+            try:
+                value, gradient = negative_log_density(mean + spread * t, data, layout)
+            except np.linalg.LinAlgError:  # rounding has left no covariance: the line search shall step back
+                return NOWHERE, np.zeros_like(t)
             return value, gradient * spread
 
+        reach = np.full(len(mean), FARTHEST)
+        reach[5 + layout.n_lengths :] = DRIFT_FARTHEST
         found = minimize(
             objective,
             np.zeros(len(mean)),
             jac=True,
             method="L-BFGS-B",
-            bounds=[(-FARTHEST, FARTHEST)] * len(mean),
+            bounds=np.column_stack([-reach, reach]),
             options={"maxiter": MAX_STEPS, "ftol": 1e-6},
         )
         return cls(layout=layout, data=data, theta=mean + spread * found.x)

@@ -86,7 +86,8 @@ def test_a_noisy_search_ends_near_the_planted_optimum() -> None:
     box = SearchBox(bounds=BOX.bounds)
     true = dict(zip(("log2_rate", "log2_batch"), planted_optimum(3e7, 1e9), strict=True))
     for seed in range(3):
-        generator, told = np.random.default_rng(seed), []
+        generator = np.random.default_rng(seed)
+        told: list[dict[str, float]] = []
         for _ in range(20):
             point = fit_response(pd.DataFrame(told), box=box).suggest(seed=seed)
             told.append(point | {"loss": planted_loss(point, 3e7, 1e9, 5e-3 * generator.standard_normal())})
@@ -181,6 +182,35 @@ def test_categories_are_chosen_and_may_have_optima_of_their_own() -> None:
     assert optimum.point["log2_rate"] == pytest.approx(-6.5, abs=0.5)
     assert sum(optimum.choice_probabilities["optimizer"].values()) == pytest.approx(1)
     assert "muon" in str(optimum)
+
+
+def test_nothing_but_categories() -> None:
+    box = SearchBox(choices={"activation": ("gelu", "swiglu", "relu2")})
+    rows = pd.DataFrame({"activation": ["gelu", "swiglu", "relu2"] * 4, "loss": [3.0, 2.9, 3.1] * 4})
+    optimum = fit_response(rows, box=box).optimum()
+    assert (optimum.point, optimum.intervals) == ({"activation": "swiglu"}, {})
+
+
+def test_a_large_drift_in_a_narrow_box() -> None:
+    """A quarter of the box for each doubling: five of the prior's deviations."""
+    box = SearchBox(bounds={"x": (0.0, 1.0)}, scales=("n_params",))
+    generator = np.random.default_rng(0)
+    rows = pd.DataFrame({"x": generator.random(60), "n_params": generator.choice([1e8, 2e8, 4e8], 60)})
+    rows["loss"] = 3 * np.exp(0.3 * (rows["x"] - 0.2 - 0.25 * np.log2(rows["n_params"] / 1e8)) ** 2)
+    surface = fit_response(rows, box=box)
+    assert surface.drift.loc["x", "n_params"] == pytest.approx(0.25, abs=0.02)
+    assert surface.suggest({"n_params": 8e8})["x"] == pytest.approx(0.95, abs=0.03)
+
+
+def test_degenerate_tables_still_give_a_point() -> None:
+    generator = np.random.default_rng(0)
+    rows = pd.DataFrame(generator.uniform([-13, 4], [-5, 12], (60, 2)), columns=list(BOX.bounds))
+    same = rows.iloc[[0] * 60].assign(**TARGET, loss=3.0)
+    flat = rows.assign(**TARGET, loss=3.0)
+    scattered = rows.assign(n_params=10 ** generator.uniform(6, 12, 60), n_tokens=10 ** generator.uniform(8, 14, 60))
+    for table in (same, flat, scattered.assign(loss=3 + generator.random(60))):
+        point = fit_response(table, box=BOX).suggest(TARGET)
+        assert all(low <= point[name] <= high for name, (low, high) in BOX.bounds.items())
 
 
 def test_ten_coordinates() -> None:
