@@ -119,7 +119,7 @@ class ResponseSurface(Result):
         """The best point at a scale, told or not, with an interval over the surface's own uncertainty.
 
         The interval holds what runs leave open in the drift, the basin's shape and the noise; not that the drift might
-        bend. On Step Law's grid, told all smaller cells, nine in ten was 11 of 16 for the rate and 13 of 16 for the batch.
+        bend. On Step Law's grid, told all smaller cells, nine in ten was 10 of 16 for the rate and 12 of 16 for the batch.
 
         Raises:
             ValueError: a scale is missing or not above 0, or the level is not between 0 and 1.
