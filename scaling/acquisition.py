@@ -22,7 +22,7 @@ Score = Callable[[Array], Array]
 def log_expected_improvement(mean: Array, std: Array, incumbent: float) -> Array:
     """Logarithm of E[max(0, incumbent − w)] for normal w, [m], to full precision far below the incumbent's chances.
 
-    Jones, Schonlau and Welch (1998), eq. 15, in the logarithmic form of Ament et al. (2310.20708), section 4.1.
+    Jones, Schonlau and Welch (1998), eq. 15, in the logarithmic form of Ament et al. (2310.20708).
     """
     from scipy.special import erfcx
 

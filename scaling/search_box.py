@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from scaling.basin import Layout
 from scaling.form import Array
-from scaling.process import Layout
 from scaling.table import numbers, require_columns
 
 Point = dict[str, Any]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from scaling.acquisition import latin_hypercube, log_expected_improvement
-from scaling.process import Layout, Observations, Process, negative_log_density
+from scaling.basin import Layout
+from scaling.process import Observations, Process, negative_log_density
 
 
 @pytest.fixture

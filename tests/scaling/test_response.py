@@ -18,7 +18,7 @@ TARGET = {"n_params": 3e8, "n_tokens": 1e10}
 
 def planted_optimum(n_params: float, n_tokens: float) -> np.ndarray[Any, Any]:
     """log2 rate and batch."""
-    return np.array([-8.0, 7.0]) + DRIFT @ np.log2([n_params / 3e7, n_tokens / 1e9])
+    return np.asarray(np.array([-8.0, 7.0]) + DRIFT @ np.log2([n_params / 3e7, n_tokens / 1e9]))
 
 
 def planted_loss(point: dict[str, float], n_params: float, n_tokens: float, noise: float = 0.0) -> float:
@@ -44,13 +44,13 @@ def runs(sizes: list[tuple[float, float]], n: int, noise: float = 0.0, seed: int
 
 def off(point: dict[str, float]) -> np.ndarray[Any, Any]:
     """Octaves from the planted optimum of the target."""
-    return np.array([point["log2_rate"], point["log2_batch"]]) - planted_optimum(**TARGET)
+    return np.asarray(np.array([point["log2_rate"], point["log2_batch"]]) - planted_optimum(**TARGET))
 
 
 def test_drift_and_optimum_beyond_the_runs_are_recovered() -> None:
     surface = fit_response(runs(SIZES, 30, noise=5e-4), box=BOX)
     np.testing.assert_allclose(surface.drift.to_numpy(), DRIFT, atol=0.08)
-    optimum = surface.optimum(TARGET)
+    optimum = surface.optimum(TARGET, level=0.99)
     assert np.abs(off(optimum.point)).max() < 0.6
     true = dict(zip(("log2_rate", "log2_batch"), planted_optimum(**TARGET), strict=True))
     assert all(low <= true[name] <= high for name, (low, high) in optimum.intervals.items())
@@ -79,6 +79,21 @@ def test_a_cold_search_finds_the_planted_optimum() -> None:
             rows.loc[n] = [point["log2_rate"], point["log2_batch"], planted_loss(point, **TARGET)]
         true = dict(zip(("log2_rate", "log2_batch"), planted_optimum(**TARGET), strict=True))
         assert rows["loss"].min() / planted_loss(true, **TARGET) - 1 < 0.002
+
+
+def test_a_noisy_search_ends_near_the_planted_optimum() -> None:
+    """Seeds that scatter by .5 %: the surface's optimum after 20 runs, not the luckiest run, is what counts."""
+    box = SearchBox(bounds=BOX.bounds)
+    true = dict(zip(("log2_rate", "log2_batch"), planted_optimum(3e7, 1e9), strict=True))
+    for seed in range(3):
+        generator = np.random.default_rng(seed)
+        told: list[dict[str, float]] = []
+        for _ in range(20):
+            point = fit_response(pd.DataFrame(told), box=box).suggest(seed=seed)
+            told.append(point | {"loss": planted_loss(point, 3e7, 1e9, 5e-3 * generator.standard_normal())})
+        surface = fit_response(pd.DataFrame(told), box=box)
+        assert 2e-3 < surface.noise < 1e-2
+        assert planted_loss(surface.optimum().point, 3e7, 1e9) / planted_loss(true, 3e7, 1e9) - 1 < 0.004
 
 
 def test_told_smaller_scales_the_first_suggestion_is_already_good() -> None:
@@ -169,6 +184,35 @@ def test_categories_are_chosen_and_may_have_optima_of_their_own() -> None:
     assert "muon" in str(optimum)
 
 
+def test_nothing_but_categories() -> None:
+    box = SearchBox(choices={"activation": ("gelu", "swiglu", "relu2")})
+    rows = pd.DataFrame({"activation": ["gelu", "swiglu", "relu2"] * 4, "loss": [3.0, 2.9, 3.1] * 4})
+    optimum = fit_response(rows, box=box).optimum()
+    assert (optimum.point, optimum.intervals) == ({"activation": "swiglu"}, {})
+
+
+def test_a_large_drift_in_a_narrow_box() -> None:
+    """A quarter of the box for each doubling: five of the prior's deviations."""
+    box = SearchBox(bounds={"x": (0.0, 1.0)}, scales=("n_params",))
+    generator = np.random.default_rng(0)
+    rows = pd.DataFrame({"x": generator.random(60), "n_params": generator.choice([1e8, 2e8, 4e8], 60)})
+    rows["loss"] = 3 * np.exp(0.3 * (rows["x"] - 0.2 - 0.25 * np.log2(rows["n_params"] / 1e8)) ** 2)
+    surface = fit_response(rows, box=box)
+    assert surface.drift.loc["x", "n_params"] == pytest.approx(0.25, abs=0.02)
+    assert surface.suggest({"n_params": 8e8})["x"] == pytest.approx(0.95, abs=0.03)
+
+
+def test_degenerate_tables_still_give_a_point() -> None:
+    generator = np.random.default_rng(0)
+    rows = pd.DataFrame(generator.uniform([-13, 4], [-5, 12], (60, 2)), columns=list(BOX.bounds))
+    same = rows.iloc[[0] * 60].assign(**TARGET, loss=3.0)
+    flat = rows.assign(**TARGET, loss=3.0)
+    scattered = rows.assign(n_params=10 ** generator.uniform(6, 12, 60), n_tokens=10 ** generator.uniform(8, 14, 60))
+    for table in (same, flat, scattered.assign(loss=3 + generator.random(60))):
+        point = fit_response(table, box=BOX).suggest(TARGET)
+        assert all(low <= point[name] <= high for name, (low, high) in BOX.bounds.items())
+
+
 def test_ten_coordinates() -> None:
     names = [f"x{i}" for i in range(10)]
     centre = np.linspace(0.3, 0.7, 10)
@@ -180,14 +224,14 @@ def test_ten_coordinates() -> None:
     rows["loss"] = 3 * np.exp(0.03 * ((x - moved) ** 2).sum(1) + 5e-4 * generator.standard_normal(150))
     point = fit_response(rows, box=box).suggest({"n_params": 6.4e8})
     distance = np.array(list(point.values())) - (centre + 0.02 * 4)
-    assert 0.03 * (distance**2).sum() < 0.006
+    assert 0.03 * (distance**2).sum() < 0.0015  # the middle of the box: .0068
 
 
 def test_two_thousand_rows_are_thinned_and_still_tell() -> None:
     rows = runs(SIZES, 400, noise=5e-4)
     surface = fit_response(rows, box=BOX)
     assert surface.n_runs == 2000
-    assert len(surface.process.data.w) <= 320
+    assert len(surface.process.data.w) == 256
     assert np.abs(off(surface.suggest(TARGET))).max() < 0.6
 
 
