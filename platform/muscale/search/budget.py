@@ -50,9 +50,8 @@ class Budget:
 
     def allows(self, record: Record, rung: int, until: int) -> bool:
         """Whether a leg from one rung (−1: the start) to another stays within every limit."""
-        leg = self.rung_tokens[until] - self._stable(rung)
         spent = self.spent(record)
-        tokens = spent.tokens + self._in_flight(record) + leg + self.branch_tokens[until] + self.reserved_tokens
+        tokens = spent.tokens + self._in_flight(record) + self._leg(rung, until) + self.reserved_tokens
         flops = 6.0 * self.n_params * tokens
         return (
             (self.max_tokens is None or tokens <= self.max_tokens)
@@ -77,10 +76,11 @@ class Budget:
 
     def _in_flight(self, record: Record) -> int:
         """Tokens of the legs that have not arrived, and of their branches."""
-        return sum(
-            self.rung_tokens[until] - self._stable(record.last_rung(trial)) + self.branch_tokens[until]
-            for trial, until in record.open.items()
-        )
+        return sum(self._leg(record.last_rung(trial), until) for trial, until in record.open.items())
+
+    def _leg(self, rung: int, until: int) -> int:
+        """Tokens of a leg from one rung (−1: the start) to another, and of the branches that it may come to owe."""
+        return self.rung_tokens[until] - self._stable(rung) + sum(self.branch_tokens[rung + 1 : until + 1])
 
     def _stable(self, rung: int) -> int:
         """Stable tokens at a rung, 0 before the first."""

@@ -55,7 +55,7 @@ class Record:
         self.donors: dict[tuple[int, int], int] = {}
         self.arrivals: dict[tuple[int, int], Arrival] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
-        self.went_on: set[tuple[int, int]] = set()
+        self.went_on: set[tuple[int, int]] = set()  # (trial, rung) from which it went on to another
         self.n_went_on: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all arrivals
         self._last: dict[int, int] = {}
@@ -164,12 +164,17 @@ class Record:
         insort(self._ranking.setdefault(rung, []), (self.loss(trial, rung), trial))
         if arrival.loss is None or rung >= self.open.get(trial, rung):
             self.open.pop(trial, None)
+        else:
+            self._passed(trial, rung)
 
     def _gone_on(self, trial: int, rung: int, until: int, path: Path, donor: int | None) -> None:
-        self.went_on.add((trial, rung))
-        self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
+        self._passed(trial, rung)
         self.paths[trial] = path
         self._turns[trial].append((rung + 1, path))
         self.open[trial] = until
         if donor is not None:
             self.donors[trial, rung] = donor
+
+    def _passed(self, trial: int, rung: int) -> None:
+        self.went_on.add((trial, rung))
+        self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
