@@ -164,9 +164,14 @@ class Space(Mapping[str, Distribution]):
         """
         if n < 0:
             raise SpaceError(f"the number of samples must not be negative, got {n}")
-        return [self._sample(seed, i) for i in range(n)]
+        return [self.draw(seed, i) for i in range(n)]
 
-    def _sample(self, seed: int, index: int) -> Config:
+    def draw(self, seed: int, index: int) -> Config:
+        """The configuration at one position of `sample`, without those before it.
+
+        Raises:
+            SpaceError: If no draw satisfied the constraints.
+        """
         drawn: Config = {}
         for names, constraints in self._between.groups:
             for attempt in range(MOST_DRAWS):

@@ -59,7 +59,7 @@ class Draws:
 
     def propose(self, number: int, known: Known) -> Config:
         """The draw of this number."""
-        return self.space.sample(number + 1, self.seed)[number]
+        return self.space.draw(self.seed, number)
 
 
 @dataclass(frozen=True, kw_only=True)
