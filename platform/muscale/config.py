@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -26,10 +26,10 @@ from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
-from search_spaces import Choice, Fixed, Space, SpaceError
+from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-_FIXED_IN_A_SWEEP = ("batch_tokens", "batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
+_FIXED_IN_A_SWEEP = ("batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
 _NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
 
 
@@ -140,12 +140,28 @@ class StudyConfig(_Table):
         """The models of this study; its base is what the sweep searches."""
         return ModelFamily(base=self.model)
 
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Batches in tokens that the sweep may try: those of its space, else the study's."""
+        match self.sweep.space.get("batch_tokens"):
+            case Choice(values=values) | Ordinal(values=values):
+                return tuple(value for value in values if isinstance(value, int))
+            case Fixed(value=int(value)):
+                return (value,)
+        return (self.hyperparameters.batch_tokens,)
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest of `batches`, of which a sweep's rungs are multiples."""
+        return max(self.batches)
+
     def rung_tokens(self) -> tuple[int, ...]:
         """Tokens at each rung: of the stem under a schedule with a cooldown, else of the run; the last one is its end.
 
         Under a population they are a generation apart, else a factor.
         """
-        h, sweep = self.hyperparameters, self.sweep
+        sweep = self.sweep
+        h = dataclasses.replace(self.hyperparameters, batch_tokens=self.largest_batch)
         last = h.whole_batches(sweep.n_tokens)
         if (sweep.schedule or h.schedule) in COOLING:
             last = h.stable_tokens(last)
@@ -310,6 +326,7 @@ def _contradictions(config: StudyConfig) -> list[str]:
             problems.append(f"sweep.space.{name}: {_NO_SWAP}")
         else:
             problems += _unsearchable(h, name, config.sweep.space)
+    problems += _batch_contradictions(config)
     if h.swap_optimizer:
         problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
     problems += config.sweep.contradictions(h.schedule)
@@ -328,6 +345,22 @@ def _contradictions(config: StudyConfig) -> list[str]:
             f"plan.compute_flops: must exceed the largest ladder run's {largest:.3g} FLOPs, got {config.plan.compute_flops:.3g}"
         )
     return problems
+
+
+def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
+    """Why the sweep can't search the batches of its space, if it can't."""
+    distribution = config.sweep.space.get("batch_tokens")
+    if distribution is None:
+        return
+    if not isinstance(distribution, Choice | Ordinal | Fixed):
+        yield f'sweep.space.batch_tokens: rungs lie at whole batches of every trial: list them, as "ordinal", got {distribution}'
+        return
+    for batch in config.batches:
+        if config.largest_batch % batch or batch % config.model.context_length:
+            yield (
+                f"sweep.space.batch_tokens: each must divide the largest, {config.largest_batch}, and be a multiple of "
+                f"model.context_length = {config.model.context_length}, got {batch}"
+            )
 
 
 def _check_contradictions(check: CheckSettings) -> list[str]:

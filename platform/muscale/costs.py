@@ -7,13 +7,14 @@ import pandas as pd
 from muscale import ladder, transfer
 from muscale.config import StudyConfig
 from muscale.lineage import Chain, stems
+from muscale.sweep import budget, trial_plan
 from proxy_models.numerics import Numerics
 
 
 def estimate(config: StudyConfig) -> pd.DataFrame:
     """A row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), shared stems counted once.
 
-    For the sweep it is the bound without early stopping and without the branches' cooldowns.
+    For the sweep it is the bound without early stopping, with every branch and repetition.
     """
     h, model = config.hyperparameters, config.model
     numerics = Numerics(
@@ -24,7 +25,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         evaluation_tokens=config.corpus.evaluation_tokens,
         stages_by_fraction=config.corpus.stages_by_fraction,
     )
-    sweep_tokens = config.sweep.trials * config.rung_tokens()[-1]
+    sweep_tokens = budget(config, trial_plan(config, numerics)).most_tokens
     rows: list[tuple[str, int, float, float]] = [
         ("sweep", config.sweep.trials, sweep_tokens, 6.0 * model.n_params * sweep_tokens)
     ]

@@ -161,3 +161,8 @@ def is_dead(owner: str) -> bool:
         return f"{process.create_time():.2f}" != created or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def held_leases(ledger: Ledger) -> list[str]:
+    """Names of the leases that somebody holds."""
+    return [row["name"] for row in ledger.read(find, "leases") if row["owner"] is not None]

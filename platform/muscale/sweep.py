@@ -14,9 +14,10 @@ import pandas as pd
 from muscale.config import StudyConfig
 from muscale.fingerprint import package_fingerprint
 from muscale.jobs import Job, cluster, dismiss_workers, interrupted_later, staying_cluster
-from muscale.lease import lease
+from muscale.lease import held_leases, lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
+from muscale.retention import prune
 from muscale.search.budget import Budget
 from muscale.search.engine import Ending, Engine
 from muscale.search.lessons import lessons, runs_of
@@ -46,6 +47,36 @@ _HOW_MUCH = (
 """Settings that say how much is searched, or what is made of it: with another value the same sweep goes on."""
 
 
+def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
+    """The trial that every suggestion of a study's sweep is put into."""
+    settings, h = config.sweep, config.hyperparameters
+    batch = config.largest_batch  # so that rungs lie at whole batches of every trial
+    return TrialPlan(
+        numerics=numerics,
+        defaults=replace(h, schedule=settings.schedule or h.schedule, batch_tokens=batch),
+        n_tokens=replace(h, batch_tokens=batch).whole_batches(settings.n_tokens),
+        rung_tokens=config.rung_tokens(),
+    )
+
+
+def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
+    """What the study file allows a sweep."""
+    settings, resources = config.sweep, config.resources
+    branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
+    return Budget(
+        trials=settings.trials,
+        rung_tokens=plan.rung_tokens,
+        branch_tokens=tuple(branches),
+        top_k=settings.top_k,
+        reserved_tokens=settings.leaders * settings.repeats * plan.run_tokens(plan.top),
+        n_params=config.model.n_params,
+        devices=resources.gpus_per_worker or resources.cpus_per_worker,
+        max_tokens=settings.max_tokens,
+        max_flops=settings.max_flops,
+        max_device_hours=settings.max_device_hours,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     """One search of a study: what is searched, how, and under which name it stands in the ledger."""
@@ -65,13 +96,7 @@ class Sweep:
     @property
     def plan(self) -> TrialPlan:
         """The trial that every suggestion is put into."""
-        settings, h = self.config.sweep, self.config.hyperparameters
-        return TrialPlan(
-            numerics=self.numerics,
-            defaults=replace(h, schedule=settings.schedule or h.schedule),
-            n_tokens=h.whole_batches(settings.n_tokens),
-            rung_tokens=self.config.rung_tokens(),
-        )
+        return trial_plan(self.config, self.numerics)
 
     def record(self) -> Record:
         """What the ledger has of it."""
@@ -115,28 +140,20 @@ class Sweep:
     def taught(self) -> pd.DataFrame:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
         settings = self.config.sweep
-        tables = [self.ledger.runs(), *(runs_of(Path(file)) for file in (*settings.learn_from, *self.learn_from))]
+        tables = [self.ledger.runs(), *(runs_of(file) for file in self._teachers())]
         return lessons(tables, self.plan.defaults, settings.space, self.numerics)
+
+    def _teachers(self) -> list[Path]:
+        """Studies that the search learns from; those of the study file relative to it."""
+        return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
     def _budget(self, part: Round) -> Budget:
         """What it may cost, up to the end of a round."""
-        settings, plan, resources = self.config.sweep, self.plan, self.config.resources
-        branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
+        settings = self.config.sweep
         trials = settings.trials if part.first_trial == 0 else part.trials
         if part.searcher == "grid":
             trials = min(trials, len(part.space.grid(settings.grid_points)))
-        return Budget(
-            trials=part.first_trial + trials,
-            rung_tokens=plan.rung_tokens,
-            branch_tokens=tuple(branches),
-            top_k=settings.top_k,
-            reserved_tokens=settings.leaders * settings.repeats * plan.run_tokens(plan.top),
-            n_params=self.config.model.n_params,
-            devices=resources.gpus_per_worker or resources.cpus_per_worker,
-            max_tokens=settings.max_tokens,
-            max_flops=settings.max_flops,
-            max_device_hours=settings.max_device_hours,
-        )
+        return replace(budget(self.config, self.plan), trials=part.first_trial + trials)
 
     def branches(self, record: Record) -> list[tuple[Ending, Job]]:
         """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""
@@ -188,7 +205,15 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
             engine = sweep.engine(record, on_arrival, on_run)
         if not engine.is_finished:
             _search(sweep, engine)
+            _prune(sweep)
         return collect(sweep, record)
+
+
+def _prune(sweep: Sweep) -> None:
+    """Remove the states that nothing goes on from, unless somebody else is at work on this study."""
+    others = [name for name in held_leases(sweep.ledger) if name != f"sweep {sweep.key}"]
+    if not others:
+        prune(sweep.ledger, top_k=sweep.config.sweep.top_k)
 
 
 def _narrow(sweep: Sweep, record: Record) -> None:

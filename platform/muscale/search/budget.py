@@ -44,6 +44,13 @@ class Budget:
     max_flops: float | None = None
     max_device_hours: float | None = None
 
+    @property
+    def most_tokens(self) -> int:
+        """What the sweep can cost at most: every trial to its end, annealed at every rung, and the repetitions."""
+        tokens = self.trials * (self.rung_tokens[-1] + sum(self.branch_tokens)) + self.reserved_tokens
+        by_flops = tokens if self.max_flops is None else int(self.max_flops / (6.0 * self.n_params))
+        return min(tokens, by_flops, tokens if self.max_tokens is None else self.max_tokens)
+
     def allows_trial(self, record: Record) -> bool:
         """Whether another trial may be begun, as far as their number goes."""
         return len(record.configs) < self.trials
