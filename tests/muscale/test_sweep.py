@@ -159,3 +159,39 @@ def test_two_sweeps_at_once_train_nothing_twice(make_study: MakeStudy, tmp_path:
 
 def flatten(settings: list[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
+
+
+def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_goes_on(make_study: MakeStudy) -> None:
+    settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=524288", "sweep.trials=3"]
+    path = make_study()
+    log = path.parent / "sweep.log"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    with log.open("w") as file:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "muscale", "sweep", str(path), *flatten(settings)],
+            stdout=file,
+            stderr=file,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        )
+    signal.signal(signal.SIGINT, before)
+    try:
+        deadline = time.monotonic() + 120
+        while "at rung 0" not in log.read_text():
+            assert driver.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(timeout=60) == 130
+    finally:
+        driver.kill()
+    assert "finishing the running rungs" in log.read_text()
+    study = Study.open(path, settings, quiet=True)
+    record = study.search.record()
+    assert not any(record.last_rung(trial) == -1 for trial in record.configs), "each that was at work came to a rung"
+    assert record.open
+    kept = dict(record.arrivals)
+    resumed = study.sweep()
+    assert kept.items() <= study.search.record().arrivals.items()
+    undisturbed = Study.open(make_study("undisturbed"), settings, quiet=True).sweep()
+    columns = ["trial", "status", "learning_rate", "annealed_loss"]
+    pd.testing.assert_frame_equal(resumed.trials[columns], undisturbed.trials[columns])
