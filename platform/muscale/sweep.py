@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.config import StudyConfig
+from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.jobs import Job, cluster, dismiss_workers, interrupted_later, staying_cluster
 from muscale.lease import held_leases, lease
@@ -106,7 +107,7 @@ class Sweep:
         """The search, where the record left it; a sweep that was not begun begins its first round."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
-            record.begin_round(settings.trials, resolve_searcher(settings, self.taught()), settings.space)
+            record.begin_round(resolve_searcher(settings, self.taught()), settings.space)
         part = record.rounds[-1]
         n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
         sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
@@ -150,7 +151,7 @@ class Sweep:
     def _budget(self, part: Round) -> Budget:
         """What it may cost, up to the end of a round."""
         settings = self.config.sweep
-        trials = settings.trials if part.first_trial == 0 else part.trials
+        trials = settings.trials
         if part.searcher == "grid":
             trials = min(trials, len(part.space.grid(settings.grid_points)))
         return replace(budget(self.config, self.plan), trials=part.first_trial + trials)
@@ -195,7 +196,8 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If no trial came to an annealed end, or a leg failed for another reason than divergence.
+        StageError: If no trial came to an annealed end, a leg failed for another reason than divergence, or the budget does
+            not allow a trial.
     """
     with lease(sweep.ledger, f"sweep {sweep.key}"), staying_cluster():
         record = sweep.record()
@@ -206,6 +208,12 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
         if not engine.is_finished:
             _search(sweep, engine)
             _prune(sweep)
+        elif not record.configs:
+            least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
+            raise StageError(
+                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens with its annealed runs and the "
+                "repetitions of the leaders: raise sweep.max_tokens, max_flops or max_device_hours, or lower sweep.repeats"
+            )
         return collect(sweep, record)
 
 
@@ -218,11 +226,11 @@ def _prune(sweep: Sweep) -> None:
 
 def _narrow(sweep: Sweep, record: Record) -> None:
     """Begin a round in the space around the best region."""
-    part, settings = record.rounds[-1], sweep.config.sweep
+    part = record.rounds[-1]
     seen = KnownOf(record, sweep.plan.top).observations
     results = pd.DataFrame([{**dict.fromkeys(part.space), **one.config, "loss": one.loss} for one in seen])
     narrowed = narrow(part.space, results)
-    record.begin_round(settings.trials, part.searcher, narrowed.space, narrowed.to_dict())
+    record.begin_round(part.searcher, narrowed.space, narrowed.to_dict())
 
 
 def _search(sweep: Sweep, engine: Engine) -> None:

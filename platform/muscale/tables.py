@@ -82,7 +82,6 @@ rounds = sa.Table(
     sa.Column("sweep", sa.String, primary_key=True),
     sa.Column("round", sa.Integer, primary_key=True),  # 0, and one more for each narrowing
     sa.Column("first_trial", sa.Integer, nullable=False),
-    sa.Column("trials", sa.Integer, nullable=False),
     sa.Column("searcher", sa.String, nullable=False),
     sa.Column("space", JSON, nullable=False),
     sa.Column("narrowed", JSON),  # what was cut, and why

@@ -50,7 +50,7 @@ def add_run(ledger: Ledger, seed: int, loss: float | None, *, state: bytes | Non
 
 
 def add_sweep(ledger: Ledger, sweep: str, loss: float) -> None:
-    ledger.add_round(sweep=sweep, round=0, first_trial=0, trials=1, searcher="random", space={})
+    ledger.add_round(sweep=sweep, round=0, first_trial=0, searcher="random", space={})
     ledger.insert(trials, sweep=sweep, number=0, config={"learning_rate": loss}, until=0)
     ledger.add_rung(sweep=sweep, trial=0, rung=0, tokens=1, segment="", loss=loss, seconds=1.0)
     ledger.add_decision(sweep=sweep, trial=0, rung=0, until=1, path=[[0, {}]], donor=None)

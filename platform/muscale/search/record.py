@@ -33,13 +33,9 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A stretch of a sweep with one space: the first, or what a narrowing left of it.
-
-    `trials` is how many it was to have, from `first_trial` on.
-    """
+    """A stretch of a sweep with one space: the first, or what a narrowing left of it."""
 
     first_trial: int
-    trials: int
     searcher: str
     space: Space
 
@@ -71,9 +67,9 @@ class Record:
             else:
                 self._arrived(Arrival(**{name: row[name] for name in Arrival.__dataclass_fields__}))
 
-    def begin_round(self, trials: int, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
+    def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
         """Note that from the next trial on a space is searched, and what was cut for it."""
-        row = {"first_trial": len(self.configs), "trials": trials, "searcher": searcher, "space": space.to_dict()}
+        row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict()}
         self._ledger.add_round(sweep=self.sweep, round=len(self.rounds), narrowed=narrowed, **row)
         self.rounds.append(self._round(row))
 
@@ -147,7 +143,7 @@ class Record:
     @staticmethod
     def _round(row: dict[str, Any]) -> Round:
         space = Space.from_dict(row["space"])
-        return Round(first_trial=row["first_trial"], trials=row["trials"], searcher=row["searcher"], space=space)
+        return Round(first_trial=row["first_trial"], searcher=row["searcher"], space=space)
 
     def _started(self, number: int, config: dict[str, Any], until: int) -> None:
         self.configs[number] = config
