@@ -134,7 +134,7 @@ class Sweep:
         return Job(
             purpose="sweep",
             label=f"trial {trial}, rung {rung}" + ("" if seed is None else f", seed {seed}"),
-            hyperparameters=self.plan.hyperparameters(path[-1][1]),
+            hyperparameters=self.plan.followed(path, rung),
             chain=self.plan.branch(path, rung, seed=seed),
         )
 

@@ -49,9 +49,10 @@ class Worker:
 
     def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
         """Train the last segment from the nearest state that is kept; returns where that was, and the result."""
-        averaged = chain.parent is None and not chain.anneals  # rungs, which are ranked by it, lie on stems
         last = chain.last
-        latest = Tail().begins(last.end, last.recipe.batch_tokens) if averaged else last.end - 1
+        begins = Tail().begins(last.end, last.recipe.batch_tokens)
+        averaged = begins >= last.start and not chain.anneals  # rungs, which are ranked by it, lie on stems
+        latest = begins if averaged else last.end - 1
         state = self._nearest_state(chain, latest)
         if state is None and chain.parent:
             state = self._state(chain.parent)
