@@ -10,6 +10,7 @@ import pytest
 
 from muscale.search.engine import Engine, Leg
 from muscale.sweep_settings import SweepSettings
+from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform
 
 MakeEngine = Callable[..., Engine]
@@ -30,7 +31,8 @@ def loss_at(leg: Leg, rung: int) -> float | None:
 
 
 def possible(searcher: str, scheduler: str) -> bool:
-    return not list(settings(searcher=searcher, scheduler=scheduler).contradictions("wsd"))
+    h = Hyperparameters(learning_rate=0.01, batch_tokens=100)
+    return not list(settings(searcher=searcher, scheduler=scheduler).contradictions(h, (2000, 4000, 6000, 8000)))
 
 
 PAIRS = [(searcher, scheduler) for searcher in SEARCHERS for scheduler in SCHEDULERS if possible(searcher, scheduler)]
