@@ -89,16 +89,27 @@ class Plan:
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
-            *(f"  {name} = {getattr(self.hyperparameters, name):.4g}  ({rule})" for name, rule in self.rules.items()),
+            *(f"  {name} = {self._told(name)}  ({rule})" for name, rule in self.rules.items()),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
         ]
         if self.registered_at:
             lines.append(f"  registered {self.registered_at}")
         return "\n".join(lines)
 
+    def _told(self, name: str) -> str:
+        value = getattr(self.hyperparameters, name)
+        if isinstance(value, tuple):
+            return "; ".join(map(str, value))
+        return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
-def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, fit: ScalingFit) -> Plan:
-    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there."""
+
+def make_plan(
+    config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, fit: ScalingFit, *, winner: int | None = None
+) -> Plan:
+    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there.
+
+    `winner` is the trial that `best` is from.
+    """
     allocation = fit.surface.allocate(config.plan.compute_flops)
     model = config.family.for_params(allocation.n_params)
     n_tokens = best.whole_batches(config.plan.compute_flops / (6.0 * model.n_params))
@@ -113,6 +124,9 @@ def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, f
     rules["learning_rate"] = (
         f"muP across width; horizon law D^-{horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{capped}"
     )
+    if best.stages:
+        course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
+        rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
     evidence = fit.rows.to_dict("list")
     key = input_key(
         asdict(config.model),

@@ -24,10 +24,11 @@ from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics
 from proxy_models.state import TrainState
+from search_spaces import Config
 
 BATCH = 128
-DONOR = {"learning_rate": 0.011, "beta1": 0.9}
-CHANGED = {"learning_rate": 0.011 * 0.8, "beta1": 0.8}
+DONOR: Config = {"learning_rate": 0.011, "beta1": 0.9}
+CHANGED: Config = {"learning_rate": 0.011 * 0.8, "beta1": 0.8}
 COPY: TrialPath = ((0, DONOR), (1, CHANGED))
 
 

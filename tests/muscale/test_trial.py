@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from muscale.search.path import path_of
+from muscale.search.path import Path, path_of
 from muscale.trial import TrialPlan
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics
 from proxy_models.schedule import ScheduleName
 from proxy_models.stages import Stage
+from search_spaces import Config
 
 BATCH = 128
 MODEL = ModelConfig(d_model=32, n_layers=1, context_length=32)
@@ -45,8 +46,9 @@ def test_a_step_that_changes_nothing_begins_no_stage() -> None:
     defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH)
     rungs = (20 * BATCH, 40 * BATCH, 60 * BATCH, 85 * BATCH)
     plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
-    low, high = {"learning_rate": 0.02}, {"learning_rate": 0.03}
-    path = ((0, low), (1, low), (2, high), (3, low))
+    low: Config = {"learning_rate": 0.02}
+    high: Config = {"learning_rate": 0.03}
+    path: Path = ((0, low), (1, low), (2, high), (3, low))
     assert plan.followed(path, 1) == plan.hyperparameters(low)
     assert plan.rung(path, 1).key == plan.rung(path_of(low), 1).key
     assert [(stage.after, stage.learning_rate) for stage in plan.followed(path, 3).stages] == [
