@@ -13,6 +13,7 @@ from muscale.tables import forecasts
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics, Precision
+from proxy_models.stages import Stage
 from scaling import Forecast, HorizonLaw, ScalingFit
 
 _PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
@@ -89,18 +90,19 @@ class Plan:
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
-            *(f"  {name} = {self._told(name)}  ({rule})" for name, rule in self.rules.items()),
+            *(f"  {name} = {told(getattr(self.hyperparameters, name))}  ({rule})" for name, rule in self.rules.items()),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
         ]
         if self.registered_at:
             lines.append(f"  registered {self.registered_at}")
         return "\n".join(lines)
 
-    def _told(self, name: str) -> str:
-        value = getattr(self.hyperparameters, name)
-        if isinstance(value, tuple):
-            return "; ".join(map(str, value))
-        return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+def told(value: Any) -> str:
+    """A hyperparameter's value as people read it, stages as they are or as plain values."""
+    if isinstance(value, tuple | list):
+        return "; ".join(str(Stage(**entry) if isinstance(entry, dict) else entry) for entry in value)
+    return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def make_plan(
