@@ -14,16 +14,21 @@ import pytest
 from muscale import StageError, StudyConfig, ladder, transfer
 from muscale.costs import estimate
 from muscale.jobs import Job
-from muscale.ledger import Outcome
-from muscale.lineage import segment_to_dict, stems
+from muscale.layout import LEDGER
+from muscale.ledger import Ledger, Outcome
+from muscale.lineage import Chain, segment_to_dict, stems
 from muscale.planning import Plan, make_plan
 from muscale.search.path import Path as TrialPath
 from muscale.search.path import path_of
+from muscale.search.record import Arrival
+from muscale.sweep import Sweep
+from muscale.sweep_result import make_result
 from muscale.trial import TrialPlan
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics
 from proxy_models.stages import Stage
 from scaling import HorizonLaw, fit, fit_horizon_law
+from search_spaces import Config
 
 PATH: TrialPath = ((0, {"learning_rate": 0.01}), (1, {"learning_rate": 0.012, "weight_decay_tau": 0.3}))
 MakeStudy = Callable[..., Path]
@@ -75,6 +80,41 @@ def as_row(job: Job) -> dict[str, object]:
     )
     row = {**job.row(outcome), "loss": 2.0, "numerics": job.chain.numerics.to_dict()}
     return dict(json.loads(json.dumps({**row, "segment": segment_to_dict(job.chain.last)})))
+
+
+def test_the_winner_s_annealed_run_is_the_planned_run_of_the_sweep_s_best(
+    config: StudyConfig, numerics: Numerics, tmp_path: Path
+) -> None:
+    sweep = Sweep(config=config, ledger=Ledger(tmp_path / LEDGER), numerics=numerics)
+    record = sweep.record()
+    record.begin_round(2, "random", config.sweep.space)
+
+    def arrive(trial: int, rung: int, loss: float) -> None:
+        record.arrive(Arrival(trial=trial, rung=rung, loss=loss, segment="s", tokens=1, seconds=1.0))
+
+    for trial, loss in enumerate([2.0, 3.0]):
+        record.start({"learning_rate": 0.01 * (trial + 1), "weight_decay_tau": 0.5}, until=0)
+        arrive(trial, 0, loss)
+    changed: Config = {"learning_rate": 0.012, "weight_decay_tau": 0.3}
+    record.go_on(0, 1)
+    record.go_on(1, 1, (*record.paths[0], (1, changed)), donor=0)
+    arrive(0, 1, 1.9)
+    arrive(1, 1, 1.8)
+    jobs = {(trial, rung): job for trial, rung, job in sweep.branches(record)}
+    losses = {(0, 0): 1.9, (1, 0): 2.5, (0, 1): 1.7, (1, 1): 1.6}
+    assert jobs.keys() == losses.keys()
+    annealed = pd.DataFrame(
+        [(*key, job.chain.last.end, losses[key]) for key, job in jobs.items()],
+        columns=["trial", "rung", "n_tokens", "loss"],
+    )
+    result = make_result(config, sweep.plan, record, annealed, pd.DataFrame(columns=["trial", "seed", "loss"]))
+    assert result.winner == 1
+    assert [str(stage) for stage in result.best.stages] == ["after 50%: learning_rate × 1.2, weight_decay_tau = 0.3"]
+    for (trial, rung), job in jobs.items():
+        planned = Chain(numerics=numerics, segments=chain(job.hyperparameters, job.chain.last.end))
+        assert (planned.key == job.chain.key) == (rung == 1)  # a shorter branch has the warmup and decay of its trial
+        assert (job.hyperparameters == result.best) == ((trial, rung) == (1, 1))
+    assert jobs[1, 0].hyperparameters.learning_rate == 0.02  # where it was before it copied
 
 
 def test_every_run_of_the_ladder_follows_it_at_its_own_length(
