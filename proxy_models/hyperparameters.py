@@ -24,12 +24,14 @@ from proxy_models.schedule import (
     ScheduleName,
     StepDecay,
 )
+from proxy_models.stages import Stage
 
 _OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
     "final_fraction": ("cosine", "exponential", "cosine_cycles"),
     "milestones": ("step",),
     "step_factor": ("step",),
     "cycles": ("cosine_cycles",),
+    "stages": ("wsd", "wsd_linear", "inverse_sqrt"),
 }
 _OF_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
     "weight_decay_tau": ("adamw", "lion", "adafactor", "muon"),
@@ -73,6 +75,7 @@ class Hyperparameters:
             of the decay stays, and so do all other values.
         swap_fraction: Share of the run's tokens after which it does.
         swap_learning_rate: Its peak rate at the base shape; the rest of the schedule is the same.
+        stages: Other values from points of the stable part on, under a schedule with a cooldown; the cooldown keeps the last.
     """
 
     learning_rate: float
@@ -103,6 +106,7 @@ class Hyperparameters:
     swap_optimizer: OptimizerName | None = None
     swap_fraction: float = 0.0
     swap_learning_rate: float = 0.0
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         positive = ("learning_rate", "batch_tokens", "init_scale", "weight_decay_tau", "eps", "clip_norm")
@@ -131,9 +135,12 @@ class Hyperparameters:
             raise ValueError(
                 f"batch_tokens must be a multiple of 2^{self.batch_doublings} to double so often, got {self.batch_tokens}"
             )
+        self._validate_stages()
 
     def _validate_schedule(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
+        stages = tuple(stage if isinstance(stage, Stage) else Stage(**stage) for stage in self.stages)  # and tables
+        object.__setattr__(self, "stages", stages)
         if self.schedule not in get_args(ScheduleName):
             raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
         self._refuse_ignored("schedule", _OF_SCHEDULES, {self.schedule})
@@ -167,6 +174,35 @@ class Hyperparameters:
                 f"a swap needs swap_optimizer, swap_fraction and swap_learning_rate, got {self.swap_optimizer!r}, "
                 f"{self.swap_fraction} and {self.swap_learning_rate}"
             )
+
+    def _validate_stages(self) -> None:
+        if not self.stages:
+            return
+        if self.swap_optimizer:
+            raise ValueError(f"stages are for one optimizer, got a swap to {self.swap_optimizer!r} as well")
+        begins = [stage.after for stage in self.stages]
+        if begins != sorted(set(begins)):
+            raise ValueError(f"stages must begin one after the other, got {begins}")
+        try:
+            _ = self.stretches
+        except ValueError as error:
+            raise ValueError(f"stages: {error}") from error
+
+    @property
+    def stretches(self) -> tuple[Hyperparameters, ...]:
+        """What rules from the start and from each stage on, every one without stages."""
+        found = [replace(self, stages=())]
+        for stage in self.stages:
+            changes: dict[str, Any] = {**stage.changes}
+            if factor := changes.get("learning_rate"):
+                changes["learning_rate"] = factor * self.learning_rate
+            found.append(replace(found[-1], **changes))
+        return tuple(found)
+
+    @property
+    def set_by_stages(self) -> frozenset[str]:
+        """Names of the values that do not stay as they are given here; the rate is no such, as stages are factors on it."""
+        return frozenset(name for stage in self.stages for name in stage.changes) - {"learning_rate"}
 
     def whole_batches(self, n_tokens: float) -> int:
         """The multiple of `batch_tokens` nearest to `n_tokens`, at least one batch."""
@@ -203,8 +239,10 @@ class Hyperparameters:
         return Recipe(**as_here, **resolved)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)
+        """All fields as plain values; no stages are left out, so that keys from before there were any still hold."""
+        plain = asdict(self)
+        del plain["stages"]
+        return plain | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,12 +357,31 @@ def branch(
     return start, Segment(recipe=recipe, phase=cooldown, start=stable_tokens, end=n_tokens)
 
 
+def staged_branch(h: Hyperparameters, stable_tokens: int, n_tokens: int, *, tuned_at: int) -> tuple[Segment, ...]:
+    """A whole run that cools down from `stable_tokens`, a segment for each stage; warmup and decay as in one of `tuned_at`.
+
+    Raises:
+        ValueError: If the schedule has no cooldown, or the run is too short for its warmup, batch ramp or stages.
+    """
+    recipes = [one.resolve(tuned_at) for one in h.stretches]
+    start, cooldown = branch(recipes[0], stable_tokens, n_tokens, h.schedule)
+    cuts = [0, *(h.whole_batches(stage.after * stable_tokens) for stage in h.stages), stable_tokens]
+    if any(end <= begin for begin, end in pairwise(cuts)):
+        raise ValueError(
+            f"stages: {stable_tokens} tokens before the cooldown are too few for these, which would begin after "
+            f"{', '.join(map(str, cuts[1:-1]))} tokens"
+        )
+    stretches = zip(recipes, pairwise(cuts), strict=True)
+    stable = (replace(start, recipe=recipe, start=begin, end=end) for recipe, (begin, end) in stretches)
+    return (*stable, replace(cooldown, recipe=recipes[-1]))
+
+
 def chain(hyperparameters: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
     """The segments of a run of `n_tokens` (whole batches) to its end, annealed unless the schedule is "constant".
 
     Raises:
-        ValueError: If the run is too short for its warmup, batch ramp and cooldown, its cycles for their warmups, or what
-            lies before or after a swap of the optimizer for the warmup there.
+        ValueError: If the run is too short for its warmup, batch ramp, stages and cooldown, its cycles for their warmups, or
+            what lies before or after a swap of the optimizer for the warmup there.
     """
     h = hyperparameters
     segments = _scheduled(h, n_tokens)
@@ -341,7 +398,7 @@ def _scheduled(h: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
     phase: Phase
     match h.schedule:
         case "wsd" | "wsd_linear" | "inverse_sqrt":
-            return branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
+            return staged_branch(h, h.stable_tokens(n_tokens), n_tokens, tuned_at=n_tokens)
         case "cosine_cycles":
             return _cycles(recipe, n_tokens, h.cycles, final_fraction)
         case "constant":

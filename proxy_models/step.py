@@ -136,10 +136,16 @@ class Stepper:
                 restore(self.module, self.optimizer, self._good)
         return verdict is None
 
-    def swap(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-        """Go on with another optimizer under its recipe; of the guard's snapshot the weights stay."""
+    def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+        """Go on under another recipe with an optimizer made for it.
+
+        If it is of the same kind, it is given the moments of the one before it; else the guard's snapshot loses them, too.
+        """
+        if recipe.optimizer == self.recipe.optimizer:
+            optimizer.state.update(self.optimizer.state)  # by parameter, whatever the groups
+        else:
+            self._good = without_moments(self._good)
         self.optimizer, self.recipe = optimizer, recipe
-        self._good = without_moments(self._good)
 
     def memory(self) -> dict[str, Tensor]:
         """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""

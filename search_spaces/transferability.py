@@ -131,6 +131,14 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
     ("step_factor", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
     ("cycles", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
     (
+        "stages",
+        Transfer.UNDER_MUP,
+        (),
+        "Shares of the stable part and factors on the rate, the same at every horizon and width. Whether a course that a"
+        " population found on a short run is a good one for a long run is not known: the ladder tells.",
+        "assumed",
+    ),
+    (
         "batch_tokens",
         Transfer.BY_LAW,
         ("horizon",),

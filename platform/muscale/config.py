@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 import pydantic
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
@@ -23,13 +23,19 @@ from muscale.transfer_settings import TransferSettings
 from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-_FIXED_IN_A_SWEEP = ("batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction")
+_FIXED_IN_A_SWEEP = (
+    "batch_doublings",
+    "batch_ramp_tokens",
+    "schedule",
+    "cooldown_fraction",
+    "stages",
+)
 _NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
 
 
@@ -227,6 +233,18 @@ _FAULTY: Any = object()  # stands for a table whose problems were told already
 def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
     """An instance of a library's dataclass from a table, with the same strictness as the rest of the file."""
     hints = get_type_hints(build)
+    table, told = dict(table), len(problems)
+    for name, hint in hints.items():
+        entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)
+        if entry and isinstance(table.get(name), tuple):
+            table[name] = tuple(
+                _build(cast(type[Any], entry), value, f"{where}.{name}.{number}", problems)
+                if isinstance(value, dict)
+                else value
+                for number, value in enumerate(table[name])
+            )
+    if len(problems) > told:
+        return _FAULTY
     fields: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
         for field in dataclasses.fields(build)
@@ -314,7 +332,7 @@ def _contradictions(config: StudyConfig) -> list[str]:
     smallest_rung = config.rung_tokens()[0]
     for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
         try:
-            h.resolve(h.whole_batches(n_tokens))
+            chain(h, h.whole_batches(n_tokens))
         except ValueError as error:
             problems.append(f"{key}: {error}")
     for name in config.sweep.space:
@@ -322,6 +340,10 @@ def _contradictions(config: StudyConfig) -> list[str]:
             problems.append(f"sweep.space.{name}: not a hyperparameter of the training")
         elif name in _FIXED_IN_A_SWEEP:
             problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
+        elif name in h.set_by_stages:
+            problems.append(
+                f"sweep.space.{name}: hyperparameters.stages set it on the way, so leave it out of one of them"
+            )
         elif name.startswith("swap_"):
             problems.append(f"sweep.space.{name}: {_NO_SWAP}")
         else:
@@ -329,7 +351,7 @@ def _contradictions(config: StudyConfig) -> list[str]:
     problems += _batch_contradictions(config)
     if h.swap_optimizer:
         problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
-    problems += config.sweep.contradictions(h.schedule)
+    problems += config.sweep.contradictions(h, config.rung_tokens())
     if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
         problems.append(
             f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "

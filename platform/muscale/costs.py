@@ -6,7 +6,7 @@ import pandas as pd
 
 from muscale import ladder, transfer
 from muscale.config import StudyConfig
-from muscale.lineage import Chain, stems
+from muscale.lineage import Chain
 from muscale.sweep import budget, trial_plan
 from proxy_models.numerics import Numerics
 
@@ -43,11 +43,12 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
 
 
 def _trained(chains: list[Chain]) -> tuple[int, float]:
-    """Tokens and FLOPs trained, the stem that runs share counted once."""
-    tokens, flops = 0, 0.0
-    for group in stems(chains).values():
-        shared = max(chain.segments[0].end for chain in group)
-        cooldowns = sum(chain.last.end - chain.last.start for chain in group)
-        tokens += shared + cooldowns
-        flops += 6.0 * group[0].numerics.model.n_params * (shared + cooldowns)
-    return tokens, flops
+    """Tokens and FLOPs trained, what runs share counted once."""
+    lines: dict[str, tuple[int, int]] = {}  # tokens of the longest segment on each, and N
+    for chain in chains:
+        part: Chain | None = chain
+        while part:
+            tokens = max(part.last.end - part.last.start, lines.get(part.line, (0, 0))[0])
+            lines[part.line] = tokens, part.numerics.model.n_params
+            part = part.parent
+    return sum(tokens for tokens, _ in lines.values()), sum(6.0 * n * tokens for tokens, n in lines.values())

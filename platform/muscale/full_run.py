@@ -192,8 +192,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
         run, before = self.run, self.tokens
         segment = run.segment_at(before)
-        if segment.recipe.optimizer != self._stepper.recipe.optimizer:
-            self._swap(segment.recipe)
+        if segment.recipe != self._stepper.recipe:
+            self._go_on_under(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
         rank, world_size = self.global_rank, self.trainer.world_size
         sequences = send(self._stream.batch(before, batch, rank=rank, world_size=world_size), self.device)
@@ -208,11 +208,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         left_out = len(self._stepper.spikes) > spikes
         self._record(before, float(loss), float(norm), rate_factor, left_out)
 
-    def _swap(self, recipe: Recipe) -> None:
-        """Let another optimizer take over; Lightning drops the one before it, and with it its moments."""
+    def _go_on_under(self, recipe: Recipe) -> None:
+        """Let an optimizer of the recipe take over; Lightning drops the one before it."""
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]
-        self._stepper.swap(optimizer, recipe)
+        self._stepper.go_on_under(recipe, optimizer)
 
     def _record(self, before: int, loss: float, norm: float, rate_factor: float, left_out: bool) -> None:
         run, tokens = self.run, self.tokens

@@ -50,14 +50,14 @@ def branches(
     """Runs of these lengths, under a schedule with a cooldown their warmup and decay resolved for a run of `tuned_at` tokens.
 
     Those share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on. Under
-    a schedule that decays all the way each length is a run of its own.
+    a schedule that decays all the way, or has stages at shares of the run, each length is a run of its own.
     """
     h = hyperparameters
     recipe = h.resolve(h.whole_batches(tuned_at))
     jobs = []
     for length in sorted(lengths):
         n_tokens = h.whole_batches(length)
-        shares = h.schedule in WITH_COOLDOWN
+        shares = h.schedule in WITH_COOLDOWN and not h.stages
         segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule) if shares else chain_of(h, n_tokens)
         chain = Chain(numerics=numerics.for_run(n_tokens), segments=segments)
         jobs.append(Job(purpose=purpose, label=f"{label}, {n_tokens} tokens", hyperparameters=h, chain=chain))
@@ -134,9 +134,12 @@ def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.Da
 
 
 def _policy(best: Hyperparameters, space: Space) -> dict[str, float]:
-    """Where the ladder and the full run lie, on the scales of `_coordinates`: on the horizon law in the rate."""
-    numeric = _numeric(space)
-    return {name: 0.0 if name == "learning_rate" else _place(getattr(best, name), numeric[name]) for name in numeric}
+    """Where the ladder and the full run lie, on the scales of `_coordinates`: on the horizon law in the rate.
+
+    The timescale of the decay is the last stage's, as it is of each run.
+    """
+    values = best.to_dict() | {"weight_decay_tau": best.stretches[-1].weight_decay_tau}
+    return {name: 0.0 if name == "learning_rate" else _place(values[name], d) for name, d in _numeric(space).items()}
 
 
 def _numeric(space: Space) -> dict[str, Distribution]:

@@ -13,6 +13,7 @@ from muscale.tables import forecasts
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics, Precision
+from proxy_models.stages import Stage
 from scaling import Forecast, HorizonLaw, ScalingFit
 
 _PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
@@ -89,7 +90,7 @@ class Plan:
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
-            *(f"  {name} = {getattr(self.hyperparameters, name):.4g}  ({rule})" for name, rule in self.rules.items()),
+            *(f"  {name} = {told(getattr(self.hyperparameters, name))}  ({rule})" for name, rule in self.rules.items()),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
         ]
         if self.registered_at:
@@ -97,8 +98,20 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, fit: ScalingFit) -> Plan:
-    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there."""
+def told(value: Any) -> str:
+    """A hyperparameter's value as people read it, stages as they are or as plain values."""
+    if isinstance(value, tuple | list):
+        return "; ".join(str(Stage(**entry) if isinstance(entry, dict) else entry) for entry in value)
+    return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def make_plan(
+    config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, fit: ScalingFit, *, winner: int | None = None
+) -> Plan:
+    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there.
+
+    `winner` is the trial that `best` is from.
+    """
     allocation = fit.surface.allocate(config.plan.compute_flops)
     model = config.family.for_params(allocation.n_params)
     n_tokens = best.whole_batches(config.plan.compute_flops / (6.0 * model.n_params))
@@ -113,6 +126,9 @@ def make_plan(config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, f
     rules["learning_rate"] = (
         f"muP across width; horizon law D^-{horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{capped}"
     )
+    if best.stages:
+        course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
+        rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
     evidence = fit.rows.to_dict("list")
     key = input_key(
         asdict(config.model),

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from muscale import figures
+from muscale.planning import told
 from scaling import Forecast, ScalingFit, Verdict
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Section:
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["moment"] = _moment
+    environment.filters |= {"moment": _moment, "told": told}
     template = environment.from_string((resources.files("muscale") / "report.html.jinja").read_text())
     page = template.render(contents=contents, sections=_sections(contents), plotly=get_plotlyjs())
     unfinished = path.with_suffix(".unfinished")

@@ -188,12 +188,20 @@ def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
 
 
 def _running(connection: sa.Connection) -> list[str]:
-    """The last segments of trials that have not arrived where they were sent."""
+    """Segments from which trials go on that have not arrived where they were sent: their own last one, or their donor's."""
     sent = {(row.sweep, row.number): row.until for row in connection.execute(sa.select(trials))}
+    donors: dict[tuple[str, int, int], int] = {}
     for row in connection.execute(sa.select(decisions).order_by(decisions.c.sequence)):
         sent[row.sweep, row.trial] = row.until
-    last = {(row.sweep, row.trial): row for row in connection.execute(sa.select(rungs).order_by(rungs.c.rung))}
-    return [row.segment for trial, row in last.items() if row.loss is not None and row.rung < sent[trial]]
+        if row.donor is not None:
+            donors[row.sweep, row.trial, row.rung] = row.donor
+    arrived = {(row.sweep, row.trial, row.rung): row for row in connection.execute(sa.select(rungs))}
+    last: dict[tuple[str, int], int] = {}
+    for sweep, trial, rung in arrived:
+        last[sweep, trial] = max(rung, last.get((sweep, trial), rung))
+    going = [(sweep, trial, rung) for (sweep, trial), rung in last.items() if rung < sent[sweep, trial]]
+    starts = [arrived[sweep, donors.get((sweep, trial, rung), trial), rung] for sweep, trial, rung in going]
+    return [row.segment for row in starts if row.loss is not None]
 
 
 def _bytes(path: Path) -> int:

@@ -242,7 +242,8 @@ class Study:
 
     def plan(self) -> Plan:
         """The full run for the budget, its forecast registered."""
-        plan = planning.make_plan(self.config, self.sweep().best, self.horizon(), self.fit())
+        sweep = self.sweep()
+        plan = planning.make_plan(self.config, sweep.best, self.horizon(), self.fit(), winner=sweep.winner)
         return planning.register(plan, self.ledger)
 
     def promote(self, *, force: bool = False) -> Promotion:

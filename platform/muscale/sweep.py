@@ -177,7 +177,7 @@ class Sweep:
         job = Job(
             purpose="sweep",
             label=f"trial {trial}, rung {rung}" + ("" if seed is None else f", seed {seed}"),
-            hyperparameters=self.plan.hyperparameters(path[-1][1]),
+            hyperparameters=self.plan.followed(path, rung),
             chain=self.plan.branch(path, rung, seed=seed),
         )
         return Ending(trial=trial, path=path, rung=rung, seed=seed), job

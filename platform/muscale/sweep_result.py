@@ -87,9 +87,10 @@ def make_result(
         )
     leaders = compare_leaders(repeated) if repeated["loss"].notna().any() else None
     winner = int(leaders.winner) if leaders else int(table.iloc[0]["trial"])
+    rung = int(annealed.dropna().query("trial == @winner")["rung"].max())
     return SweepResult(
         trials=table,
-        best=replace(plan.hyperparameters(record.paths[winner][-1][1]), schedule=config.hyperparameters.schedule),
+        best=replace(plan.given(record.path_towards(winner, rung), rung), schedule=config.hyperparameters.schedule),
         winner=winner,
         leaders=leaders,
         copies=_copies(record),

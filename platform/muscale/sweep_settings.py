@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from muscale.search.population import CHANGEABLE, changeable
+from muscale.search.population import changeable
 from muscale.strict import StrictTable
+from proxy_models.averaging import Tail
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.schedule import ScheduleName
+from proxy_models.stages import CHANGEABLE
 from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
 
 Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
@@ -31,7 +35,7 @@ class SweepSettings(StrictTable):
     scheduler: Scheduler = "asha"
     rungs: PositiveInt = 4
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO)] = 2.0  # between rungs, and of the survivors
-    rank_by: RankBy = "averaged"  # weights averaged over the last stretch before a rung, at no extra tokens
+    rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; beyond 6 generations "stable"
     schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
     top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
     leaders: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
@@ -52,18 +56,56 @@ class SweepSettings(StrictTable):
         """Whether trials are members of a population, whose hyperparameters change on the way."""
         return self.scheduler in POPULATIONS
 
-    def contradictions(self, schedule: ScheduleName) -> Iterator[str]:
-        """What no single key can tell, a line each; `schedule` is that of the full run."""
-        searched = self.schedule or schedule
+    def contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
+        """What no single key can tell, a line each.
+
+        Args:
+            h: The study's hyperparameters, under the schedule of the full run.
+            rung_tokens: Tokens at each rung.
+        """
+        searched = self.schedule or h.schedule
         if searched not in (*COOLING, *DECAYING):
             yield (
                 f"sweep.schedule: a search compares trials on their way to one end, under {', '.join((*COOLING, *DECAYING))}; "
                 f'got "{searched}"'
             )
+        try:
+            replace(h, schedule=searched)
+        except ValueError as error:
+            yield f"sweep.schedule: {error}"
         for rank_by, schedules in (("stable", COOLING), ("annealed", COOLING), ("mid_decay", DECAYING)):
             if self.rank_by == rank_by and searched not in schedules:
                 yield f'sweep.rank_by: "{rank_by}" is for schedule {" or ".join(schedules)}, got "{searched}"'
         yield from self._method_contradictions(searched)
+        if self.is_population:
+            yield from self._course_contradictions(h)
+        if self.rank_by == "averaged":
+            yield from self._average_contradictions(h, rung_tokens)
+
+    def _course_contradictions(self, h: Hyperparameters) -> Iterator[str]:
+        """Why the full run can't follow what a population finds."""
+        if h.schedule not in COOLING:
+            yield (
+                f'sweep.scheduler: the course that "{self.scheduler}" finds is the full run\'s up to its cooldown: set '
+                f'hyperparameters.schedule to "wsd" or "wsd_linear", got "{h.schedule}"'
+            )
+        if h.stages:
+            told = "; ".join(map(str, h.stages))
+            yield f'hyperparameters.stages: "{self.scheduler}" finds the stages itself, so leave them out; got {told}'
+
+    def _average_contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
+        """Why trials can't all be ranked by averaged weights: an average over two stages is of neither."""
+        cuts = rung_tokens if self.is_population else [h.whole_batches(s.after * rung_tokens[-1]) for s in h.stages]
+        for rung in rung_tokens:
+            begins = Tail().begins(rung, h.batch_tokens)
+            if any(begins < cut < rung for cut in cuts):
+                what = "generation" if self.is_population else "stage"
+                remedy = f'rank_by "stable"{" or at most 6 rungs" if self.is_population else ""}'
+                yield (
+                    f"sweep.rank_by: the average at the rung of {rung} tokens begins at {begins}, before the last {what} "
+                    f'does: use {remedy}, got "averaged"'
+                )
+                return
 
     def _method_contradictions(self, schedule: ScheduleName) -> Iterator[str]:
         scheduler, searcher = self.scheduler, self.searcher

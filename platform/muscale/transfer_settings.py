@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.strict import StrictTable
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.hyperparameters import Hyperparameters, chain
 
 FOLLOWED = (
     *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),
@@ -89,6 +89,10 @@ def _over_contradictions(h: Hyperparameters, name: str, grid: OverSettings, n_to
     key = f"transfer.over.{name}"
     if name not in FOLLOWED:
         return [f"{key}: not a hyperparameter with a scale in octaves; allowed are {', '.join(FOLLOWED)}"]
+    if name in h.set_by_stages:
+        return [
+            f"{key}: hyperparameters.stages set it on the way, so that a grid of it would vary the first stage only"
+        ]
     if grid.at and {"points", "octaves"} & grid.model_fields_set:
         return [f"{key}: points and octaves are for a grid around the sweep's best, got {list(grid.at)} beside them"]
     if grid.at and len(set(grid.at)) < MIN_VALUES:
@@ -101,7 +105,7 @@ def _unfit(h: Hyperparameters, name: str, value: float, n_tokens: float) -> str:
     changed: dict[str, Any] = {name: value}
     try:
         varied = replace(h, **changed)
-        varied.resolve(varied.whole_batches(n_tokens))
+        chain(varied, varied.whole_batches(n_tokens))
     except ValueError as error:
         return str(error)
     return ""

@@ -8,9 +8,9 @@ from typing import Any
 
 from muscale.lineage import Chain
 from muscale.search.path import Path
-from proxy_models.hyperparameters import Hyperparameters, Segment, chain, stem
-from proxy_models.hyperparameters import branch as branch_of
+from proxy_models.hyperparameters import Hyperparameters, Segment, chain, staged_branch
 from proxy_models.numerics import Numerics
+from proxy_models.stages import CHANGEABLE, Stage
 
 WITH_COOLDOWN = ("wsd", "wsd_linear")
 """Schedules with a stem that runs of several lengths share; under the others a rung lies in the middle of the decay."""
@@ -61,32 +61,53 @@ class TrialPlan:
     def rung(self, path: Path, rung: int) -> Chain:
         """The training up to a rung; warmup and decay are those of the whole trial."""
         if self.cools_down:
-            return self._chain(self._stem(path, rung))
+            return self._chain(self._run(path, rung)[:-1])
         (segment,) = chain(self.hyperparameters(path[0][1]), self.n_tokens)
         return self._chain((replace(segment, end=self.rung_tokens[rung]),))
 
     def branch(self, path: Path, rung: int, *, seed: int | None = None) -> Chain:
         """The run that ends from a rung, annealed; with another seed, of its own initial values and data order."""
-        if not self.cools_down:
-            return self._chain(self.rung(path, rung).segments, seed)
-        *before, last = self._stem(path, rung)
-        hyperparameters = self.hyperparameters(path[-1][1])
-        _, cooldown = branch_of(last.recipe, last.end, self.run_tokens(rung), hyperparameters.schedule)
-        return self._chain((*before, last, cooldown), seed)
+        segments = self._run(path, rung) if self.cools_down else self.rung(path, rung).segments
+        return self._chain(segments, seed)
+
+    def followed(self, path: Path, rung: int) -> Hyperparameters:
+        """What the run that ends from a rung was given: the path up to there as stages of that run.
+
+        Stages that were given to all trials lie at shares of the longest run, and so at others of a shorter one.
+        """
+        start = self.hyperparameters(path[0][1])
+        longest, reached = self.rung_tokens[self.top], self.rung_tokens[rung]
+        if len(path) == 1:
+            if not start.stages or rung == self.top:
+                return start
+            begins = [start.whole_batches(stage.after * longest) for stage in start.stages]
+            kept = zip(start.stages, begins, strict=True)
+            return replace(start, stages=tuple(replace(s, after=at / reached) for s, at in kept if at < reached))
+        stages, before = [], start
+        for first, config in path[1:]:
+            after = self.hyperparameters(config)
+            if first <= rung and after != before:
+                stages.append(_stage(start, before, after, self.rung_tokens[first - 1] / reached))
+                before = after
+        return replace(start, stages=tuple(stages))
+
+    def given(self, path: Path, rung: int) -> Hyperparameters:
+        """What a run of any length is to be given to do as this one did: what was given to all trials as it was given."""
+        return self.hyperparameters(path[0][1]) if len(path) == 1 else self.followed(path, rung)
+
+    def _run(self, path: Path, rung: int) -> tuple[Segment, ...]:
+        """The run that ends from a rung: a segment for each stage, then the cooldown."""
+        tokens = self.rung_tokens[rung]
+        return staged_branch(self.followed(path, rung), tokens, self.run_tokens(rung), tuned_at=self.n_tokens)
 
     def _chain(self, segments: tuple[Segment, ...], seed: int | None = None) -> Chain:
         numerics = self.numerics if seed is None else replace(self.numerics, seed=seed)
         return Chain(numerics=numerics.for_run(self.run_tokens(self.top)), segments=segments)
 
-    def _stem(self, path: Path, rung: int) -> tuple[Segment, ...]:
-        """The constant phase up to a rung, a segment for each configuration of the path; equal neighbours are one."""
-        segments: list[Segment] = []
-        ends = [first - 1 for first, _ in path[1:] if first <= rung] + [rung]
-        for (_, config), end in zip(path, ends, strict=False):
-            recipe = self.hyperparameters(config).resolve(self.n_tokens)
-            whole = stem(recipe, self.rung_tokens[end])
-            if segments and segments[-1].recipe == recipe:
-                segments[-1] = replace(segments[-1], end=whole.end)
-            else:
-                segments.append(replace(whole, start=segments[-1].end if segments else 0))
-        return tuple(segments)
+
+def _stage(start: Hyperparameters, before: Hyperparameters, after: Hyperparameters, share: float) -> Stage:
+    """The stage that turns `before` into `after`, in a run that began with `start`."""
+    changes = {name: getattr(after, name) for name in CHANGEABLE if getattr(after, name) != getattr(before, name)}
+    if rate := changes.get("learning_rate"):
+        changes["learning_rate"] = rate / start.learning_rate
+    return Stage(after=share, **changes)

@@ -143,8 +143,9 @@ class Worker:
 
 
 def _is_averaged(chain: Chain) -> bool:
-    """Whether the averaged weights are evaluated at the end: rungs, which are ranked by them, lie on stems."""
-    return chain.parent is None and not chain.anneals
+    """Whether averaged weights are evaluated at the end, as rungs on stems are ranked by them: if all of them are its own."""
+    last = chain.last
+    return not chain.anneals and Tail().begins(last.end, last.recipe.batch_tokens) >= last.start
 
 
 def _latest_start(chain: Chain) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -162,7 +162,7 @@ def optima(seeds: list[SeedTable], space: Space, configs: Sequence[Config]) -> p
             for table in seeds:
                 points = np.array([space.encode(configs[config]) for config in table.configs])
                 best = space.decode(quadratic_minimum(points, np.log(table.signals[signal][:, number])))
-                found.append(np.log2(float(best["learning_rate"])))
+                found.append(np.log2(cast(float, best["learning_rate"])))
             spread = f" ± {np.std(found, ddof=1):.2f}" if len(found) > 1 else ""
             row.append(f"{np.mean(found):+.2f}{spread}")
         rows.append(row)

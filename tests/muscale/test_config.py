@@ -11,9 +11,11 @@ from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, tra
 from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
+from proxy_models.stages import Stage
 from proxy_models.tokenizer import train_bpe
 
 MakeStudy = Callable[..., Path]
+PBT = ["sweep.scheduler=pbt"]
 
 
 def test_the_quickstart_is_valid_and_spans_what_it_claims() -> None:
@@ -153,6 +155,80 @@ def test_a_study_has_no_swap_of_the_optimizer(make_study: MakeStudy) -> None:
     searched = 'sweep.space.swap_fraction={distribution="log_uniform", low=0.1, high=0.9}'
     with pytest.raises(StudyFileError, match=r"sweep.space.swap_fraction: .* for a single run"):
         StudyConfig.read(make_study("b"), [searched])
+
+
+STAGES = "hyperparameters.stages=[{after=0.4, learning_rate=0.5}, {after=0.8, learning_rate=1, beta2=0.98}]"
+
+
+def test_stages_are_read_and_written(make_study: MakeStudy) -> None:
+    config = StudyConfig.read(make_study(), [STAGES])
+    stages = (Stage(after=0.4, learning_rate=0.5), Stage(after=0.8, learning_rate=1.0, beta2=0.98))
+    assert config.hyperparameters.stages == stages
+    plain = json.loads(json.dumps(config.to_dict()))["hyperparameters"]
+    assert plain["stages"] == [stage.to_dict() for stage in stages]
+    assert "stages" not in StudyConfig.read(make_study("b")).to_dict()["hyperparameters"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["hyperparameters.stages=[{after=0.4, learning_rat=1}]"],
+            r"study.toml: hyperparameters.stages.0.learning_rat: unknown key \(value 1\); did you mean learning_rate\?",
+        ),
+        (
+            ["hyperparameters.stages=[{learning_rate=1}]"],
+            "hyperparameters.stages.0.after: missing, a value is required",
+        ),
+        (["hyperparameters.stages=[{after=true}]"], "hyperparameters.stages.0.after: .*valid number, got True"),
+        (["hyperparameters.stages=[{after=0.5}]"], "hyperparameters.stages.0: the stage after 0.5 changes nothing"),
+        (["hyperparameters.stages=[{after=2, beta1=0.8}]"], r"stages.0: a stage begins .* in \(0, 1\), got 2"),
+        (["hyperparameters.stages=3"], "hyperparameters.stages: Input should be a valid tuple, got 3"),
+        ([STAGES, "hyperparameters.schedule=linear"], 'stages is a setting of wsd and .*: schedule "linear" would'),
+        ([STAGES, "sweep.schedule=linear"], "study.toml: sweep.schedule: stages is a setting of wsd"),
+        (
+            [STAGES, 'sweep.space.beta2={distribution="uniform", low=0.9, high=0.99}'],
+            "sweep.space.beta2: hyperparameters.stages set it on the way",
+        ),
+        (
+            ['sweep.space.stages={distribution="choice", values=["a", "b"]}'],
+            "sweep.space.stages: rungs are compared at",
+        ),
+        (
+            ["hyperparameters.stages=[{after=0.4, clip_norm=0.5}]", "transfer.over.clip_norm={points=5}"],
+            "transfer.over.clip_norm: hyperparameters.stages set it on the way",
+        ),
+        (
+            ["hyperparameters.stages=[{after=0.4, beta1=0.8}, {after=0.45, beta1=0.7}]", "sweep.n_tokens=1024"],
+            "sweep.n_tokens: stages: 768 tokens before the cooldown are too few",
+        ),
+        (
+            ["hyperparameters.stages=[{after=0.95, beta1=0.8}]"],
+            'sweep.rank_by: the average at the rung of .* before the last stage does: use rank_by "stable", got "averaged"',
+        ),
+        ([STAGES, *PBT], 'hyperparameters.stages: "pbt" finds the stages itself, .* after 40%: learning_rate × 0.5;'),
+        (
+            [*PBT, "sweep.rungs=8"],
+            'sweep.rank_by: .* before the last generation does: use rank_by "stable" or at most 6 rungs, got "averaged"',
+        ),
+        (
+            [*PBT, "hyperparameters.schedule=linear", "sweep.schedule=wsd"],
+            'sweep.scheduler: the course that "pbt" finds is the full run\'s up to its cooldown: .* got "linear"',
+        ),
+    ],
+)
+def test_stages_that_can_not_be_meant_are_told(make_study: MakeStudy, overrides: list[str], message: str) -> None:
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(make_study(), overrides)
+
+
+def test_a_population_needs_no_other_setting_and_ranks_many_generations_by_the_last_weights(
+    make_study: MakeStudy,
+) -> None:
+    path = make_study()
+    for rungs in (2, 4, 6):
+        assert StudyConfig.read(path, [*PBT, f"sweep.rungs={rungs}"]).sweep.rank_by == "averaged"
+    assert len(StudyConfig.read(path, [*PBT, "sweep.rungs=8", "sweep.rank_by=stable"]).rung_tokens()) == 8
 
 
 def test_a_linear_cooldown_is_searched_like_any_other(make_study: MakeStudy) -> None:

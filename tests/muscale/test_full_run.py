@@ -26,6 +26,7 @@ from proxy_models.mixture import Mixture, Stage
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import OptimizerName
 from proxy_models.sources import Source
+from proxy_models.stages import Stage as Change
 from proxy_models.step import Stepper
 from proxy_models.training import Trainer
 
@@ -201,6 +202,34 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
     assert train(run)["resumed_from"] == BATCH * 12
     assert losses(run) == curve
     assert result(run) == whole["loss"]
+
+
+@pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 2), ("muon", 1)])
+def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_one_begins(
+    run: FullRun, corpus: Corpus, optimizer: OptimizerName, world_size: int
+) -> None:
+    # The first one splits the optimizer's groups, the second one begins where the run is resumed.
+    stages = (
+        Change(after=6 / 14, learning_rate=0.5, embedding_rate=2.0, beta2=0.8, clip_norm=0.5),
+        Change(after=12 / 14, learning_rate=1.5, weight_decay_tau=0.1, embedding_rate=1.0),
+    )
+    values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, optimizer=optimizer, stages=stages)
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
+    run = replace(run, numerics=replace(run.numerics, guard=guard), segments=chain(values, BATCH * STEPS))
+    assert [segment.start // BATCH for segment in run.segments] == [0, 6, 12, 14]
+    curve, loss = lean(run, corpus)
+    if world_size > 1:
+        train_on(run, world_size)
+        np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    else:
+        train(run)
+        assert losses(run) == curve
+    assert result(run) == pytest.approx(loss, rel=1e-4)
+    interrupt_after_first_checkpoint(run)
+    resumed = train(run)
+    assert resumed["resumed_from"] == BATCH * 12
+    assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
 
 
 def swapped(run: FullRun, optimizer: OptimizerName, fraction: float) -> FullRun:

@@ -71,6 +71,24 @@ def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path
     assert "Registered 2026-01-02 03:04:05 UTC" in text
 
 
+def test_the_plan_tells_values_of_every_kind(tmp_path: Path) -> None:
+    stages = [{"after": 0.4, "learning_rate": 0.5}, {"after": 0.8, "beta2": 0.98}]
+    values = {"learning_rate": 0.0123456, "optimizer": "lion", "zero_readout": True, "stages": stages}
+    plan = {
+        "model": {"d_model": 1, "n_layers": 1},
+        "n_params": 1,
+        "n_tokens": 1,
+        "compute_flops": 1.0,
+        "rules": dict.fromkeys(values, "as given"),
+        "hyperparameters": values,
+        "forecast": {"loss": 1.0},
+    }
+    text = page(tmp_path, plan=plan)
+    stages_told = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
+    for name, told in zip(values, ("0.01235", "lion", "True", stages_told), strict=True):
+        assert f"<td>{name}</td><td>{told}</td><td>as given</td>" in text
+
+
 def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(tmp_path: Path) -> None:
     for name, n_bytes in (("large", 4000), ("small", 400)):
         (tmp_path / name).mkdir()

@@ -133,3 +133,16 @@ def test_a_pruned_state_comes_back_with_its_loss_and_is_counted(make_study: Call
     assert [row["key"] for row in worker.ledger.retrained()] == [stem.key, stem.key], (
         "the way to a longer end counts too"
     )
+
+
+def test_the_state_that_a_copy_is_to_start_from_is_kept(ledger: Ledger) -> None:
+    for number, loss in enumerate([1.0, 2.0, None]):
+        ledger.insert(trials, sweep="s", number=number, config={}, until=0)
+        add(ledger, f"t{number}", line=f"trial {number}")
+        add_rung(ledger, number, f"t{number}", loss)
+    path = [[0, {}], [1, {}]]
+    for trial in (1, 2):  # one was worse, one diverged: both go on from where trial 0 is
+        ledger.add_decision(sweep="s", trial=trial, rung=0, until=1, path=path, donor=0)
+    assert prune(ledger, top_k=0).kept == {"running trial": 100}
+    assert (ledger.segment("t0") or {})["state"]
+    assert (ledger.segment("t1") or {})["state"] is None

@@ -17,6 +17,7 @@ import pytest
 
 from muscale import Study, StudyFileError
 from muscale.sweep_settings import SweepSettings
+from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -52,7 +53,7 @@ def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, schedul
 def test_every_pair_of_methods_runs_in_tune_or_is_refused(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
     space = Space({"learning_rate": LogUniform(low=0.004, high=0.03), "init_scale": LogUniform(low=0.5, high=2.0)})
     settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)  # type: ignore[arg-type]
-    if list(settings.contradictions("wsd")):
+    if list(settings.contradictions(Hyperparameters(learning_rate=0.01, batch_tokens=256), (4096, 8192, 16384))):
         with pytest.raises(StudyFileError, match=f'"{searcher}"'):
             Study.open(make_study(), [*QUICK, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}"])
     else:

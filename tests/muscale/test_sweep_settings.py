@@ -11,15 +11,20 @@ import pytest
 from muscale import StudyConfig, StudyFileError
 from muscale.costs import estimate
 from muscale.sweep_settings import SweepSettings
+from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import Choice, Integer, LogUniform, Space, Uniform
 
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 MakeStudy = Callable[..., Path]
 
 
-def told(schedule: Any = "wsd", **values: Any) -> list[str]:
+H = Hyperparameters(learning_rate=0.01, batch_tokens=100)
+RUNGS = (1000, 2000, 4000, 8000)
+
+
+def told(**values: Any) -> list[str]:
     given: dict[str, Any] = {"trials": 8, "n_tokens": 8000, "space": SPACE}
-    return list(SweepSettings(**{**given, **values}).contradictions(schedule))
+    return list(SweepSettings(**{**given, **values}).contradictions(H, RUNGS))
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median", "none"])

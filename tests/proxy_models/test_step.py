@@ -51,7 +51,7 @@ def test_another_optimizer_goes_on_with_the_weights_and_without_moments_in_the_s
     before, remembered = weights(one), one.memory()
     recipe = RECIPE.swapped("muon", 0.02)
     table = NUMERICS.parametrization("muon")
-    one.swap(make_optimizer(one.module, table, recipe), recipe)
+    one.go_on_under(recipe, make_optimizer(one.module, table, recipe))
     assert one.parametrization == table
     assert weights(one).keys() == {name for name in before if name.startswith("weight/")}
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items())

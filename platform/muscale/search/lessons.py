@@ -26,9 +26,12 @@ def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Iterabl
         (row["hyperparameters"], defaults.to_dict(), searched),
         (row["numerics"], numerics.to_dict(), SHAPE),
     ):
-        for name, value in json.loads(json.dumps(wanted)).items():
-            if name not in free and found[name] != value:
-                return f"its {name} is {found[name]!r}, the study's is {value!r}"
+        plain = json.loads(json.dumps(wanted))
+        for name in {**plain, **found}:  # what is not set may be left out
+            if name not in free and found.get(name) != plain.get(name):
+                if name == "stages":
+                    return "its stages are others than the study's"
+                return f"its {name} is {found.get(name)!r}, the study's is {plain.get(name)!r}"
     return ""
 
 

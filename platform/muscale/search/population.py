@@ -17,10 +17,8 @@ import numpy as np
 from muscale.search.path import Path
 from muscale.search.record import Record
 from muscale.search.rules import GoOn, Start
+from proxy_models.stages import CHANGEABLE
 from search_spaces import Config, Integer, LogUniform, Space, Uniform
-
-CHANGEABLE = ("learning_rate", "weight_decay_tau", "beta1", "beta2", "clip_norm", "embedding_rate", "output_rate")
-"""What may change in mid-run without changing the function that the weights compute; all else comes with the copied state."""
 
 
 class Explore(Protocol):
@@ -107,7 +105,7 @@ class Perturb:
 
 
 def changeable(space: Mapping[str, object]) -> Sequence[str]:
-    """The hyperparameters of a space that may change in mid-run."""
+    """The hyperparameters of a space that may change in mid-run; all else comes with the copied state."""
     return [name for name in space if name in CHANGEABLE]
 
 

@@ -10,11 +10,13 @@ import pytest
 
 from muscale.search.engine import Engine, Leg
 from muscale.sweep_settings import SweepSettings
+from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform
 
 MakeEngine = Callable[..., Engine]
 Fly = Callable[..., list[Leg]]
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
+H = Hyperparameters(learning_rate=0.01, batch_tokens=100)
 SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
 SEARCHERS = ["random", "quasi_random", "grid", "tpe", "gp", "cma_es", "across_scales"]
 
@@ -30,7 +32,8 @@ def loss_at(leg: Leg, rung: int) -> float | None:
 
 
 def possible(searcher: str, scheduler: str) -> bool:
-    return not list(settings(searcher=searcher, scheduler=scheduler).contradictions("wsd"))
+    h = Hyperparameters(learning_rate=0.01, batch_tokens=100)
+    return not list(settings(searcher=searcher, scheduler=scheduler).contradictions(h, (2000, 4000, 6000, 8000)))
 
 
 PAIRS = [(searcher, scheduler) for searcher in SEARCHERS for scheduler in SCHEDULERS if possible(searcher, scheduler)]

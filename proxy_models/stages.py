@@ -1,0 +1,57 @@
+"""A schedule that changes more than the rate: from points of the stable part on, training goes on with other values.
+
+It is what a member of a population followed (Jaderberg et al., arXiv 1711.09846, section 4.3 calls it a schedule that was
+discovered), written so that a run of any size and length can follow it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Other values from a point on; what a stage leaves out stays as it was.
+
+    Attributes:
+        after: Share of the tokens before the cooldown after which it begins.
+        learning_rate: Factor on the run's own rate (not on the rate of the stage before), so that what carries the rate
+            across width and length carries the course of the rate as well.
+        weight_decay_tau, beta1, beta2, clip_norm, embedding_rate, output_rate: The values themselves.
+    """
+
+    after: float
+    learning_rate: float | None = None
+    weight_decay_tau: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    clip_norm: float | None = None
+    embedding_rate: float | None = None
+    output_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.after < 1:
+            raise ValueError(f"a stage begins after a share of the stable part in (0, 1), got {self.after}")
+        if not self.changes:
+            raise ValueError(f"the stage after {self.after} changes nothing: give one of {', '.join(CHANGEABLE)}")
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The values that it gives, by name; the rate's is a factor."""
+        return {name: value for name in CHANGEABLE if (value := getattr(self, name)) is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it gives, as plain values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        changes = self.changes
+        factor = [f"learning_rate × {changes.pop('learning_rate'):.4g}"] if "learning_rate" in changes else []
+        return f"after {self.after:.0%}: " + ", ".join(
+            [*factor, *(f"{name} = {value:.4g}" for name, value in changes.items())]
+        )
+
+
+CHANGEABLE = tuple(field.name for field in fields(Stage) if field.name != "after")
+"""What may change in mid-run without changing the function that the weights compute."""
