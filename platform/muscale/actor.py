@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ray import tune
@@ -10,12 +10,14 @@ from ray import tune
 from muscale.fingerprint import require_same_package
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
-from muscale.search.engine import Ending, Leg
-from muscale.search.tune_adapter import LEG, METRIC, leg_from_json
-from muscale.sweep_settings import RankBy
+from muscale.search.leg import Ending, Leg, leg_from_json
+from muscale.search.tune_adapter import LEG, METRIC
 from muscale.trial import TrialPlan
 from muscale.worker import Worker
 from proxy_models.compilation import Compile
+
+if TYPE_CHECKING:
+    from muscale.sweep_settings import RankBy
 
 WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 

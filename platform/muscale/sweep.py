@@ -20,7 +20,8 @@ from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.retention import prune
 from muscale.search.budget import Budget
-from muscale.search.engine import Ending, Engine
+from muscale.search.engine import Engine
+from muscale.search.leg import Ending
 from muscale.search.lessons import lessons, runs_of
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.observations import KnownOf

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from muscale.search.budget import Budget
+from muscale.search.leg import Ending, Leg
 from muscale.search.observations import KnownOf
-from muscale.search.path import Path
 from muscale.search.record import Arrival, Record
 from muscale.search.rules import GoOn, Rule, Start
 from muscale.search.samplers import Sampler
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leg:
-    """What one Tune trial trains: a trial of the sweep, from the rung where it is to another."""
-
-    trial: int
-    path: Path
-    first: int
-    until: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """The other thing that one Tune trial trains: an annealed run that ends from a rung, under the sweep's seed or another."""
-
-    trial: int
-    path: Path = field(compare=False)
-    rung: int
-    seed: int | None
 
 
 class Engine:

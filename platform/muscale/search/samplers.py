@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from scipy.stats import qmc
 
 from muscale.search.observations import Known, Observation
 from search_spaces import Config, Space
@@ -71,6 +70,8 @@ class QuasiRandom:
 
     def propose(self, number: int, known: Known) -> Config:
         """The sequence's point of this number."""
+        from scipy.stats import qmc  # half a second, which no worker needs
+
         space = self.space
         for attempt in range(MAX_ATTEMPTS):
             sequence = qmc.Sobol(len(space.axes), scramble=True, rng=self.seed)

@@ -5,15 +5,16 @@ Nothing depends on Tune's own state files. A diverged trial has no loss in the r
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from muscale.search.engine import Ending, Engine, Leg
-from muscale.search.path import path_from_json, path_to_json
+from muscale.search.leg import Ending, Leg, leg_to_json
 from muscale.search.record import Arrival
+
+if TYPE_CHECKING:
+    from muscale.search.engine import Engine
 
 METRIC, MODE = "loss", "min"
 LEG = "leg"  # of what a Tune trial trains, in the config that Tune carries
@@ -42,7 +43,7 @@ class Legs(_WithEngine, Searcher):
         if leg is None:
             return str(Searcher.FINISHED) if self._engine.is_idle else None
         self._flying[trial_id] = leg
-        return {**leg.path[-1][1], LEG: json.dumps({**vars(leg), "path": path_to_json(leg.path)})}
+        return {**leg.path[-1][1], LEG: leg_to_json(leg)}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Note a result on the way."""
@@ -72,13 +73,6 @@ class UntilInterrupted(_WithEngine, FIFOScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the leg goes on."""
         return str(TrialScheduler.STOP if self._engine.stopping else TrialScheduler.CONTINUE)
-
-
-def leg_from_json(text: str) -> Leg | Ending:
-    """What a Tune trial is to train."""
-    values = json.loads(text)
-    values["path"] = path_from_json(values["path"])
-    return Leg(**values) if "until" in values else Ending(**values)
 
 
 def arrival(result: dict[str, Any]) -> Arrival:

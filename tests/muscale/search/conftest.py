@@ -12,7 +12,8 @@ import pytest
 
 from muscale.ledger import Ledger
 from muscale.search.budget import Budget
-from muscale.search.engine import Engine, Leg
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Arrival, Record
 from muscale.sweep_settings import SweepSettings

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from muscale.search.engine import Engine, Leg
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg
 from muscale.sweep_settings import SweepSettings
 from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform

@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from muscale.search.engine import Engine, Leg
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg
 from muscale.sweep_settings import SweepSettings
 from search_spaces import Choice, LogUniform, Space
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from muscale.search.engine import Engine, Leg
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg
 from muscale.search.rules import MIN_PEERS, Hyperband
 from muscale.sweep_settings import SweepSettings
 from search_spaces import Space, Uniform

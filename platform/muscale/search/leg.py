@@ -1,0 +1,40 @@
+"""What one Tune trial trains: a leg of a trial of the sweep, or an annealed run that ends from a rung."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from muscale.search.path import Path, path_from_json, path_to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A trial of the sweep, from the rung where it is to another."""
+
+    trial: int
+    path: Path
+    first: int
+    until: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """An annealed run that ends from a rung, under the sweep's seed or another."""
+
+    trial: int
+    path: Path = field(compare=False)
+    rung: int
+    seed: int | None
+
+
+def leg_to_json(leg: Leg | Ending) -> str:
+    """As text, which a Tune trial's config carries."""
+    return json.dumps({**vars(leg), "path": path_to_json(leg.path)})
+
+
+def leg_from_json(text: str) -> Leg | Ending:
+    """The inverse of `leg_to_json`."""
+    values = json.loads(text)
+    values["path"] = path_from_json(values["path"])
+    return Leg(**values) if "until" in values else Ending(**values)
