@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
+from muscale.config import StudyConfig
 from muscale.ledger import Ledger
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine, Leg
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Arrival, Record
+from muscale.sweep_result import SweepResult, make_result
 from muscale.sweep_settings import SweepSettings
+from muscale.trial import TrialPlan
+from proxy_models.numerics import Numerics
+from search_spaces import Config
 
 LossAt = Callable[[Leg, int], float | None]
 
@@ -83,3 +90,38 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
             engine.landed(leg.trial, failed=False)
         else:
             heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))
+
+
+@pytest.fixture
+def make_result_of(ledger: Ledger, make_study: Callable[..., Path]) -> Callable[..., SweepResult]:
+    """Searches a formula's losses, annealed and repeated ones too, and makes the result that a sweep would."""
+
+    def make(
+        overrides: Sequence[str], stable: LossAt, annealed: Callable[[Config, int, int], float], runs: Any = None
+    ) -> SweepResult:
+        config = StudyConfig.read(make_study(), overrides)
+        settings, model = config.sweep, config.model
+        engine = _engine(ledger, settings, "s")
+        _fly(engine, stable)
+        record, tokens = engine.record, engine.budget.rung_tokens
+        plan = TrialPlan(
+            numerics=Numerics(model=model, base=model, corpus_key="c", seed=0, evaluation_tokens=1),
+            defaults=config.hyperparameters,
+            n_tokens=tokens[-1],
+            rung_tokens=tokens,
+        )
+        rows = []
+        for rung, at in enumerate(tokens):
+            finite = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+            chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
+            rows += [(t, rung, at, annealed(record.config_at(t, rung), rung, settings.seed)) for t in sorted(chosen)]
+        table = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
+        top = table[table["rung"] == len(tokens) - 1]
+        leading = top.nsmallest(settings.leaders, "loss")["trial"].tolist()
+        repeated = pd.DataFrame(
+            [(t, seed, annealed(record.config_at(t, plan.top), plan.top, seed)) for t in leading for seed in (1, 2, 3)],
+            columns=["trial", "seed", "loss"],
+        )
+        return make_result(config, plan, record, table, repeated, runs)
+
+    return make
