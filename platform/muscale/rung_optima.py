@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
@@ -69,12 +69,15 @@ class RungOptima:
         ]
         return fit_response(pd.DataFrame(rows), box=self.box)
 
+    def at(self, n_tokens: int) -> ResponseOptimum:
+        """The minimum at a length."""
+        if n_tokens not in self._found:
+            self._found[n_tokens] = self.surface.optimum({N_TOKENS: float(n_tokens)}, level=LEVEL)
+        return self._found[n_tokens]
+
     @cached_property
-    def found(self) -> dict[int, ResponseOptimum]:
-        """The minimum at each length; empty where the runs are too few."""
-        if not self.is_told:
-            return {}
-        return {n: self.surface.optimum({N_TOKENS: float(n)}, level=LEVEL) for n in self.lengths}
+    def _found(self) -> dict[int, ResponseOptimum]:
+        return {}
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -85,9 +88,16 @@ class RungOptima:
         `open` (its interval reaches one). What is inactive at the optimum has no row; there is none at all where the runs are
         too few for a surface.
         """
+        return self._table(self.lengths)
+
+    def longest(self) -> pd.DataFrame:
+        """The rows of `table` for the longest length."""
+        return self._table(self.lengths[-1:])
+
+    def _table(self, lengths: Sequence[int]) -> pd.DataFrame:
         rows = [
             [n, name, best, *self._ends(optimum, name), optimum.n_here, self._status(optimum, name)]
-            for n, optimum in self.found.items()
+            for n, optimum in ((n, self.at(n)) for n in (lengths if self.is_told else ()))
             for name, best in self._best(optimum).items()
         ]
         return pd.DataFrame(rows, columns=list(COLUMNS))
@@ -96,17 +106,18 @@ class RungOptima:
         """The best rate of each length where its interval is closed: n_tokens, log2_rate, stderr (octaves)."""
         rows = [
             (n, optimum.point["learning_rate"], _stderr(optimum))
-            for n, optimum in self.found.items()
+            for n, optimum in ((n, self.at(n)) for n in (self.lengths if self.is_told else ()))
             if "learning_rate" in self._best(optimum) and self._status(optimum, "learning_rate") == "ok"
         ]
         return pd.DataFrame(rows, columns=[N_TOKENS, "log2_rate", "stderr"])
 
     def misses(self, config: Config, n_tokens: int) -> list[str]:
         """Hyperparameters of a configuration that lie outside the closed interval of the optimum at a length, with why."""
-        optimum, place = self.found[n_tokens], coordinates(self.space, config)
-        told = self.table[(self.table[N_TOKENS] == n_tokens) & (self.table["status"] == "ok")]
+        if not self.is_told or n_tokens not in self.lengths:
+            return []
+        optimum, place, table = self.at(n_tokens), coordinates(self.space, config), self._table([n_tokens])
         out = []
-        for row in told.to_dict("records"):
+        for row in table[table["status"] == "ok"].to_dict("records"):
             name = row["hyperparameter"]
             if name in config and name in optimum.intervals:
                 low, high = optimum.intervals[name]
@@ -153,12 +164,11 @@ def _shown(value: Any) -> str:
 
 
 def told_edges(table: pd.DataFrame, space: Mapping[str, Any]) -> list[str]:
-    """The hyperparameters whose optimum lies on a bound at the longest length, with what to do."""
-    longest = table[(table[N_TOKENS] == table[N_TOKENS].max()) & (table["status"] == "edge")]
+    """The hyperparameters of a table whose optimum lies on a bound, with what to do."""
     return [
         f"the fitted optimum of {row['hyperparameter']} is {_shown(row['best'])}, on a bound of the space: widen "
         f"sweep.space.{row['hyperparameter']} ({space[row['hyperparameter']]})"
-        for row in longest.to_dict("records")
+        for row in table[table["status"] == "edge"].to_dict("records")
     ]
 
 

@@ -59,7 +59,9 @@ def draw_survivors(data: pd.DataFrame) -> go.Figure:
                 line={"color": colour, "width": width},
                 marker={"size": 5},
             )
-    figure.update_xaxes(title="training tokens of the rung", type="log")
+    rungs = sorted(data["n_tokens"].unique().tolist())
+    texts = [f"{n:,}" for n in rungs]
+    figure.update_xaxes(title="training tokens of the rung", type="log", tickvals=rungs, ticktext=texts)
     figure.update_yaxes(title=RUNG_LOSS)
     return figure
 
@@ -80,7 +82,7 @@ def draw_history(data: pd.DataFrame) -> go.Figure:
         figure.add_scatter(y=part["loss"], mode="markers", marker=dots, showlegend=False, text=part["trial"], **common)
         steps = {"color": colour, "shape": "hv"}
         figure.add_scatter(y=part["best"], mode="lines", line=steps, name=f"best at {name}", **common)
-    figure.update_xaxes(title=SPENT)
+    figure.update_xaxes(title=SPENT, exponentformat="power")
     figure.update_yaxes(title=RUNG_LOSS)
     return figure
 
@@ -110,7 +112,8 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
     # A few losses far up the wall would leave one colour for all the others.
     low, high = data["loss"].min(), data["loss"].quantile(0.8)
     line = {"color": data["loss"], "colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": {"title": "loss"}}
-    return go.Figure(go.Parcoords(dimensions=dimensions, line=line))
+    below_labels = {"y": [0, 0.86]}
+    return go.Figure(go.Parcoords(dimensions=dimensions, line=line, domain=below_labels))
 
 
 def front_data(result: SweepResult, cost: str = COST) -> pd.DataFrame:
@@ -141,9 +144,8 @@ def response_data(result: SweepResult, name: str = "learning_rate") -> pd.DataFr
     runs = result.annealed.dropna(subset=["loss", name])
     parts = [pd.DataFrame({N_TOKENS: runs[N_TOKENS], "value": runs[name], "loss": runs["loss"], "series": "run"})]
     told = fitted.table[fitted.table["hyperparameter"] == name].set_index(N_TOKENS)
-    for n_tokens, optimum in fitted.found.items():
-        if n_tokens not in told.index:
-            continue  # inactive there
+    for n_tokens in told.index:  # where it is active
+        optimum = fitted.at(n_tokens)
         floor = runs.loc[runs[N_TOKENS] == n_tokens, "loss"].min()
         places = np.append(np.linspace(*fitted.box.bounds[name], _CURVE), optimum.point[name])
         points = [optimum.point | {name: place} for place in places]

@@ -86,7 +86,7 @@ class SweepResult:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What a reader should know: of the search's bounds, of the winner, and of how it was searched."""
-        return (*self.notes, *self._doubts_of_winner(), *told_edges(self.optima, self.space), *self._misses())
+        return (*self.notes, *self._doubts_of_winner(), *told_edges(self.fitted.longest(), self.space), *self._misses())
 
     def importance(self) -> Importance:
         """Which hyperparameters the loss at the last rung depends on, from every trial, stopped ones corrected to that rung.
@@ -186,8 +186,7 @@ class SweepResult:
             f"{self.winner}",
             *([f"over seeds: {self.leaders.sentence}", str(self.leaders)] if self.leaders else []),
         ]
-        longest = self.optima[self.optima["n_tokens"] == self.optima["n_tokens"].max()]
-        if len(longest):
+        if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
             told.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
         return "\n".join([*told, *(f"warning: {warning}" for warning in self.warnings)])
@@ -241,10 +240,8 @@ class SweepResult:
 
     def _misses(self) -> Iterator[str]:
         row = self.trials.set_index("trial").loc[self.winner].to_dict()
-        n_tokens = int(row["n_tokens"])
-        if n_tokens in self.fitted.found:
-            for miss in self.fitted.misses(config_of(row, self.space), n_tokens):
-                yield f"the winner, trial {self.winner}, is not the fitted optimum: {miss}"
+        for miss in self.fitted.misses(config_of(row, self.space), int(row["n_tokens"])):
+            yield f"the winner, trial {self.winner}, is not the fitted optimum: {miss}"
 
 
 def make_result(
