@@ -47,17 +47,23 @@ class HorizonLaw(TokensLaw):
         return draw_horizon(horizon_data(self))
 
 
-def fit_horizon_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR) -> HorizonLaw:
+def fit_horizon_law(
+    rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR, optima: pd.DataFrame | None = None
+) -> HorizonLaw:
     """Fit the optimum of each (group, budget), and through them one exponent with an offset per group.
 
     Args:
         rows: one row per finished run: `n_tokens`, `rate`, `loss` (nats per token; NaN if diverged); optional `group`
             or else `width` (its own offset), and `seed`.
         prior: mean and standard deviation of the exponent, or None.
+        optima: optima fitted elsewhere, such as a search's at each of its lengths: `group`, `n_tokens`, `log2_rate`,
+            `stderr` (octaves, without the scatter from seed to seed, which is added), each fitted to runs of its own. What
+            else was tuned there may lie elsewhere than in the grids, so a group has its own offset, and tells the exponent
+            and nothing of the level.
 
     Raises:
-        ValueError: a column is missing or breaks its rule.
-        ScalingError: no group has optima inside the tested rates at two budgets, or the noise is unknown.
+        ValueError: a column is missing or breaks its rule, or a group of `optima` is one of the grids'.
+        ScalingError: no group has optima inside the tested rates at two budgets, no grid has one, or the noise is unknown.
     """
     require_columns(rows, ("n_tokens", "rate", "loss"))
     table = pd.DataFrame({"n_tokens": numbers(rows, "n_tokens"), "rate": numbers(rows, "rate"), "loss": losses(rows)})
@@ -70,4 +76,24 @@ def fit_horizon_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = P
             fitted[group, float(n_tokens)] = fit_optimum(part["rate"], part["loss"], seeds=part["seed"].tolist())
         except ScalingError:
             fitted[group, float(n_tokens)] = None
-    return HorizonLaw.fitted(optima_table(fitted, "rate"), prior, "is the batch fixed?")
+    found, given = optima_table(fitted, "rate"), _given(optima, set(table["group"]))
+    both = pd.concat([found, given], ignore_index=True) if len(given) else found
+    return HorizonLaw.fitted(both, prior, "is the batch fixed?", aside=set(given["group"]))
+
+
+def _given(optima: pd.DataFrame | None, grids: set[str]) -> pd.DataFrame:
+    """Optima fitted elsewhere, as the rows of `optima_table`; their curvature is not known."""
+    names = ["group", "n_tokens", "log2_rate", "stderr"]
+    if optima is None or optima.empty:
+        return pd.DataFrame(columns=names)
+    require_columns(optima, tuple(names))
+    given = pd.DataFrame({"group": optima["group"].astype(str).to_numpy(), "n_tokens": numbers(optima, "n_tokens")})
+    if both := sorted(grids & set(given["group"])):
+        raise ValueError(f"group must name optima that are no grid's of the rows, got {', '.join(both)} in both")
+    return given.assign(
+        log2_rate=numbers(optima, "log2_rate", minimum=-np.inf),
+        stderr=numbers(optima, "stderr"),
+        curvature=np.nan,
+        status="given",
+        used=True,
+    )

@@ -4,6 +4,7 @@ For optima of groups g (widths, say) at token budgets D:   log2 value = offset_g
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from statistics import NormalDist
 from typing import Any, ClassVar, Self
@@ -33,14 +34,15 @@ class TokensLaw(Result):
         raw_exponent: from the data alone.
         raw_stderr: standard error of the data's.
         prior: mean and standard deviation of the prior, or None.
-        log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups.
+        log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups; optima that were given beside the grids tell
+            the exponent alone.
         n_tokens_ref: reference tokens, the weighted geometric mean of the tuned budgets.
         covariance: of (log2_ref, exponent), 2×2.
         curvature: median second derivative of log loss, per octave².
         n_tokens_range: smallest and largest tuned budget.
         optima: one row per group and budget: group, n_tokens, log2 of the best value, stderr, curvature, status, used;
             the status is `Optimum`'s, or says that the grid has too few finite losses for one.
-        offsets: octaves of each group from the mean.
+        offsets: octaves of each group from `log2_ref`.
         warnings: why the law is doubtful; empty if it is not.
     """
 
@@ -140,11 +142,27 @@ class TokensLaw(Result):
         )
 
     @classmethod
-    def fitted(cls, optima: pd.DataFrame, prior: tuple[float, float] | None, contradicted: str, **own: Any) -> Self:
-        """The law through the used optima of a table as `optima_table` makes it; `own` are a subclass's own fields.
+    def fitted(
+        cls,
+        optima: pd.DataFrame,
+        prior: tuple[float, float] | None,
+        contradicted: str,
+        *,
+        aside: Collection[str] = (),
+        **own: Any,
+    ) -> Self:
+        """The law through the used optima of a table as `optima_table` makes it.
+
+        Args:
+            optima: The table.
+            prior: Of the exponent.
+            contradicted: What to look at where the data contradict it.
+            aside: Groups that tell the exponent, and nothing of the level.
+            **own: A subclass's own fields.
 
         Raises:
-            ScalingError: no group has optima inside the tested values at two budgets, or the noise is unknown.
+            ScalingError: no group has optima inside the tested values at two budgets, none that tells the level has one, or
+                the noise is unknown.
         """
         used = optima[optima["used"]]
         if not (used.groupby("group")["n_tokens"].nunique() >= 2).any():
@@ -162,13 +180,18 @@ class TokensLaw(Result):
         log2_ref = float(np.average(log2_tokens, weights=weights))
         codes, groups = pd.factorize(used["group"], sort=True)
         of_group = codes[:, None] == np.arange(len(groups))
+        tells_level = ~np.isin(np.asarray(groups, dtype=str), list(aside))
+        if not tells_level.any():
+            raise ScalingError(
+                f"no grid has an optimum inside the tested {plural(cls.NAME)}, so the level is not known"
+            )
         design = np.column_stack([of_group, cls.SIGN * (log2_tokens - log2_ref)]).astype(np.float64)
         raw, raw_covariance = _weighted_lines(design, log2_value, weights, None)
         estimate, covariance = _weighted_lines(design, log2_value, weights, prior)
         mean = np.zeros((2, len(groups) + 1))
-        mean[0, :-1], mean[1, -1] = 1 / len(groups), 1
+        mean[0, :-1], mean[1, -1] = tells_level / tells_level.sum(), 1
         (var_ref, cross), (_, var_exponent) = mean @ covariance @ mean.T
-        at_ref, raw_stderr = float(estimate[:-1].mean()), math.sqrt(raw_covariance[-1, -1])
+        at_ref, raw_stderr = float(mean[0] @ estimate), math.sqrt(raw_covariance[-1, -1])
         return cls(
             exponent=float(estimate[-1]),
             raw_exponent=float(raw[-1]),

@@ -179,7 +179,7 @@ def label(transfer: Transfer) -> str:
     return f"{transfer.over} along {transfer.along}"
 
 
-def fit_verdict(rows: pd.DataFrame) -> Verdict:
+def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Verdict:
     """Judge every transfer at its longest horizon, and fit the laws in the tokens.
 
     Args:
@@ -187,6 +187,7 @@ def fit_verdict(rows: pd.DataFrame) -> Verdict:
             `size`: where on it the run lies (of a batch: tokens); `over` and `value`: the hyperparameter that the grid
             varies and its value, at the base shape; `n_tokens`; `loss` (nats per token; NaN if diverged); and, if several
             seeds were run, `seed`. A run that is part of several grids has the same `run` in each, if that column is there.
+        optima: best rates fitted elsewhere, for the horizon law; see `fit_horizon_law`.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or a grid has one size only.
@@ -213,7 +214,7 @@ def fit_verdict(rows: pd.DataFrame) -> Verdict:
         rates = rates.drop_duplicates("run")
     batches = rows[rows["along"] == "batch"].rename(columns={"size": "batch_tokens", "value": "rate"})
     try:
-        laws["horizon"] = fit_horizon_law(rates) if len(rates) else None
+        laws["horizon"] = fit_horizon_law(rates, optima=optima) if len(rates) else None
     except ScalingError as error:
         missing["horizon law"] = str(error)
     if len(batches):

@@ -43,7 +43,7 @@ def _search(study: Study) -> dict[str, Any]:
     known: dict[str, Any] = {}
     try:
         sweep = collect(Sweep(config=study.config, ledger=study.ledger, numerics=study.numerics))
-        known.update(trials=sweep.trials, best=sweep.best.to_dict())
+        known.update(sweep=sweep)
         if study.is_complete("transfer"):
             known.update(transfer=study.transfer())
         if study.is_complete("ladder"):

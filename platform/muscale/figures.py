@@ -6,25 +6,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 
-def rate_data(trials: pd.DataFrame) -> pd.DataFrame:
-    """A row for each trial and rung it reached: trial, learning_rate, tokens, loss of the averaged weights."""
-    rungs = [name for name in trials if str(name).startswith("loss_at_")]
-    long = trials.melt(id_vars=["trial", "learning_rate"], value_vars=rungs, var_name="tokens", value_name="loss")
-    long["tokens"] = long["tokens"].str.removeprefix("loss_at_").astype(int)
-    return long.dropna(subset="loss").sort_values(["tokens", "learning_rate"])
-
-
-def draw_rate(data: pd.DataFrame) -> go.Figure:
-    """Loss against learning rate, a colour for each rung."""
-    figure = go.Figure()
-    for tokens, rung in data.groupby("tokens"):
-        label = f"{tokens:,} tokens"
-        figure.add_scatter(x=rung["learning_rate"], y=rung["loss"], mode="markers", name=label, text=rung["trial"])
-    figure.update_xaxes(type="log", title="learning rate at the base shape")
-    figure.update_yaxes(title="loss of averaged weights, nats per token")
-    return figure
-
-
 def curve_data(metrics: pd.DataFrame, every: int = 500) -> pd.DataFrame:
     """The full run's training loss, averaged over stretches so that at most `every` points remain: tokens, train_loss."""
     stretch = max(1, len(metrics) // every)

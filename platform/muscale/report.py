@@ -15,9 +15,11 @@ from plotly.offline import get_plotlyjs
 
 from muscale import figures
 from muscale.planning import told
+from muscale.sweep_figures import figures_of
 from scaling import Forecast, ScalingFit, Verdict
 
 if TYPE_CHECKING:
+    from muscale.sweep_result import SweepResult
     from proxy_models.coordinate_check import CoordinateCheck
     from proxy_models.corpus import Corpus
 
@@ -43,8 +45,7 @@ class ReportContents:
     runs: pd.DataFrame
     corpus: Corpus | None = None
     check: CoordinateCheck | None = None
-    trials: pd.DataFrame | None = None
-    best: dict[str, Any] | None = None
+    sweep: SweepResult | None = None
     transfer: Verdict | None = None
     fit: ScalingFit | None = None
     plan: dict[str, Any] | None = None
@@ -103,16 +104,7 @@ def _sections(contents: ReportContents) -> list[Section]:
             result=str(contents.check) if contents.check else None,
             drawings=_drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
         ),
-        Section(
-            title="What was searched",
-            command="sweep",
-            about="Trials at the base shape, compared at rungs by the loss of their averaged weights.",
-            drawings=_drawn(
-                figures.draw_rate(figures.rate_data(contents.trials)) if contents.trials is not None else None,
-                "loss against learning rate of every trial, by rung",
-            ),
-            table=_table(contents.trials),
-        ),
+        *_search(contents.sweep),
         *_transfer(contents.transfer),
         Section(
             title="The law and its data",
@@ -142,6 +134,26 @@ def _sections(contents: ReportContents) -> list[Section]:
             ),
         ),
     ]
+
+
+def _search(sweep: SweepResult | None) -> list[Section]:
+    """What was searched, and a section for each figure for which there is data."""
+    about = "Trials at the base shape, compared at rungs; those that went on and the best of each rung were annealed."
+    if sweep is None:
+        return [Section(title="What was searched", command="sweep", about=about)]
+    whole = Section(
+        title="What was searched",
+        command="sweep",
+        about=about,
+        result=str(sweep),
+        drawings=_drawn(sweep.plot_survivors(), "loss of each trial from rung to rung"),
+        table=_table(sweep.trials),
+    )
+    parts = [
+        Section(title=title, command="sweep", about=about, drawings=_drawn(figure, title.lower()), table=_table(table))
+        for title, about, figure, table in figures_of(sweep)
+    ]
+    return [whole, *parts]
 
 
 def _transfer(verdict: Verdict | None) -> list[Section]:

@@ -28,6 +28,7 @@ from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
 from muscale.retention import Pruning, prune
+from muscale.rung_optima import for_horizon
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
@@ -199,15 +200,18 @@ class Study:
 
     @cached_property
     def _verdict(self) -> Verdict:
-        members = transfer.members(self.config, self.numerics, self.sweep().best)
+        sweep = self.sweep()
+        members = transfer.members(self.config, self.numerics, sweep.best)
         self._finish("transfer", transfer.jobs(members))
         rows = transfer.rows(self.ledger.runs(), members)
-        verdict = fit_verdict(rows)
-        self.ledger.record_result("transfer", input_key(sorted(rows["run"])), verdict.to_dict())
+        optima = for_horizon(sweep.fitted, self.config, self.numerics)
+        verdict = fit_verdict(rows, optima=optima)
+        told = [optima.to_dict("records")] if len(optima) else []
+        self.ledger.record_result("transfer", input_key(sorted(rows["run"]), *told), verdict.to_dict())
         return verdict
 
     def horizon(self) -> HorizonLaw:
-        """How the best rate falls with the training tokens, from the same grids."""
+        """How the best rate falls with the training tokens, from the same grids and the sweep's optimum at each length."""
         verdict = self.transfer()
         if verdict.horizon is None:
             raise StageError(

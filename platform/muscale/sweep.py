@@ -288,4 +288,5 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
         [(e.trial, e.seed, losses[job.chain.key]) for e, job in repetitions if job.chain.key in losses],
         columns=["trial", "seed", "loss"],
     )
-    return make_result(sweep.config, sweep.plan, record, annealed_runs(sweep, record), repeated)
+    annealed = annealed_runs(sweep, record)
+    return make_result(sweep.config, sweep.plan, record, annealed, repeated, sweep.ledger.runs())

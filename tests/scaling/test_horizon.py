@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from scaling import HorizonLaw, ScalingError, fit_horizon_law
+from scaling.horizon import OPTIMUM_SCATTER
 
 
 def sweep(
@@ -131,6 +132,61 @@ def test_no_usable_answer() -> None:
         fit_horizon_law(sweep(budgets=(1e9,)))
     with pytest.raises(ScalingError, match="the noise is unknown: add a rate or a seed"):
         fit_horizon_law(sweep(n_rates=3))
+
+
+def rung_optima(exponent: float, seed: int, stderr: float = 0.1) -> pd.DataFrame:
+    """A search's optima at four lengths, an octave apart and .7 octaves below the grids', with their error and their scatter."""
+    rng = np.random.default_rng([seed, 1])
+    octaves = np.arange(-3.0, 1.0)
+    error = math.hypot(stderr, OPTIMUM_SCATTER) * rng.standard_normal(4)
+    at = -7.7 - exponent * octaves + error
+    return pd.DataFrame({"group": "sweep", "n_tokens": 4e9 * 2**octaves, "log2_rate": at, "stderr": stderr})
+
+
+def test_optima_fitted_elsewhere_tell_the_exponent_better_and_nothing_of_the_level() -> None:
+    """40 planted sets: two budgets over 4×, noise .3 % of the loss, every optimum with its scatter."""
+    grids = [
+        pd.concat(
+            sweep(
+                0.3, (n,), [OPTIMUM_SCATTER * np.random.default_rng([seed, i]).standard_normal()], 0.003, 2 * seed + i
+            )
+            for i, n in enumerate((1e9, 4e9))
+        )
+        for seed in range(40)
+    ]
+    alone = [fit_horizon_law(rows, prior=None) for rows in grids]
+    both = [fit_horizon_law(rows, prior=None, optima=rung_optima(0.3, seed)) for seed, rows in enumerate(grids)]
+    assert all(b.raw_stderr < 0.8 * a.raw_stderr for a, b in zip(alone, both, strict=True))
+    found = np.array([law.raw_exponent for law in both])
+    assert found.std() < np.std([law.raw_exponent for law in alone])
+    assert found.mean() == pytest.approx(0.3, abs=3 * found.std() / math.sqrt(40))
+    z = [(law.raw_exponent - 0.3) / law.raw_stderr for law in both]
+    assert np.sqrt(np.mean(np.square(z))) < 1.2
+    levels = np.log2([float(law.rate(2e9)) for law in both])
+    assert levels.mean() == pytest.approx(-7, abs=0.1), "the search's optima lie .7 octaves lower"
+    assert np.mean([law.offsets["sweep"] for law in both]) == pytest.approx(-0.4, abs=0.1)  # .7 less .3 at 2e9 tokens
+
+
+def test_a_grid_of_one_budget_gives_the_level_and_the_search_the_exponent() -> None:
+    law = fit_horizon_law(sweep(0.3, budgets=(4e9,), noise=0.001), optima=rung_optima(0.3, 0, stderr=0.01))
+    assert law.exponent == pytest.approx(0.3, abs=0.15)
+    assert law.rate(4e9) == pytest.approx(2**-7.3, rel=0.05)
+    assert law.optima["status"].tolist() == ["ok"] + 4 * ["given"]
+    restored = HorizonLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
+    pd.testing.assert_frame_equal(restored.optima, law.optima)
+
+
+def test_optima_fitted_elsewhere_are_held_to_their_rules() -> None:
+    given = rung_optima(0.3, 0)
+    with pytest.raises(ValueError, match="stderr must be finite and above 0, got inf"):
+        fit_horizon_law(sweep(), optima=given.assign(stderr=math.inf))
+    with pytest.raises(ValueError, match="missing column stderr"):
+        fit_horizon_law(sweep(), optima=given.drop(columns="stderr"))
+    with pytest.raises(ValueError, match="no grid's of the rows, got 64 in both"):
+        fit_horizon_law(sweep(), optima=given.assign(group=64))
+    rising = sweep().assign(loss=lambda rows: rows["rate"] ** 0.1)
+    with pytest.raises(ScalingError, match="no grid has an optimum inside the tested rates, so the level is not known"):
+        fit_horizon_law(rising, optima=given)
 
 
 def test_bad_arguments() -> None:

@@ -71,6 +71,6 @@ class KnownOf:
         changes = [
             math.log(after / record.loss(trial, rung))
             for after, trial in record.ranking(rung + 1)
-            if math.isfinite(after) and (trial, rung) in record.arrivals
+            if math.isfinite(after) and (trial, rung) in record.arrivals and math.isfinite(record.loss(trial, rung))
         ]
         return statistics.median(changes) if changes else 0.0

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from muscale.config import StudyConfig
 from muscale.ledger import Ledger
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Arrival, Record
+from muscale.sweep_result import SweepResult, make_result
 from muscale.sweep_settings import SweepSettings
+from muscale.trial import TrialPlan
+from proxy_models.numerics import Numerics
+from search_spaces import Config
 
 LossAt = Callable[[Leg, int], float | None]
 
@@ -85,3 +94,80 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
             engine.landed(leg, failed=False)
         else:
             heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))
+
+
+PLANTED = [
+    "sweep.trials=32",
+    "sweep.scheduler=asha",
+    "sweep.rungs=4",
+    'sweep.space.learning_rate={distribution="log_uniform", low=0.001, high=0.1}',
+    'sweep.space.init_scale={distribution="log_uniform", low=0.25, high=4.0}',
+    'sweep.space.zero_readout={distribution="choice", values=[true, false]}',
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """Losses of a search with a known optimum, which falls with the length: rate · 2^(−exponent) a rung."""
+
+    rate: float = 0.01  # at the last of four rungs
+    exponent: float = 0.3
+    noise: float = 0.002
+    diverges_above: float = 0.08
+
+    def annealed(self, config: Config, rung: int, seed: int) -> float:
+        rate, scale = float(config["learning_rate"]), float(config["init_scale"])  # type: ignore[arg-type]
+        octaves = math.log2(rate / self.rate) + self.exponent * (rung - 3)
+        excess = 0.02 * octaves**2 + 0.03 * math.log2(scale) ** 2 + 0.004 * bool(config["zero_readout"])
+        luck = np.random.default_rng([int(rate * 1e9), rung, seed]).standard_normal()
+        return 3 * math.exp(-0.05 * rung + excess + self.noise * luck)
+
+    def stable(self, leg: Leg, rung: int) -> float | None:
+        config = next(config for first, config in reversed(leg.path) if first <= rung)
+        diverged = float(config["learning_rate"]) > self.diverges_above  # type: ignore[arg-type]
+        return None if diverged else self.annealed(config, rung, 0) + 0.1
+
+
+@pytest.fixture
+def planted() -> Callable[..., Planted]:
+    """Makes losses with a known optimum."""
+    return lambda **values: Planted(**values)
+
+
+@pytest.fixture
+def search(ledger: Ledger, make_study: Callable[..., Path]) -> Callable[..., SweepResult]:
+    """Searches planted losses, annealed and repeated ones too, and makes the result that a sweep would."""
+
+    numbers = itertools.count()
+
+    def searched(
+        *overrides: str, losses: Planted | None = None, repeats: int = 3, runs: pd.DataFrame | None = None
+    ) -> SweepResult:
+        losses, name = losses or Planted(), f"s{next(numbers)}"
+        config = StudyConfig.read(make_study(name), [*PLANTED, *overrides])
+        settings, model = config.sweep, config.model
+        engine = _engine(ledger, settings, name)
+        _fly(engine, losses.stable)
+        record, tokens = engine.record, engine.budget.rung_tokens
+        plan = TrialPlan(
+            numerics=Numerics(model=model, base=model, corpus_key="c", seed=0, evaluation_tokens=1),
+            defaults=replace(config.hyperparameters, schedule=settings.schedule or config.hyperparameters.schedule),
+            n_tokens=tokens[-1],
+            rung_tokens=tokens,
+        )
+        rows = []
+        for rung, at in enumerate(tokens):
+            finite = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+            chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
+            rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
+        annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
+        leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.leaders, "loss")["trial"].tolist()
+        again = [
+            (t, seed, losses.annealed(record.config_at(t, plan.top), plan.top, seed))
+            for t in leading
+            for seed in range(1, repeats + 1)
+        ]
+        repeated = pd.DataFrame(again, columns=["trial", "seed", "loss"])
+        return make_result(config, plan, record, annealed, repeated, runs)
+
+    return searched

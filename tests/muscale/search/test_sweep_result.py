@@ -1,0 +1,225 @@
+"""What a sweep shows of planted losses: the optimum, what matters, the front, how sure it is, and what it warns of."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from muscale import StageError, StudyConfig
+from muscale.rung_optima import RungOptima, for_horizon
+from muscale.sweep_result import SweepResult
+from proxy_models.config import ModelConfig
+from proxy_models.numerics import Numerics
+from search_spaces import Choice, LogUniform, Ordinal, Simplex, Space
+
+Search = Callable[..., SweepResult]
+Planted = Callable[..., Any]
+POPULATION = ("sweep.scheduler=pbt", "sweep.trials=8")
+
+
+def test_the_fitted_optimum_of_each_length_holds_the_planted_one(search: Search) -> None:
+    result = search()
+    rates = result.optima.query("hyperparameter == 'learning_rate'")
+    assert rates["n_tokens"].tolist() == [1000, 2000, 4000, 8000]
+    for rung, row in enumerate(rates.to_dict("records")):
+        planted = 0.01 * 2 ** (-0.3 * (rung - 3))
+        assert row["low"] < planted < row["high"]
+        assert row["best"] == pytest.approx(planted, rel=0.2)
+        assert row["status"] == "ok"
+    assert rates["n_runs"].tolist() == result.annealed.groupby("n_tokens").size().tolist()
+    readout = result.optima.query("hyperparameter == 'zero_readout'")
+    assert (readout["probability"] > 0.5).all()
+    assert not readout["best"].any()
+    told = str(result)
+    assert not result.warnings
+    assert "fitted optimum at 8,000 tokens" in told
+    assert result.leaders is not None
+    assert result.leaders.sentence in told
+
+
+def test_tables_say_what_each_trial_had(search: Search) -> None:
+    result = search()
+    trials = result.trials.set_index("trial")
+    assert trials["round"].eq(0).all()
+    assert result.leaders is not None
+    assert (trials.loc[result.leaders.trials.index, "seeds"] == 4).all()
+    assert trials.loc[trials["n_tokens"] == 0, "seeds"].eq(0).all()
+    front = result.front()
+    assert front["loss"].is_monotonic_decreasing
+    assert front["cost_flops"].is_monotonic_increasing
+    assert set(front["trial"]) == set(trials.index[trials["on_front"]])
+    n_params = front["cost_flops"].iloc[0] / 6 / front["n_tokens"].iloc[0]
+    np.testing.assert_allclose(result.annealed["cost_flops"], 6 * n_params * result.annealed["n_tokens"])
+    # A stem's rung takes 36 seconds here, whatever its length.
+    np.testing.assert_allclose(result.annealed["cost_seconds"], 36 * (result.annealed["rung"] + 1))
+    assert result.front("cost_seconds")["cost_seconds"].is_monotonic_increasing
+    with pytest.raises(ValueError, match="cost must be one of cost_flops, cost_seconds, got 'money'"):
+        result.front("money")
+    arrived = result.rungs
+    assert arrived["spent_seconds"].iloc[-1] == 36 * len(arrived)
+    assert (arrived["parent"] == arrived["trial"].where(arrived["rung"] > 0, -1)).all()
+    completed = trials[trials["status"] == "completed"]
+    np.testing.assert_allclose(completed["expected_loss"], completed["loss_at_8000"])
+    assert trials.loc[trials["status"] == "diverged", "expected_loss"].isna().all()
+
+
+def test_importance_finds_what_was_planted_or_says_what_is_missing(search: Search) -> None:
+    found = search("sweep.trials=48").importance()
+    assert found.table.index.tolist() == ["learning_rate", "init_scale", "zero_readout"]
+    assert found.told[0] == "learning_rate"
+    few = search("sweep.trials=6", "sweep.seed=1")
+    with pytest.raises(StageError, match=r"no importance of hyperparameters: \d finished trials can't tell 6 coeff"):
+        few.importance()
+    assert "finished trials can" in few._repr_html_()
+
+
+def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
+    result = search("sweep.trials=12")
+    told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert [row["trial"] for row in told["trials"]] == result.trials["trial"].tolist()
+    assert len(told["optima"]) == len(result.optima)
+    assert len(told["front"]) == len(result.front())
+    assert told["leaders"]["winner"] == told["winner"] == result.winner
+    shown = result._repr_html_()
+    for part in ("best with probability", "importance", "<table", "annealed_loss"):
+        assert part in shown
+
+
+def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, planted: Planted) -> None:
+    tie = search(losses=planted(noise=0.03))
+    assert tie.leaders is not None
+    assert tie.leaders.verdict == "near-tie"
+    assert any(warning.startswith("a near-tie: trial") for warning in tie.warnings)
+    fewer = search(repeats=2)
+    assert sum("over 2 seeds of 3 that sweep.repeats asks for" in warning for warning in fewer.notes) == 3
+    never = search(repeats=0)
+    assert never.leaders is None
+    assert "over no seed but the search's own of 3" in never.notes[0]
+    with pytest.raises(StageError, match="no trial was repeated over seeds: set sweep.repeats"):
+        never.plot_leaders()
+
+
+def test_an_optimum_at_a_bound_and_another_schedule_are_told(search: Search, planted: Planted) -> None:
+    beyond = search("sweep.schedule=wsd_linear", losses=planted(rate=1e-4, exponent=0))
+    longest = beyond.optima[beyond.optima["n_tokens"] == 8000].set_index("hyperparameter")
+    assert longest.loc["learning_rate", "status"] == "edge"
+    assert longest.loc["learning_rate", "best"] == pytest.approx(0.001, rel=1e-2)
+    assert any("widen sweep.space.learning_rate (0.001 … 0.1)" in warning for warning in beyond.warnings)
+    assert "searched under schedule wsd_linear, but the full run follows wsd" in beyond.warnings[0]
+
+
+def test_a_winner_far_from_the_fitted_optimum_is_told() -> None:
+    """Rates 2^-10 to 2^-3, and the run at the worst of them was lucky by 30 %."""
+    space = Space({"learning_rate": LogUniform(low=2.0**-10, high=2.0**-3)})
+    octaves = np.linspace(-9.5, -3.5, 13)
+    loss = 2 * np.exp(0.02 * (octaves + 6) ** 2)
+    fitted = RungOptima(runs=pd.DataFrame({"learning_rate": 2.0**octaves, "n_tokens": 1000, "loss": loss}), space=space)
+    assert not fitted.misses({"learning_rate": 2.0**-6}, 1000)
+    (miss,) = fitted.misses({"learning_rate": 2.0**-9.5}, 1000)
+    assert miss.startswith("learning_rate 0.001381 against 0.0156")
+
+
+def test_every_kind_of_hyperparameter_has_its_optimum_and_inactive_ones_none() -> None:
+    space = Space.from_dict(
+        {
+            "learning_rate": {"distribution": "log_uniform", "low": 1e-3, "high": 1e-1},
+            "width": {"distribution": "ordinal", "values": [32, 64, 128, 256]},
+            "optimizer": {"distribution": "choice", "values": ["adamw", "lion"]},
+            "beta1": {"distribution": "uniform", "low": 0.8, "high": 0.99, "when": {"optimizer": ["lion"]}},
+            "mixture": {"distribution": "simplex", "parts": ["a", "b"]},
+        }
+    )
+    assert {type(space[name]) for name in ("width", "optimizer", "mixture")} == {Ordinal, Choice, Simplex}
+    rows = [
+        {
+            **config,
+            "n_tokens": 1000,
+            "loss": 2
+            * math.exp(
+                0.02 * math.log2(config["learning_rate"] / 0.01) ** 2  # type: ignore[arg-type, operator]
+                + 0.02 * abs([32, 64, 128, 256].index(config["width"]) - 2)  # type: ignore[arg-type]
+                + 0.02 * (config["optimizer"] == "lion")
+            ),
+        }
+        for config in space.sample(40, 0)
+    ]
+    fitted = RungOptima(runs=pd.DataFrame(rows), space=space)
+    table = fitted.table.set_index("hyperparameter")
+    assert table.index.tolist() == ["learning_rate", "width", "optimizer", "mixture"]
+    assert table.loc["width", "best"] == 128
+    assert table.loc["width", "low"] in (32, 64, 128)
+    assert table.loc["optimizer", "best"] == "adamw"
+    assert fitted.rates()["log2_rate"].tolist() == [pytest.approx(math.log2(0.01), abs=0.4)]
+
+
+def test_too_few_runs_have_no_optimum(search: Search) -> None:
+    result = search("sweep.trials=1")
+    assert result.optima.empty
+    assert "fitted optimum" not in str(result)
+
+
+def test_the_noise_of_other_seeds_is_used_and_never_moves_the_winner(search: Search) -> None:
+    alone = search()
+    config = {"learning_rate": 0.01, "init_scale": 1.0, "zero_readout": True}
+    assert alone.leaders is not None
+    runs = pd.DataFrame([other_run(alone.best, seed, **config) for seed in range(5)])
+    informed = search(runs=runs)
+    assert informed.leaders is not None
+    assert informed.winner == alone.winner
+    assert informed.leaders.dof == alone.leaders.dof + 4
+    foreign = search(runs=runs.assign(purpose="sweep"))
+    assert foreign.leaders is not None
+    assert foreign.leaders.dof == alone.leaders.dof, "the sweep's own repeats are in the comparison already"
+
+
+def numerics_of(seed: int) -> Numerics:
+    model = ModelConfig(d_model=32, n_layers=1, context_length=32)
+    return Numerics(model=model, base=model, corpus_key="c", seed=seed, evaluation_tokens=1)
+
+
+def other_run(best: Any, seed: int, **config: Any) -> dict[str, Any]:
+    return {
+        "purpose": "transfer",
+        "hyperparameters": json.loads(json.dumps({**best.to_dict(), **config})),
+        "numerics": json.loads(json.dumps(numerics_of(seed).to_dict())),
+        "segment": {"recipe": {"rate": config["learning_rate"]}},
+        "n_tokens": 8000,
+        "seed": seed,
+        "loss": 2.5 * math.exp(0.002 * (-1) ** seed),
+    }
+
+
+def test_the_rungs_optima_feed_the_horizon_law_where_they_may(search: Search, make_study: Callable[..., Path]) -> None:
+    result = search()
+
+    def told(name: str, *overrides: str) -> pd.DataFrame:
+        return for_horizon(result.fitted, StudyConfig.read(make_study(name), overrides), numerics_of(0))
+
+    optima = told("all", "transfer.horizons=[0.125, 1.0]")
+    assert optima["n_tokens"].tolist() == [1000, 2000, 4000, 8000]
+    assert np.polyfit(np.arange(4), optima["log2_rate"], 1)[0] == pytest.approx(-0.3, abs=0.1)
+    assert told("half", "transfer.horizons=[0.5, 1.0]")["n_tokens"].tolist() == [4000, 8000]
+    assert told("last", "transfer.horizons=[1.0]").empty
+    assert told("other", "sweep.schedule=wsd_linear").empty
+    by_fraction = replace(numerics_of(0), stages_by_fraction=True)
+    assert for_horizon(result.fitted, StudyConfig.read(make_study("stages")), by_fraction).empty
+
+
+def test_a_population_has_neither_optima_nor_importance(search: Search) -> None:
+    result = search(*POPULATION)
+    assert result.optima.empty
+    with pytest.raises(StageError, match="members of a population change their values on the way"):
+        result.importance()
+    copied = result.rungs[(result.rungs["parent"] != result.rungs["trial"]) & (result.rungs["rung"] > 0)]
+    told = result.copies.sort_values(["trial", "rung"])
+    assert [*zip(told["trial"], told["rung"] + 1, told["donor"], strict=True)] == sorted(
+        zip(copied["trial"], copied["rung"], copied["parent"], strict=True)
+    )
