@@ -134,7 +134,8 @@ class Sweep:
                     self.ledger.insert(runs, **job.row(outcome))
                 else:
                     unknown.append(ending)
-            on_run(len(jobs) - len(unknown), len(jobs), kind)
+            if jobs:
+                on_run(len(jobs) - len(unknown), len(jobs), kind)
             if unknown:
                 return unknown
         return []
