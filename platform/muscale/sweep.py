@@ -156,7 +156,8 @@ class Sweep:
         trials = settings.trials
         if part.searcher == "grid":
             trials = min(trials, len(part.space.grid(settings.grid_points)))
-        return replace(budget(self.config, self.plan), trials=part.first_trial + trials)
+        allowed = replace(budget(self.config, self.plan), trials=part.first_trial + trials)
+        return allowed.for_population() if settings.is_population else allowed
 
     def branches(self, record: Record) -> list[tuple[Ending, Job]]:
         """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""

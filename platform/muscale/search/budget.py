@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muscale.search.record import Record
 
@@ -43,6 +43,11 @@ class Budget:
     max_tokens: int | None = None
     max_flops: float | None = None
     max_device_hours: float | None = None
+
+    def for_population(self) -> Budget:
+        """The same for a population, whose members all come to the end: no more of them than that allows."""
+        whole = self.rung_tokens[-1] + sum(self.branch_tokens)
+        return replace(self, trials=max(0, min(self.trials, (self.most_tokens - self.reserved_tokens) // whole)))
 
     @property
     def most_tokens(self) -> int:

@@ -99,13 +99,16 @@ class Engine:
         return ending
 
     def _move(self) -> Start | GoOn | None:
-        """What the rule wants, if the budget allows it."""
-        record, budget = self.record, self.budget
-        move = self._rule.next(record, may_start=budget.allows_trial(record))
-        if move is None:
-            return None
-        rung = record.last_rung(move.trial) if isinstance(move, GoOn) else -1
-        return move if budget.allows(record, rung, move.until) else None
+        """What the rule wants, if the budget allows it; where it does not allow another trial, the rule goes on without."""
+        may_start = self.budget.allows_trial(self.record)
+        move = self._rule.next(self.record, may_start=may_start)
+        if isinstance(move, Start) and not self._allows(move):
+            move = self._rule.next(self.record, may_start=False)
+        return move if move and self._allows(move) else None
+
+    def _allows(self, move: Start | GoOn) -> bool:
+        rung = self.record.last_rung(move.trial) if isinstance(move, GoOn) else -1
+        return self.budget.allows(self.record, rung, move.until)
 
     def _leg(self, trial: int) -> Leg:
         self._flying.add(trial)

@@ -61,6 +61,8 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
         max_flops=settings.max_flops,
         max_device_hours=settings.max_device_hours,
     )
+    if settings.is_population:
+        budget = budget.for_population()
     record = Record(ledger, name)
     if not record.rounds:
         record.begin_round(resolve_searcher(settings, pd.DataFrame()), settings.space)

@@ -102,6 +102,7 @@ def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str
     assert engine.is_finished
     assert 20_000 < spent.tokens <= 40_000
     assert spent.flops == 60 * spent.tokens
+    assert engine.record.ranking(3), "what is left when no trial may be begun brings one to the end"
 
 
 def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
