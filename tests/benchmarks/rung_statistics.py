@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
+
+from muscale.ledger import Ledger
+from muscale.search.record import Arrival, Record
+from muscale.search.rules import Asha, Start
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -57,6 +61,13 @@ class Replay:
         return int(np.nanargmin(np.where(ended, final, np.nan)))
 
 
+class _Nowhere:
+    """In place of a ledger: a replay is not kept."""
+
+    def __getattr__(self, name: str) -> Callable[..., list[dict[str, Any]]]:
+        return lambda *args, **kwargs: []
+
+
 def successive_halving(
     signals: Array,
     costs: Sequence[float],
@@ -66,46 +77,42 @@ def successive_halving(
     workers: int = 4,
     budget: float = math.inf,
 ) -> Replay:
-    """ASHA as Ray Tune does it (Li et al., arXiv 1810.05934): a trial goes on unless it is worse than a quantile of the rung.
-
-    The quantile, 1/`reduction` from the best, is of those that came to the rung before; the first one goes on.
+    """The platform's own ASHA, asked as a sweep asks it.
 
     Args:
         signals: What is compared, [n, n_rungs], NaN after a divergence.
         costs: From each rung to the next in full runs, measuring included, the last one to the end, [n_rungs + 1].
         order: In which the trials begin.
-        reduction: See above.
+        reduction: Of the trials at a rung, one in so many goes on.
         workers: That run trials at the same time; each takes time as its costs.
         budget: Full runs; once it is spent no trial begins.
     """
-    compared = np.where(np.isnan(signals), np.inf, signals)
-    n_rungs = compared.shape[1]
-    reached = np.full(len(compared), -1)
-    seen: list[list[float]] = [[] for _ in range(n_rungs)]
-    waiting, spent = list(order), 0.0
-    running: list[tuple[float, int, int, int]] = []  # time, worker, trial, rung it comes to
-    for worker in range(min(workers, len(waiting))):
-        heapq.heappush(running, (costs[0], worker, waiting.pop(0), 0))
-        spent += costs[0]
-    while running:
-        now, worker, trial, rung = heapq.heappop(running)
-        reached[trial] = rung
-        goes_on = rung < n_rungs and not math.isinf(compared[trial, rung])
-        if goes_on:
-            before = seen[rung]
-            goes_on = not before or compared[trial, rung] <= _quantile(before, 1 / reduction)
-            before.append(float(compared[trial, rung]))
-        if not goes_on:
-            if not waiting or spent >= budget:
-                continue
-            trial, rung = waiting.pop(0), -1
-        heapq.heappush(running, (now + costs[rung + 1], worker, trial, rung + 1))
-        spent += costs[rung + 1]
-    return Replay(reached=reached, spent=spent)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return float(np.quantile(values, share))
+    n_rungs = signals.shape[1]
+    rule, record = Asha(top=n_rungs, eta=reduction), Record(cast(Ledger, _Nowhere()), "")
+    reached = np.full(len(signals), -1)
+    waiting, spent, now = list(order), 0.0, 0.0
+    begun: list[int] = []  # trial of each number in the record
+    running: list[tuple[float, int, int]] = []  # time, number, rung it comes to
+    while True:
+        while len(running) < workers:
+            move = rule.next(record, may_start=bool(waiting) and spent < budget)
+            if move is None:
+                break
+            if isinstance(move, Start):
+                number = record.start({}, move.until)
+                begun.append(waiting.pop(0))
+            else:
+                number = move.trial
+                record.go_on(number, move.until)
+            spent += costs[move.until]
+            heapq.heappush(running, (now + costs[move.until], number, move.until))
+        if not running:
+            return Replay(reached=reached, spent=spent)
+        now, number, rung = heapq.heappop(running)
+        reached[begun[number]] = rung
+        signal = 0.0 if rung == n_rungs else float(signals[begun[number], rung])  # nobody is compared at the end
+        loss = None if math.isnan(signal) else signal
+        record.arrive(Arrival(trial=number, rung=rung, loss=loss, segment="", tokens=0, seconds=0.0))
 
 
 def random_search_regret(final: Array, n: float) -> float:
