@@ -206,11 +206,12 @@ def _finish(jobs: Sequence[Job], sweep: Sweep, on_run: OnRun) -> None:
 
 
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
-    """The sweep's annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or not known)."""
+    """The sweep's finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
     jobs = sweep.branches(record)
     losses = sweep.ledger.run_losses([job.chain.key for *_, job in jobs])
-    rows = [(trial, rung, job.chain.last.end, losses.get(job.chain.key, math.nan)) for trial, rung, job in jobs]
-    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
+    known = [(trial, rung, job.chain) for trial, rung, job in jobs if job.chain.key in losses]
+    rows = [(trial, rung, chain.last.end, losses[chain.key]) for trial, rung, chain in known]
+    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
 
 def leading(sweep: Sweep, record: Record) -> list[tuple[int, int]]:
