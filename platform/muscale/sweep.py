@@ -256,11 +256,12 @@ def _search(sweep: Sweep, engine: Engine) -> None:
 
 
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
-    """The sweep's annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged, or not known)."""
+    """The sweep's finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
     jobs = sweep.branches(record)
     losses = sweep.ledger.run_losses([job.chain.key for _, job in jobs])
-    rows = [(e.trial, e.rung, job.chain.last.end, losses.get(job.chain.key, math.nan)) for e, job in jobs]
-    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
+    known = [(ending, job.chain) for ending, job in jobs if job.chain.key in losses]
+    rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
+    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
 
 def leading(sweep: Sweep, record: Record) -> list[tuple[int, int]]:

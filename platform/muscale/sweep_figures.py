@@ -111,7 +111,7 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
     dimensions.append({"label": LOSS, "values": data["loss"]})
     # A few losses far up the wall would leave one colour for all the others.
     low, high = data["loss"].min(), data["loss"].quantile(0.8)
-    line = {"color": data["loss"], "colorscale": "Viridis", "cmin": low, "cmax": high, "colorbar": {"title": "loss"}}
+    line = {"color": data["loss"], "colorscale": "Viridis", "cmin": low, "cmax": high}
     below_labels = {"y": [0, 0.86]}
     return go.Figure(go.Parcoords(dimensions=dimensions, line=line, domain=below_labels))
 

@@ -162,7 +162,7 @@ def search(ledger: Ledger, make_study: Callable[..., Path]) -> Callable[..., Swe
             finite = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
             chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
             rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
-        annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"])
+        annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
         leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.leaders, "loss")["trial"].tolist()
         again = [
             (t, seed, losses.annealed(record.config_at(t, plan.top), plan.top, seed))

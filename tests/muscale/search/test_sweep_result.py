@@ -82,7 +82,7 @@ def test_importance_finds_what_was_planted_or_says_what_is_missing(search: Searc
 
 
 def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
-    result = search("sweep.trials=12")
+    result = search("sweep.trials=12", "sweep.rungs=2")
     told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert [row["trial"] for row in told["trials"]] == result.trials["trial"].tolist()
     assert len(told["optima"]) == len(result.optima)
@@ -109,7 +109,8 @@ def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, plante
 
 def test_an_optimum_at_a_bound_and_another_schedule_are_told(search: Search, planted: Planted) -> None:
     beyond = search("sweep.schedule=wsd_linear", losses=planted(rate=1e-4, exponent=0))
-    longest = beyond.optima[beyond.optima["n_tokens"] == 8000].set_index("hyperparameter")
+    longest = beyond.fitted.longest().set_index("hyperparameter")
+    assert longest["n_tokens"].eq(8000).all()
     assert longest.loc["learning_rate", "status"] == "edge"
     assert longest.loc["learning_rate", "best"] == pytest.approx(0.001, rel=1e-2)
     assert any("widen sweep.space.learning_rate (0.001 … 0.1)" in warning for warning in beyond.warnings)
@@ -211,6 +212,19 @@ def test_the_rungs_optima_feed_the_horizon_law_where_they_may(search: Search, ma
     assert told("other", "sweep.schedule=wsd_linear").empty
     by_fraction = replace(numerics_of(0), stages_by_fraction=True)
     assert for_horizon(result.fitted, StudyConfig.read(make_study("stages")), by_fraction).empty
+
+
+def test_without_an_annealed_end_there_is_no_result(search: Search, planted: Planted) -> None:
+    with pytest.raises(StageError, match="none of the 32 trials came to an annealed end; lower the upper bound"):
+        search(losses=planted(diverges_above=0))
+
+
+def test_a_member_that_diverged_and_then_copied_another_is_told(search: Search, planted: Planted) -> None:
+    result = search(*POPULATION, losses=planted(diverges_above=0.02))
+    diverged = result.rungs[result.rungs["loss"].isna()]
+    assert not diverged.empty
+    assert set(diverged["trial"]) & set(result.copies["trial"])
+    assert result.trials["expected_loss"].notna().any()
 
 
 def test_a_population_has_neither_optima_nor_importance(search: Search) -> None:
