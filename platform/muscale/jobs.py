@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -89,7 +90,7 @@ def _train(
         max_task_retries=_RESTARTS,
     )(TrainingActor)
     count = min(resources.workers, len(groups))
-    settings = (ledger, resources.compile, resources.cpus_per_worker, resources.device, package_fingerprint())
+    settings = (ledger, resources.compile, resources.threads, resources.device, package_fingerprint())
     idle = [remote.remote(*settings) for _ in range(count)]
     actors = list(idle)
     waiting = [list(group) for group in groups]
@@ -125,9 +126,10 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         yield
         return
     local: dict[str, Any] = {}
-    if "RAY_ADDRESS" not in os.environ:
-        n_cpus = max(resources.workers * resources.cpus_per_worker, os.cpu_count() or 1)
-        local = {"num_cpus": n_cpus, "include_dashboard": False}
+    if not os.environ.get("RAY_ADDRESS"):
+        n_cpus = max(math.ceil(resources.workers * resources.cpus_per_worker), os.cpu_count() or 1)
+        # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
+        local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
     connect(**local)
     if stays := _staying.get():
         stays.callback(ray.shutdown)
@@ -145,13 +147,18 @@ def connect(**options: Any) -> None:
         import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    on_term = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
+    if callable(on_term) and threading.current_thread() is threading.main_thread():
+        signal.signal(
+            signal.SIGTERM, on_term
+        )  # Ray has set one of its own, which exits with 15 in the middle of anything
 
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: around imports of Ray, whose compiled modules swallow it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C and SIGTERM wait for the end of the block: around imports of Ray, whose compiled modules swallow them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
