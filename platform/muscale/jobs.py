@@ -91,8 +91,10 @@ def _train(
     )(TrainingActor)
     count = min(resources.workers, len(groups))
     settings = (ledger, resources.compile, resources.threads, resources.device, package_fingerprint())
-    idle = [remote.remote(*settings) for _ in range(count)]
-    actors = list(idle)
+    actors = [remote.remote(*settings) for _ in range(count)]
+    # Work is for actors that run: where the cluster has fewer devices than workers, the others may never begin.
+    starting = {actor.__ray_ready__.remote(): actor for actor in actors}
+    idle: list[Any] = []
     waiting = [list(group) for group in groups]
     busy: dict[Any, tuple[Any, list[Chain]]] = {}
     try:
@@ -100,12 +102,17 @@ def _train(
             while waiting and idle:
                 actor, group = idle.pop(), waiting.pop(0)
                 busy[actor.reach.remote(group[0])] = (actor, group)
-            (done,), _ = ray.wait(list(busy), num_returns=1)
-            actor, group = busy.pop(done)
+            while idle and busy:  # nothing waits: its device may be what an actor needs that lost its node
+                ray.kill(idle.pop())
+            (done,), _ = ray.wait([*busy, *starting], num_returns=1)
             try:
                 outcome = ray.get(done)
             except ray.exceptions.ActorDiedError as error:
                 raise StageError(f"a worker died: {str(error).strip().splitlines()[-1]}") from error
+            if done in starting:
+                idle.append(starting.pop(done))
+                continue
+            actor, group = busy.pop(done)
             yield group[0], outcome
             if group[1:]:
                 busy[actor.reach.remote(group[1])] = (actor, group[1:])

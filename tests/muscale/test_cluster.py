@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> 
 def submit(nodes: RayNodes, wheel: Path, job: str, path: Path, *settings: str) -> Any:
     """One command, as the README has it."""
     shipped = {"py_modules": [str(wheel)], "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
-    command = ["--", *SWEEP, path, *flatten([*SETTINGS, *settings])]
+    command = ["--", *SWEEP, str(path), *flatten([*SETTINGS, *settings])]
     return nodes.job("submit", "--no-wait", "--submission-id", job, "--runtime-env-json", json.dumps(shipped), *command)
 
 
