@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak ci-system clean
+.PHONY: study test check soak wheel ci-system clean
 
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
@@ -22,6 +22,10 @@ check: $(INSTALLED)
 # What takes too long for every time: all pairs of methods, and faults by the dozen.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+# What `ray job submit` ships to a cluster; docs/cluster.md.
+wheel: $(INSTALLED)
+	$(BIN)/muscale wheel dist
 
 $(INSTALLED): pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv

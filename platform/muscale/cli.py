@@ -1,13 +1,15 @@
 """The command line: each command parses, calls one method of `Study`, and prints its result.
 
 Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast), 2 an error that the
-user can mend, 130 interrupted. Nothing heavy is imported before a command runs.
+user can mend, 130 interrupted (Ctrl-C, SIGTERM). Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,6 +67,19 @@ def init(directory: Path, *, keep: Annotated[bool, Parameter(negative=())] = Fal
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text((resources.files("muscale") / "quickstart.toml").read_text())
     print(f"wrote {path}; next: muscale run {path}")
+    return 0
+
+
+@app.command
+def wheel(folder: Path = Path("dist")) -> int:
+    """Write this muscale as a wheel that `ray job submit` can ship to a cluster: muscale wheel dist.
+
+    Args:
+        folder: Created if it is not there.
+    """
+    from muscale.wheel import write_wheel
+
+    print(write_wheel(folder))
     return 0
 
 
@@ -198,6 +213,11 @@ def _stage(
     failed: Callable[[Any], bool] = lambda result: False,
 ) -> int:
     """Open the study, call one method of it, print what it returns."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
+        raise StudyFileError(
+            f"{path}: a job of Ray runs in {Path.cwd()}; give the study file by its absolute path on a file system that "
+            "every node has"
+        )
     if options.dry_run:
         from muscale.config import StudyConfig
         from muscale.costs import estimate
@@ -237,10 +257,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _interrupt(_signal: int, _frame: object) -> None:
+    """SIGTERM is a Ctrl-C: `ray job stop` and batch systems send it."""
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point of the command `muscale`."""
     from muscale.errors import MuscaleError
 
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(result_action="return_value")
     except MuscaleError as error:

@@ -92,11 +92,23 @@ class ResourceSettings(_Table):
     """[resources]: what searches may use at once."""
 
     workers: PositiveInt = 2  # trainings at a time
-    cpus_per_worker: PositiveInt = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
     compile: Compile = (
         False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
     )
+
+    @pydantic.model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        for name in ("cpus_per_worker", "gpus_per_worker"):
+            if (part := getattr(self, name)) > 1 and part != int(part):
+                raise ValueError(f"resources.{name} must be a whole number or a part of one, got {part}")
+        return self
+
+    @property
+    def threads(self) -> int:
+        """Of a worker that trains on the CPU: one at least."""
+        return max(1, int(self.cpus_per_worker))
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from proxy_models.hyperparameters import Hyperparameters
 
 _staying: ContextVar[ExitStack | None] = ContextVar("staying", default=None)
 _workers: list[Any] = []  # at rest between the stages of one study
+_IDLE_SECONDS = 20.0  # that workers without work are kept warm for the next stage while others are at work
 _RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
 
 
@@ -87,19 +89,30 @@ def _train(
 ) -> Iterator[tuple[Chain, Outcome]]:
     import ray
 
-    idle = _hire(min(resources.workers, len(groups)), ledger, resources)
+    actors = _hire(min(resources.workers, len(groups)), ledger, resources)
+    # Work is for actors that run: where the cluster has fewer devices than workers, the others may never begin.
+    starting = {actor.__ray_ready__.remote(): actor for actor in actors}
+    idle: list[Any] = []
     waiting = [list(group) for group in groups]
     busy: dict[Any, tuple[Any, list[Chain]]] = {}
     while waiting or busy:
         while waiting and idle:
             actor, group = idle.pop(), waiting.pop(0)
             busy[actor.reach.remote(group[0])] = (actor, group)
-        (done,), _ = ray.wait(list(busy), num_returns=1)
-        actor, group = busy.pop(done)
+        ended, _ = ray.wait([*busy, *starting], num_returns=1, timeout=_IDLE_SECONDS if idle else None)
+        if not ended:  # nothing waits: their devices may be what an actor needs that lost its node
+            dismiss_workers(idle)
+            idle.clear()
+            continue
+        (done,) = ended
         try:
             outcome = ray.get(done)
         except ray.exceptions.ActorDiedError as error:
             raise StageError(f"a worker died: {str(error).strip().splitlines()[-1]}") from error
+        if done in starting:
+            idle.append(starting.pop(done))
+            continue
+        actor, group = busy.pop(done)
         yield group[0], outcome
         if group[1:]:
             busy[actor.reach.remote(group[1])] = (actor, group[1:])
@@ -119,18 +132,19 @@ def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
         max_restarts=_RESTARTS,
         max_task_retries=_RESTARTS,
     )(TrainingActor)
-    settings = (ledger, resources.compile, resources.cpus_per_worker, resources.device, package_fingerprint())
+    settings = (ledger, resources.compile, resources.threads, resources.device, package_fingerprint())
     while len(_workers) < count:
         _workers.append(remote.remote(*settings))
     return _workers[:count]
 
 
-def dismiss_workers() -> None:
-    """End the workers of the stages before, for whoever needs their processors and devices."""
+def dismiss_workers(these: Sequence[Any] | None = None) -> None:
+    """End workers of the stages before, all by default, for whoever needs their processors and devices."""
     import ray
 
-    while _workers:
-        ray.kill(_workers.pop())
+    for worker in list(_workers if these is None else these):
+        ray.kill(worker)
+        _workers.remove(worker)
 
 
 @contextmanager
@@ -143,9 +157,10 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         yield
         return
     local: dict[str, Any] = {}
-    if "RAY_ADDRESS" not in os.environ:
-        n_cpus = max(resources.workers * resources.cpus_per_worker, os.cpu_count() or 1)
-        local = {"num_cpus": n_cpus, "include_dashboard": False}
+    if not os.environ.get("RAY_ADDRESS"):
+        n_cpus = max(math.ceil(resources.workers * resources.cpus_per_worker), os.cpu_count() or 1)
+        # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
+        local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
     connect(**local)
     if stays := _staying.get():
         stays.callback(ray.shutdown)
@@ -163,13 +178,18 @@ def connect(**options: Any) -> None:
         import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    on_term = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
+    if callable(on_term) and threading.current_thread() is threading.main_thread():
+        signal.signal(
+            signal.SIGTERM, on_term
+        )  # Ray has set one of its own, which exits with 15 in the middle of anything
 
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: around imports of Ray, whose compiled modules swallow it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C and SIGTERM wait for the end of the block: around imports of Ray, whose compiled modules swallow them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:

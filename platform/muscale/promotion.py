@@ -201,7 +201,7 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
     trainer = TorchTrainer(
         _train_worker,
         train_loop_config={
-            "threads": resources.cpus_per_worker,
+            "threads": resources.threads,
             "run": {
                 "numerics": chain.numerics,
                 "segments": chain.segments,

@@ -8,6 +8,7 @@ is run twice: rows are inserted once by their keys, and times are taken by the c
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class SqliteStorage(Storage):
         self._must_exist = must_exist
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _sqlite, (self.path, self._must_exist)
+        return _sqlite, (self.path, socket.gethostname())
 
     @cached_property
     def _engine(self) -> sa.Engine:
@@ -139,8 +140,14 @@ class SqliteStorage(Storage):
             engine.dispose()
 
 
-def _sqlite(path: Path, must_exist: bool) -> SqliteStorage:
-    return SqliteStorage(path, must_exist=must_exist)
+def _sqlite(path: Path, host: str) -> SqliteStorage:
+    """A worker's, which never begins a ledger: on another machine the path would be another file."""
+    if host != socket.gethostname():
+        raise StudyDirectoryError(
+            f"{path}: this ledger is SQLite on {host}, and the worker runs on {socket.gethostname()}; for several machines "
+            'set storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'
+        )
+    return SqliteStorage(path, must_exist=True)
 
 
 def sqlite_schema(connection: sa.Connection) -> int:

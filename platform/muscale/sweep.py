@@ -248,7 +248,7 @@ def _search(sweep: Sweep, engine: Engine) -> None:
             "rank_by": sweep.config.sweep.rank_by,
             "ledger": sweep.ledger,
             "compiled": resources.compile,
-            "threads": resources.cpus_per_worker,
+            "threads": resources.threads,
             "device": resources.device,
             "package": package_fingerprint(),
         }

@@ -249,6 +249,16 @@ def test_a_worker_that_is_given_a_gpu_or_a_part_of_one_trains_on_it(
     assert StudyConfig.read(make_study(), [f"resources.gpus_per_worker={gpus}"]).resources.device == device
 
 
+@pytest.mark.parametrize(("cpus", "threads"), [("0.5", 1), ("1", 1), ("4", 4)])
+def test_a_worker_may_have_a_part_of_a_cpu_and_has_a_thread_for_each_whole_one(
+    make_study: MakeStudy, cpus: str, threads: int
+) -> None:
+    path = make_study()
+    assert StudyConfig.read(path, [f"resources.cpus_per_worker={cpus}"]).resources.threads == threads
+    with pytest.raises(StudyFileError, match="cpus_per_worker must be a whole number or a part of one, got 1.5"):
+        StudyConfig.read(path, ["resources.cpus_per_worker=1.5"])
+
+
 def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeStudy, tmp_path: Path) -> None:
     path = make_study()
     path.write_text(path.read_text().replace("batch_tokens = 256\n", ""))

@@ -1,5 +1,10 @@
 """A process that runs another muscale is refused, and the driver says why."""
 
+import os
+import pickle
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from muscale.layout import LEDGER
 from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.open_ledger import open_ledger
+from muscale.wheel import write_wheel
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters, chain
 from proxy_models.numerics import Numerics
@@ -47,3 +53,34 @@ def test_a_study_in_rays_own_copy_of_a_working_directory_is_refused(tmp_path: Pa
     with pytest.raises(StudyDirectoryError, match="goes away with it; give the study file by its absolute path"):
         open_ledger(StorageSettings(), copied, "s")
     assert list(copied.iterdir()) == []
+
+
+def test_a_wheel_of_this_package_needs_nothing_else_and_tells_its_sources(tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path / "dist")
+    assert wheel.name == f"muscale-{package_fingerprint()}-py3-none-any.whl"
+    content = wheel.read_bytes()
+    assert write_wheel(tmp_path / "dist").read_bytes() == content, "equal sources, equal file"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--target", str(tmp_path / "there")]
+    subprocess.run([*install, str(wheel)], check=True)
+    code = "from muscale import fingerprint; print(fingerprint.__file__, fingerprint.package_fingerprint())"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "there")},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told.split() == [str(tmp_path / "there" / "muscale" / "fingerprint.py"), package_fingerprint()]
+    assert (tmp_path / "there" / "muscale" / "quickstart.toml").exists()
+
+
+def test_a_worker_on_another_machine_never_begins_a_ledger_of_sqlite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / LEDGER)
+    ledger.trials("s")
+    pickled = pickle.dumps(ledger.storage)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    with pytest.raises(StudyDirectoryError, match='the worker runs on node-7.*set storage.ledger to "actor"'):
+        pickle.loads(pickled)

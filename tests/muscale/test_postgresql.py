@@ -171,3 +171,21 @@ def test_a_ledger_begun_elsewhere_is_never_silently_a_new_one(ledger: Ledger, tm
         connection.execute(f'DROP SCHEMA "{ledger.storage.schema}" CASCADE')
     with pytest.raises(StudyDirectoryError, match="not in this database"):
         open_ledger(POSTGRESQL, tmp_path, "s").trials("s")
+
+
+def test_the_password_may_lie_in_a_file_that_the_url_names(
+    postgres: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "pgpass"
+    secret.write_text(f"127.0.0.1:{postgres.port}:*:muscale:{postgres.password}\n")
+    secret.chmod(0o600)  # libpq passes over a file that others may read
+    monkeypatch.setenv(
+        "MUSCALE_LEDGER_URL", f"postgresql://muscale@127.0.0.1:{postgres.port}/postgres?passfile={secret}"
+    )
+    (tmp_path / "study").mkdir()
+    ledger = open_ledger(POSTGRESQL, tmp_path / "study", "s")
+    assert ledger.trials("s") == []
+    ledger.close()
+    secret.chmod(0o644)
+    with pytest.raises(LedgerUnavailableError, match="no password supplied"):
+        open_ledger(POSTGRESQL, tmp_path / "study", "s").trials("s")

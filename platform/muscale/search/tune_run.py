@@ -70,8 +70,12 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
 
 @contextmanager
 def _interrupting(engine: Engine) -> Iterator[None]:
-    """The first Ctrl-C stops the engine, which lets what is at work come to a rung; the second is a KeyboardInterrupt."""
-    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGUSR1)}  # Tune leaves its own set
+    """The first Ctrl-C stops the engine, which lets what is at work come to a rung; the second is a KeyboardInterrupt.
+
+    SIGTERM, which `ray job stop` and batch systems send, is the same.
+    """
+    stops = (signal.SIGINT, signal.SIGTERM)
+    before = {which: signal.getsignal(which) for which in (*stops, signal.SIGUSR1)}  # Tune leaves its own set
 
     def stop(_signal: int, _frame: object) -> None:
         if engine.stopping:
@@ -81,7 +85,8 @@ def _interrupting(engine: Engine) -> Iterator[None]:
 
     on_main = threading.current_thread() is threading.main_thread()
     if on_main:
-        signal.signal(signal.SIGINT, stop)
+        for which in stops:
+            signal.signal(which, stop)
     try:
         yield
     except SystemExit as error:

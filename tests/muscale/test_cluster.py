@@ -1,0 +1,148 @@
+"""Sweeps on a Ray cluster of several nodes: submitted as jobs with a token, stopped, resumed, and robbed of a node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from muscale import Study
+from muscale.fingerprint import package_fingerprint
+from muscale.wheel import write_wheel
+from tests.muscale.ray_nodes import RayNodes, wait
+
+pytestmark = pytest.mark.cluster
+
+MakeStudy = Callable[..., Path]
+SETTINGS = ["sweep.trials=4", "sweep.n_tokens=131072", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
+SWEEP = ["python", "-m", "muscale", "sweep"]
+ON_NODES = ["storage.ledger=actor"]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    started = RayNodes()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wheel(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> pd.DataFrame:
+    from tests.muscale.conftest import MICRO, write_text
+
+    directory = tmp_path_factory.mktemp("undisturbed")
+    write_text(directory / "text")
+    (directory / "study.toml").write_text(MICRO)
+    return Study.open(directory / "study.toml", SETTINGS, quiet=True).sweep().trials
+
+
+def submit(nodes: RayNodes, wheel: Path, job: str, path: Path, *settings: str) -> Any:
+    """One command, as the README has it."""
+    shipped = {"py_modules": [str(wheel)], "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
+    command = ["--", *SWEEP, str(path), *flatten([*SETTINGS, *settings])]
+    return nodes.job("submit", "--no-wait", "--submission-id", job, "--runtime-env-json", json.dumps(shipped), *command)
+
+
+def flatten(settings: list[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def rows(path: Path, table: str, columns: str = "*") -> list[tuple[Any, ...]]:
+    """What a study's file of SQLite holds at this moment; nothing before it was begun."""
+    if not (path.parent / "ledger.sqlite").exists():
+        return []
+    with sqlite3.connect(f"file:{path.parent / 'ledger.sqlite'}?mode=ro", uri=True) as ledger:
+        try:
+            return ledger.execute(f"SELECT {columns} FROM {table}").fetchall()
+        except sqlite3.OperationalError:  # its tables are being made
+            return []
+
+
+def assert_same_table(path: Path, settings: list[str], undisturbed: pd.DataFrame) -> None:
+    study = Study.open(path, [*SETTINGS, *settings], quiet=True)
+    assert study.ledger.retrained() == []
+    columns = ["trial", "status", "learning_rate", "init_scale", "annealed_loss"]
+    pd.testing.assert_frame_equal(study.sweep().trials[columns], undisturbed[columns])
+
+
+def test_a_job_is_submitted_stopped_and_resumed(
+    nodes: RayNodes, wheel: Path, make_study: MakeStudy, undisturbed: pd.DataFrame
+) -> None:
+    path = make_study()
+    done = submit(nodes, wheel, "first", path, *ON_NODES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait(lambda: bool(rows(path, "rungs")), "the first rung")
+    nodes.request("/api/jobs/first/stop", method="POST")
+    assert nodes.ends("first")["status"] == "STOPPED"
+    logs = nodes.job("logs", "first").stdout
+    assert "finishing the running rungs" in logs
+    assert "run the same command again to go on" in logs
+    before = {table: rows(path, table) for table in ("trials", "rungs", "segments")}
+    assert len(before["rungs"]) < 8, "stopped in the middle"
+    assert submit(nodes, wheel, "second", path, *ON_NODES).returncode == 0
+    ended = nodes.ends("second")
+    assert ended["status"] == "SUCCEEDED", ended["message"]
+    assert "best annealed loss" in nodes.job("logs", "second").stdout
+    for table, known in before.items():
+        assert set(known) <= set(rows(path, table)), f"{table}: recorded rows don't change"
+    shipped = {json.loads(environment)["muscale"] for (environment,) in rows(path, "segments", "environment")}
+    assert shipped == {package_fingerprint()}, "the wheel's, whose version tells its sources"
+    assert_same_table(path, ON_NODES, undisturbed)
+
+
+def test_without_the_token_nothing_starts(nodes: RayNodes, wheel: Path, make_study: MakeStudy, tmp_path: Path) -> None:
+    path, known = make_study(), nodes.request("/api/jobs/")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        nodes.request("/api/jobs/", token="wrong" * 8)
+    other = tmp_path / "token"
+    other.write_text("wrong" * 8)
+    done = nodes.job("submit", "--no-wait", "--", "muscale", "sweep", path, RAY_AUTH_TOKEN_PATH=str(other))
+    assert done.returncode != 0
+    assert "401" in done.stdout + done.stderr or "token" in (done.stdout + done.stderr).lower()
+    assert nodes.request("/api/jobs/") == known
+
+
+def test_a_job_with_another_package_on_its_workers_or_a_relative_path_is_refused(
+    nodes: RayNodes, wheel: Path, make_study: MakeStudy, tmp_path: Path
+) -> None:
+    path = make_study()
+    shutil.unpack_archive(wheel, tmp_path / "other", "zip")
+    (tmp_path / "other" / "scaling" / "newer.py").write_text("")
+    driver = f"PYTHONPATH={tmp_path / 'other'} python -m muscale sweep"
+    shipped = ["--no-wait", "--runtime-env-json", json.dumps({"py_modules": [str(wheel)]})]
+    options = " ".join(flatten(SETTINGS))
+    nodes.job("submit", "--submission-id", "other", *shipped, "--", "sh", "-c", f"{driver} {path} {options}")
+    nodes.job("submit", "--submission-id", "relative", *shipped, "--", *SWEEP, "study.toml")
+    assert nodes.ends("other")["status"] == nodes.ends("relative")["status"] == "FAILED"
+    assert "this process runs muscale" in nodes.job("logs", "other").stdout
+    assert "give the study file by its absolute path" in nodes.job("logs", "relative").stdout
+
+
+def test_a_node_that_dies_costs_its_legs_and_another_takes_its_place(
+    nodes: RayNodes, make_study: MakeStudy, undisturbed: pd.DataFrame
+) -> None:
+    path = make_study()
+    victim, _ = nodes.add_node(), nodes.add_node()
+    options = flatten([*SETTINGS, *ON_NODES, "resources.workers=3"])
+    done = nodes.job("submit", "--no-wait", "--submission-id", "robbed", "--", *SWEEP, path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait(lambda: bool(rows(path, "rungs")), "the first rung")
+    before = rows(path, "segments")
+    nodes.kill(victim)
+    nodes.add_node()
+    ended = nodes.ends("robbed")
+    assert ended["status"] == "SUCCEEDED", ended["message"]
+    assert set(before) <= set(rows(path, "segments")), "recorded rows don't change"
+    assert_same_table(path, ON_NODES, undisturbed)
