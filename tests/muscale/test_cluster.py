@@ -115,6 +115,7 @@ def test_without_the_token_nothing_starts(nodes: RayNodes, wheel: Path, make_stu
     assert nodes.request("/api/jobs/") == known
 
 
+@pytest.mark.soak
 def test_a_job_with_another_package_on_its_workers_or_a_relative_path_is_refused(
     nodes: RayNodes, wheel: Path, make_study: MakeStudy, tmp_path: Path
 ) -> None:
