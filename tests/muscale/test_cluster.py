@@ -104,16 +104,18 @@ def test_a_job_is_submitted_stopped_and_resumed(
 
 def test_without_the_token_nothing_starts(nodes: RayNodes, wheel: Path, make_study: MakeStudy, tmp_path: Path) -> None:
     path, known = make_study(), nodes.request("/api/jobs/")
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        nodes.request("/api/jobs/", token="wrong" * 8)
+    for token, refusal in (("", "401"), ("wrong" * 8, "403")):
+        with pytest.raises(urllib.error.HTTPError, match=refusal):
+            nodes.request("/api/jobs/", token=token)
     other = tmp_path / "token"
     other.write_text("wrong" * 8)
     done = nodes.job("submit", "--no-wait", "--", "muscale", "sweep", path, RAY_AUTH_TOKEN_PATH=str(other))
     assert done.returncode != 0
-    assert "401" in done.stdout + done.stderr or "token" in (done.stdout + done.stderr).lower()
+    assert "Invalid authentication token" in done.stderr
     assert nodes.request("/api/jobs/") == known
 
 
+@pytest.mark.soak
 def test_a_job_with_another_package_on_its_workers_or_a_relative_path_is_refused(
     nodes: RayNodes, wheel: Path, make_study: MakeStudy, tmp_path: Path
 ) -> None:
@@ -122,7 +124,7 @@ def test_a_job_with_another_package_on_its_workers_or_a_relative_path_is_refused
     (tmp_path / "other" / "scaling" / "newer.py").write_text("")
     driver = f"PYTHONPATH={tmp_path / 'other'} python -m muscale sweep"
     shipped = ["--no-wait", "--runtime-env-json", json.dumps({"py_modules": [str(wheel)]})]
-    options = " ".join(flatten(SETTINGS))
+    options = " ".join(flatten([*SETTINGS, "sweep.trials=1"]))
     nodes.job("submit", "--submission-id", "other", *shipped, "--", "sh", "-c", f"{driver} {path} {options}")
     nodes.job("submit", "--submission-id", "relative", *shipped, "--", *SWEEP, "study.toml")
     assert nodes.ends("other")["status"] == nodes.ends("relative")["status"] == "FAILED"
