@@ -121,10 +121,15 @@ class Sweep:
 
         Those that are known are noted as runs of this sweep.
         """
-        for kind, jobs in (
-            ("annealed", self.branches(record)),
-            ("leaders repeated", self.repetitions(record, leading(self, record))),
-        ):
+        wanted: tuple[tuple[str, Callable[[], list[tuple[Ending, Job]]]], ...] = (
+            ("annealed", lambda: self.branches(record)),
+            (
+                "leaders repeated",
+                lambda: self.repetitions(record, leading(self, record)),
+            ),  # once all of the others are noted
+        )
+        for kind, find in wanted:
+            jobs = find()
             noted = self.ledger.run_losses([job.chain.key for _, job in jobs])
             unknown = []
             for ending, job in jobs:
