@@ -16,6 +16,7 @@ from typing import Any
 from muscale.config import ResourceSettings
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
+from muscale.interrupts import interrupted_later
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain, stems
 from muscale.tables import runs
@@ -181,34 +182,7 @@ def connect(**options: Any) -> None:
     on_term = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
     if callable(on_term) and threading.current_thread() is threading.main_thread():
-        signal.signal(
-            signal.SIGTERM, on_term
-        )  # Ray has set one of its own, which exits with 15 in the middle of anything
-
-
-@contextmanager
-def interrupted_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of the block: around imports of Ray, whose compiled modules swallow them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C arrives as KeyboardInterrupt: Tune and Train set handlers that swallow it or exit with 0, and leave them set."""
-    on_main = threading.current_thread() is threading.main_thread()
-    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGUSR1)}
-    try:
-        yield
-    except SystemExit as error:
-        raise KeyboardInterrupt from error
-    finally:
-        for which, handler in before.items():
-            if on_main:
-                signal.signal(which, handler)
+        signal.signal(signal.SIGTERM, on_term)  # Ray's own exits with 15 in the middle of anything
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import Job, cluster, dismiss_workers, interrupted_later, interruptible
+from muscale.interrupts import interrupted_later, interruptible
+from muscale.jobs import Job, cluster, dismiss_workers
 from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan

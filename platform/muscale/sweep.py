@@ -14,7 +14,8 @@ import pandas as pd
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
-from muscale.jobs import Job, cluster, dismiss_workers, interrupted_later, staying_cluster
+from muscale.interrupts import interrupted_later
+from muscale.jobs import Job, cluster, dismiss_workers, staying_cluster
 from muscale.lease import held_leases, lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key

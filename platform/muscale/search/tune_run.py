@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from muscale.config import ResourceSettings
 from muscale.errors import StageError
-from muscale.jobs import interrupted_later
+from muscale.interrupts import interrupted_later, interruptible
 from muscale.search.engine import Engine
 
 _MAX_FAILURES = 2  # of a leg; a divergence is none
@@ -60,7 +57,7 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
                 failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
             ),
         )
-        with _interrupting(engine):
+        with interruptible(partial(_stop, engine)):
             results = tuner.fit()
     if engine.stopping:
         raise KeyboardInterrupt
@@ -68,30 +65,9 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
         raise StageError(f"sweep: {len(results.errors)} legs failed, the first with: {results.errors[0]}")
 
 
-@contextmanager
-def _interrupting(engine: Engine) -> Iterator[None]:
-    """The first Ctrl-C stops the engine, which lets what is at work come to a rung; the second is a KeyboardInterrupt.
-
-    SIGTERM, which `ray job stop` and batch systems send, is the same.
-    """
-    stops = (signal.SIGINT, signal.SIGTERM)
-    before = {which: signal.getsignal(which) for which in (*stops, signal.SIGUSR1)}  # Tune leaves its own set
-
-    def stop(_signal: int, _frame: object) -> None:
-        if engine.stopping:
-            raise KeyboardInterrupt
-        engine.stopping = True
-        logging.getLogger(__name__).warning("interrupted: finishing the running rungs; Ctrl-C again stops at once")
-
-    on_main = threading.current_thread() is threading.main_thread()
-    if on_main:
-        for which in stops:
-            signal.signal(which, stop)
-    try:
-        yield
-    except SystemExit as error:
-        raise KeyboardInterrupt from error
-    finally:
-        for which, handler in before.items():
-            if on_main:
-                signal.signal(which, handler)
+def _stop(engine: Engine) -> None:
+    """Let what is at work come to a rung; asked again, stop at once."""
+    if engine.stopping:
+        raise KeyboardInterrupt
+    engine.stopping = True
+    logging.getLogger(__name__).warning("interrupted: finishing the running rungs; Ctrl-C again stops at once")

@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM among libraries that swallow them, exit on them, or leave handlers of their own behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send the second
+
+
+@contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Both wait for the end of the block: around imports of Ray, whose compiled modules swallow them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPS))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
+    """An interruption ends the block as KeyboardInterrupt, and the handlers are afterwards what they were.
+
+    Args:
+        stop: Called at a signal in place of an interruption; only the main thread's blocks hear any.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    before = {which: signal.getsignal(which) for which in (*STOPS, signal.SIGUSR1)}
+    if stop and on_main:
+        for which in STOPS:
+            signal.signal(which, lambda _signal, _frame: stop())
+    try:
+        yield
+    except SystemExit as error:  # Tune's and Train's own way
+        raise KeyboardInterrupt from error
+    finally:
+        for which, handler in before.items():
+            if on_main:
+                signal.signal(which, handler)
