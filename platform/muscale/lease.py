@@ -164,5 +164,5 @@ def is_dead(owner: str) -> bool:
 
 
 def held_leases(ledger: Ledger) -> list[str]:
-    """Names of the leases that somebody holds."""
-    return [row["name"] for row in ledger.read(find, "leases") if row["owner"] is not None]
+    """Names of the leases that somebody holds who is not known to be dead."""
+    return [row["name"] for row in ledger.read(all_leases) if row["owner"] is not None and not is_dead(row["owner"])]

@@ -170,6 +170,8 @@ class Study:
         """
         if narrower or learn_from or self._swept is None:
             self._swept = self._run_sweep(narrower, tuple(map(str, learn_from)))
+            for later in ("_verdict", "_fit"):  # they stand on the sweep
+                self.__dict__.pop(later, None)
         return self._swept
 
     def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:

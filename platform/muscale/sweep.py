@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -32,7 +33,7 @@ from muscale.sweep_result import SweepResult, make_result
 from muscale.tables import runs
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
-from search_spaces import narrow
+from search_spaces import Fixed, SpaceError, narrow
 
 OnArrival = Callable[[Arrival], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
@@ -150,7 +151,8 @@ class Sweep:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
         settings = self.config.sweep
         tables = [self.ledger.runs(), *(runs_of(file) for file in self._teachers())]
-        return lessons(tables, self.plan.defaults, settings.space, self.numerics)
+        fixed: dict[str, Any] = {name: d.value for name, d in settings.space.items() if isinstance(d, Fixed)}
+        return lessons(tables, replace(self.plan.defaults, **fixed), settings.space, self.numerics)
 
     def _teachers(self) -> list[Path]:
         """Studies that the search learns from; those of the study file relative to it."""
@@ -212,8 +214,16 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
         record = sweep.record()
         engine = sweep.engine(record, on_arrival, on_run)
         if narrower and engine.is_finished:
-            _narrow(sweep, record)
+            if record.rounds[-1].first_trial < len(
+                record.configs
+            ):  # else it was narrowed, and there was no budget for more
+                _narrow(sweep, record)
             engine = sweep.engine(record, on_arrival, on_run)
+            if engine.is_finished:
+                raise StageError(
+                    "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
+                    "max_flops or max_device_hours"
+                )
         if not engine.is_finished:
             _search(sweep, engine)
             _prune(sweep)
@@ -221,15 +231,14 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
             least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
             raise StageError(
                 f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens with its annealed runs and the "
-                "repetitions of the leaders: raise sweep.max_tokens, max_flops or max_device_hours, or lower sweep.repeats"
+                "repetitions of the leaders: raise sweep.max_tokens or max_flops, or lower sweep.repeats"
             )
         return collect(sweep, record)
 
 
 def _prune(sweep: Sweep) -> None:
     """Remove the states that nothing goes on from, unless somebody else is at work on this study."""
-    others = [name for name in held_leases(sweep.ledger) if name != f"sweep {sweep.key}"]
-    if not others:
+    if set(held_leases(sweep.ledger)) <= {f"sweep {sweep.key}"}:
         prune(sweep.ledger, top_k=sweep.config.sweep.top_k)
 
 
@@ -238,7 +247,10 @@ def _narrow(sweep: Sweep, record: Record) -> None:
     part = record.rounds[-1]
     seen = KnownOf(record, sweep.plan.top).observations
     results = pd.DataFrame([{**dict.fromkeys(part.space), **one.config, "loss": one.loss} for one in seen])
-    narrowed = narrow(part.space, results)
+    try:
+        narrowed = narrow(part.space, results)
+    except SpaceError as error:
+        raise StageError(f"sweep: can't be narrowed: {error}") from error
     record.begin_round(part.searcher, narrowed.space, narrowed.to_dict())
 
 
@@ -292,9 +304,9 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
     """
     record = record or sweep.record()
     repetitions = sweep.repetitions(record, leading(sweep, record))
-    losses = sweep.ledger.run_losses([job.chain.key for _, job in repetitions])
+    ended = [(ending, outcome) for ending, job in repetitions if (outcome := sweep.ledger.outcome(job.chain))]
     repeated = pd.DataFrame(
-        [(e.trial, e.seed, losses[job.chain.key]) for e, job in repetitions if job.chain.key in losses],
+        [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
         columns=["trial", "seed", "loss"],
     )
     annealed = annealed_runs(sweep, record)

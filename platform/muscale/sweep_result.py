@@ -9,6 +9,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from muscale.config import StudyConfig
@@ -41,11 +42,11 @@ class SweepResult:
     """What a sweep found.
 
     Attributes:
-        trials: A row each, best first: trial, round (0, and one more for each narrowing), status, configuration, the loss that
-            it was ranked by at each rung reached, expected_loss (at the last rung; of a stopped trial corrected to it), the
-            loss and tokens of its longest annealed run (NaN and 0 without one), seeds (of that run, the search's own
-            counted), on_front (whether an annealed run of it is on the front of loss against FLOPs), and what its stem cost:
-            tokens, FLOPs (6·N·D), seconds. Losses in nats per token.
+        trials: A row each, the best annealed loss under the search's own seed first: trial, round (0, and one more for each
+            narrowing), status, configuration, the loss that it was ranked by at each rung reached, expected_loss (at the last
+            rung; of a stopped trial corrected to it), the loss and tokens of its longest annealed run (NaN and 0 without one),
+            seeds (of that run, the search's own counted), on_front (whether an annealed run of it is on the front of loss
+            against FLOPs), and what its stem cost: tokens, FLOPs (6·N·D), seconds. Losses in nats per token.
         rungs: A row for each result at a rung; see `sweep_tables.rungs_table`.
         annealed: A row for each annealed run under the search's own seed; see `sweep_tables.annealed_table`.
         best: Hyperparameters of the winner.
@@ -274,7 +275,7 @@ def make_result(
         )
     noise = None if runs is None else known_noise(runs, plan, config.sweep.space)
     leaders = _leaders(repeated, noise)
-    winner = int(leaders.winner) if leaders else int(table.iloc[0]["trial"])
+    winner = _winner(config.sweep.cost_weight, record, table, leaders)
     rung = int(annealed.dropna().query("trial == @winner")["rung"].max())
     return SweepResult(
         trials=table,
@@ -287,7 +288,7 @@ def make_result(
         space=config.sweep.space,
         is_population=config.sweep.is_population,
         seed=config.sweep.seed,
-        notes=tuple(_notes(config, plan, leaders)),
+        notes=tuple(_notes(config, plan, leaders, comparable=leaders is not None or repeated.empty)),
     )
 
 
@@ -295,21 +296,43 @@ def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Leade
     """The comparison of the leaders; what later stages tell of the noise may change how sure it is, not whom they follow."""
     if not repeated["loss"].notna().any():
         return None
-    alone = compare_leaders(repeated)
+    try:
+        alone = compare_leaders(repeated)
+    except ScalingError:  # divergences left them without seeds in common; `_notes` says so
+        return None
     informed = compare_leaders(repeated, noise=noise) if noise else alone
     return informed if informed.winner == alone.winner else alone
 
 
-def _notes(config: StudyConfig, plan: TrialPlan, leaders: Leaders | None) -> Iterator[str]:
+def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Leaders | None) -> int:
+    """The trial with the least log loss + cost_weight · log seconds, of the leaders that can be best, else of the longest."""
+    if leaders and not cost_weight:
+        return int(leaders.winner)
+    longest = table[table["n_tokens"] == table["n_tokens"].max()].set_index("trial")["annealed_loss"].dropna()
+    losses = leaders.trials.query("p_best > 0")["loss"] if leaders else longest
+    seconds = np.array([max(record.cost(int(trial))[1], 1e-9) for trial in losses.index])
+    return int((np.log(losses) + cost_weight * np.log(seconds)).idxmin())
+
+
+def _notes(config: StudyConfig, plan: TrialPlan, leaders: Leaders | None, *, comparable: bool) -> Iterator[str]:
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
     if searched != wanted:
         yield (
             f"searched under schedule {searched}, but the full run follows {wanted}: rankings under one don't carry over "
             "to the other"
         )
+    if config.sweep.searcher == "grid":
+        points = len(config.sweep.space.grid(config.sweep.grid_points))
+        if points > config.sweep.trials:
+            yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in their order"
     repeats = config.sweep.repeats
     done = {} if leaders is None else {int(trial): int(row["n_runs"]) for trial, row in leaders.trials.iterrows()}
-    if not done:
+    if not comparable:
+        yield (
+            "the leaders can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
+            "sweep.repeats"
+        )
+    elif not done:
         yield (
             "the winner's luck is not known: it was repeated over no seed but the search's own"
             + (f" of {repeats} that sweep.repeats asks for" if repeats else "; set sweep.repeats")

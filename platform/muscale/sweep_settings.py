@@ -42,7 +42,7 @@ class SweepSettings(StrictTable):
     repeats: NonNegativeInt = 3  # seeds of each leader, none of them the search's own
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: of the members that copy one of the best as many
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
-    cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log compute
+    cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log seconds of training
     max_tokens: PositiveInt | None = None  # the sweep stops before it would go beyond any of these
     max_flops: PositiveFloat | None = None
     max_device_hours: PositiveFloat | None = None

@@ -1,6 +1,6 @@
 """The search: what a sweep suggests, which trials go on at a rung, and what Ray Tune runs of it.
 
 A sweep is a record in the ledger: suggestions, results at rungs, decisions. A `Sampler` turns the record into the next
-configuration, a `Rule` into the next move, and both are functions of the record alone, so a sweep that was interrupted
-goes on as if it had not been. Ray Tune runs the moves, a leg at a time, on warm actors.
+configuration, a `Rule` into the next move, and both are functions of the record (and of what other runs have taught), so a
+sweep that was interrupted goes on from its rows. Ray Tune runs the moves, a leg at a time, on warm actors.
 """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pandas as pd
 from muscale.search.observations import Known
 from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import SearchBox, fit_response
-from search_spaces import Choice, Config, Distribution, Integer, LogUniform, Ordinal, Simplex, Space
+from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Ordinal, Simplex, Space
 
 N_PARAMS, N_TOKENS = "n_params", "n_tokens"
 
@@ -71,14 +72,19 @@ class AcrossScales:
         n_params: N of the proxy.
         n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
             averaged weights and annealed ones are not compared with each other.
-        lessons: Runs at other scales: the searched hyperparameters, n_params, n_tokens, loss.
+        taught: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss.
     """
 
     space: Space
     seed: int
     n_params: int
     n_tokens: int
-    lessons: pd.DataFrame
+    taught: Callable[[], pd.DataFrame]
+
+    @cached_property
+    def lessons(self) -> pd.DataFrame:
+        """What `taught` gives, asked at the first suggestion."""
+        return self.taught()
 
     def propose(self, number: int, known: Known) -> Config:
         """What the surface suggests, given the lessons and the sweep's own trials so far."""
@@ -87,13 +93,17 @@ class AcrossScales:
         rows = [
             {**coordinates(space, {name: row[name] for name in space.searched}), **_scale(row), "loss": row["loss"]}
             for row in self.lessons.to_dict("records")
+            if _is_comparable(space, row)
         ]
         rows += [
             {**coordinates(space, seen.config), **scale, "loss": np.nan if seen.loss is None else seen.loss}
             for seen in known.observations
+            if _is_comparable(space, seen.config)
         ]
         surface = fit_response(pd.DataFrame(rows), box=box)
-        pending = _table([{**coordinates(space, config), **scale} for config in known.pending], box)
+        pending = _table(
+            [{**coordinates(space, config), **scale} for config in known.pending if _is_comparable(space, config)], box
+        )
         has_prior = any(distribution.prior for distribution in space.values())
 
         def log_prior(points: pd.DataFrame) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -110,6 +120,19 @@ class AcrossScales:
             if space.contains(config := config_at(space, point)):
                 return config
         return Draws(space=space, seed=self.seed).propose(number, known)
+
+
+def _is_comparable(space: Space, config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has no value that the space does not know; a number may lie outside the bounds."""
+    for name, distribution in space.items():
+        if name not in config:
+            continue
+        listed = distribution.values if isinstance(distribution, Choice | Ordinal) else ()
+        if isinstance(distribution, Fixed):
+            listed = (distribution.value,)
+        if listed and config[name] not in listed:
+            return False
+    return True
 
 
 def _table(rows: Sequence[dict[str, Any]], box: SearchBox) -> pd.DataFrame:

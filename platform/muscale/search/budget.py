@@ -24,7 +24,7 @@ class Budget:
     Attributes:
         trials: Suggestions ever made.
         max_tokens, max_flops, max_device_hours: Of all its training, its branches and repetitions counted as soon as they
-            are owed. Hours are those of the devices of a worker: of its GPUs, or of its CPUs where it has none.
+            are owed. Hours are those of the devices of a worker, of its GPUs, or of its CPUs where it has none, at the speed so far.
         rung_tokens: Stable tokens of each rung, [R].
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
         top_k: Trials of each rung that are annealed beside those that go on.
@@ -68,7 +68,7 @@ class Budget:
         return (
             (self.max_tokens is None or tokens <= self.max_tokens)
             and (self.max_flops is None or flops <= self.max_flops)
-            and (self.max_device_hours is None or spent.device_hours < self.max_device_hours)
+            and (self.max_device_hours is None or self._hours(record, tokens) <= self.max_device_hours)
         )
 
     def spent(self, record: Record) -> Spent:
@@ -78,8 +78,12 @@ class Budget:
             trials=len(record.configs),
             tokens=tokens,
             flops=6.0 * self.n_params * tokens,
-            device_hours=record.seconds / 3600 * self.devices,
+            device_hours=self._hours(record, tokens),
         )
+
+    def _hours(self, record: Record, tokens: float) -> float:
+        """Device hours of so many tokens, at the speed of what has arrived; 0 before anything has."""
+        return record.seconds / max(record.tokens, 1) * tokens / 3600 * self.devices
 
     def _owed(self, record: Record, rung: int) -> int:
         """Tokens of the branches from a rung: of those that went on, and of the leaders beside them."""

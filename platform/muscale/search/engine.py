@@ -90,7 +90,9 @@ class Engine:
         return None
 
     def _next_ending(self) -> Ending | None:
-        if not self._flying and not self._queue:
+        if (
+            not self._flying and not self._queue and not self.record.open
+        ):  # a leg that failed is flown by the next run first
             self._queue.extend(ending for ending in self._endings() if ending not in self._failed)
         if not self._queue:
             return None

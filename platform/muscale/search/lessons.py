@@ -19,9 +19,9 @@ SHAPE = ("model", "seed", "run_tokens")
 """In which runs of one family may differ; their rates are all given at the family's base shape."""
 
 
-def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Iterable[str], numerics: Numerics) -> str:
-    """In what a run of the ledger differs from a study beyond what is searched, "" if in nothing."""
-    searched = {"learning_rate", *space}
+def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    """In what a run of the ledger differs from a study beyond what is searched, "" if in nothing; `defaults` has what is fixed."""
+    searched = {"learning_rate", *space.searched}
     for found, wanted, free in (
         (row["hyperparameters"], defaults.to_dict(), searched),
         (row["numerics"], numerics.to_dict(), SHAPE),

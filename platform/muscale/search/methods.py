@@ -70,5 +70,5 @@ def make_sampler(
         case "cma_es":
             return CmaEs(space=space, seed=seed)
         case "across_scales":
-            return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, lessons=taught())
+            return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, taught=taught)
     raise ValueError(f"no searcher is called {part.searcher!r}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,9 +107,10 @@ class MedianStopping:
             if not waiting:
                 continue
             means = {trial: statistics.fmean(record.losses(trial, rung)) for _, trial in ranking}
+            ordered = sorted(means.values())
             for trial in waiting:
-                others = [mean for other, mean in means.items() if other != trial]
-                if len(others) < MIN_PEERS or min(record.losses(trial, rung)) <= statistics.median(others):
+                best = min(record.losses(trial, rung))
+                if len(ordered) <= MIN_PEERS or best <= _median_without(ordered, means[trial]):
                     return GoOn(trial=trial, until=rung + 1)
         return Start(until=0) if may_start else None
 
@@ -168,3 +170,10 @@ def _next_of(record: Record, rung: int, n: int) -> int | None:
         if (trial, rung) not in record.went_on and math.isfinite(loss):
             return trial
     return None
+
+
+def _median_without(ordered: list[float], value: float) -> float:
+    """The median of sorted values without one of them."""
+    place, n = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (ordered[k + (k >= place)] for k in ((n - 1) // 2, n // 2))
+    return (low + high) / 2
