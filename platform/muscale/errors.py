@@ -25,3 +25,7 @@ class LedgerUnavailableError(MuscaleError):
 
 class PackageMismatchError(MuscaleError):
     """A worker that runs another muscale than the driver: the same key could mean another training there."""
+
+
+class LeaseLostError(MuscaleError):
+    """The lease was taken over; what was worked under it is not recorded."""

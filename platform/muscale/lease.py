@@ -23,7 +23,7 @@ import psutil
 import sqlalchemy as sa
 
 from muscale.errors import MuscaleError
-from muscale.ledger import Ledger, find, insert_once, stamped
+from muscale.ledger import Ledger, check_token, find, insert_once, stamped
 from muscale.tables import leases, segments
 
 BEAT_SECONDS = 2.0
@@ -32,10 +32,6 @@ _POLL_SECONDS = 0.2
 _ANSWERS_SECONDS = 1.0  # a poll that takes longer has waited for the ledger
 
 _log = logging.getLogger(__name__)
-
-
-class LeaseLostError(MuscaleError):
-    """The lease was taken over; what was worked under it is not recorded."""
 
 
 @contextmanager
@@ -68,17 +64,6 @@ def record_segment(ledger: Ledger, name: str, token: int, row: Mapping[str, Any]
         LeaseLostError: If another owner has taken the lease since; nothing is recorded then.
     """
     ledger.write(_record, name, token, stamped(segments, row))
-
-
-def check_token(connection: sa.Connection, name: str, token: int) -> None:
-    """Refuse, inside a writing transaction, a token that is no longer the lease's.
-
-    Raises:
-        LeaseLostError: If another owner has taken the lease since.
-    """
-    current = connection.execute(sa.select(leases.c.token).where(leases.c.name == name)).scalar()
-    if current != token:
-        raise LeaseLostError(f"lease {name}: held with token {token}, but the current one is {current}")
 
 
 def all_leases(connection: sa.Connection) -> list[dict[str, Any]]:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any, Concatenate, cast
 
 import pandas as pd
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from muscale.errors import StudyDirectoryError
+from muscale.errors import LeaseLostError, StudyDirectoryError
 from muscale.lineage import Chain
 from muscale.storage import P, SqliteStorage, Storage, T
 from muscale.tables import (
     decisions,
     forecasts,
+    leases,
     metadata,
     retrained,
     revisions,
@@ -85,12 +87,19 @@ class Ledger:
             raise ValueError(f"a ledger in {where.name} needs the study's directory, got None")
         self.storage = where
         self.directory = directory.absolute()
+        self._held: tuple[str, int] | None = None
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[Storage, Path]]:
         return type(self), (self.storage, self.directory)
 
     def __repr__(self) -> str:
         return f"Ledger({self.storage.name})"
+
+    def under(self, lease: str, token: int) -> Ledger:
+        """This ledger, but a write through it raises a LeaseLostError once the lease has another token."""
+        fenced = copy(self)
+        fenced._held = (lease, token)
+        return fenced
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
@@ -102,6 +111,9 @@ class Ledger:
 
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a module's function while nobody else writes, all or nothing; it must come to the same if it is run twice."""
+        if self._held:
+            write: Any = self.storage.write
+            return cast(T, write(_fenced, *self._held, function, *args, **kwargs))
         return self.storage.write(function, *args, **kwargs)
 
     def insert(self, table: sa.Table, **values: Any) -> None:
@@ -283,6 +295,24 @@ def _insert_once(dialect: str, table: str) -> sa.Insert:
     insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
     statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
     return statement.execution_options(preserve_rowcount=True)
+
+
+def check_token(connection: sa.Connection, name: str, token: int) -> None:
+    """Refuse, inside a writing transaction, a token that is no longer the lease's.
+
+    Raises:
+        LeaseLostError: If another owner has taken the lease since.
+    """
+    current = connection.execute(sa.select(leases.c.token).where(leases.c.name == name)).scalar()
+    if current != token:
+        raise LeaseLostError(f"lease {name}: held with token {token}, but the current one is {current}")
+
+
+def _fenced(
+    connection: sa.Connection, lease: str, token: int, function: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    check_token(connection, lease, token)
+    return function(connection, *args, **kwargs)
 
 
 def _claim(

@@ -209,9 +209,10 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
         StageError: If no trial came to an annealed end, a leg failed for another reason than divergence, or the budget does
             not allow a trial.
+        LeaseLostError: If this process was away for so long that another one goes on with the sweep.
     """
-    with lease(sweep.ledger, f"sweep {sweep.key}"), staying_cluster():
-        record = sweep.record()
+    with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
+        record = Record(sweep.ledger.under(name, token), sweep.key)
         engine = sweep.engine(record, on_arrival, on_run)
         if narrower and engine.is_finished:
             if record.rounds[-1].first_trial < len(

@@ -7,10 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from muscale import lease as leases
+from muscale import tables
+from muscale.errors import LeaseLostError
 from muscale.layout import LEDGER
-from muscale.ledger import Ledger
+from muscale.ledger import Ledger, check_token
+from muscale.search.record import Arrival, Record
 
 
 @pytest.fixture
@@ -58,9 +62,9 @@ def test_a_silent_owner_elsewhere_expires_and_its_token_is_refused(
     monkeypatch.setattr(leases, "BEAT_SECONDS", 60.0)
     monkeypatch.setattr(leases, "_me", lambda: "another-machine/1/0.00")
     with leases.lease(ledger, "line") as old, leases.lease(ledger, "line") as new:
-        ledger.write(leases.check_token, "line", new)
-        with pytest.raises(leases.LeaseLostError, match="held with token 1, but the current one is 2"):
-            ledger.write(leases.check_token, "line", old)
+        ledger.write(check_token, "line", new)
+        with pytest.raises(LeaseLostError, match="held with token 1, but the current one is 2"):
+            ledger.write(check_token, "line", old)
 
 
 def test_an_owner_that_beats_is_not_expired(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +84,23 @@ def test_an_owner_that_beats_is_not_expired(ledger: Ledger, monkeypatch: pytest.
         assert got == []
     waiting.join(10)
     assert got == [2]
+
+
+def test_a_driver_that_lost_its_sweep_writes_no_more_of_its_record(ledger: Ledger) -> None:
+    with leases.lease(ledger, "sweep s") as old:
+        record = Record(ledger.under("sweep s", old), "s")
+        record.start({"learning_rate": 0.1}, until=0)
+        ledger.write(_take_over, "sweep s")
+        with pytest.raises(LeaseLostError, match=f"held with token {old}, but the current one is {old + 1}"):
+            record.start({"learning_rate": 0.2}, until=0)
+        arrival = Arrival(trial=0, rung=0, loss=1.0, segment="k", tokens=1, seconds=1.0)
+        with pytest.raises(LeaseLostError):
+            record.arrive(arrival)
+    assert [row["config"] for row in ledger.trials("s")] == [{"learning_rate": 0.1}]
+    assert ledger.rungs("s") == []
+
+
+def _take_over(connection: sa.Connection, name: str) -> None:
+    connection.execute(
+        sa.update(tables.leases).where(tables.leases.c.name == name).values(token=tables.leases.c.token + 1)
+    )

@@ -12,8 +12,9 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale import lease as leases
 from muscale.config import StorageSettings
+from muscale.errors import LeaseLostError
 from muscale.layout import CORPUS, LEDGER_PLACE
-from muscale.ledger import Ledger
+from muscale.ledger import Ledger, check_token
 from muscale.ledger_actor import ActorStorage
 from muscale.lineage import Chain
 from muscale.open_ledger import open_ledger
@@ -81,8 +82,8 @@ def test_an_error_inside_the_actor_arrives_as_it_is(ledger: Ledger) -> None:
     ledger.claim({"model.d_model": 64}, {})
     with pytest.raises(StudyDirectoryError, match="model.d_model is 32 here but 64 there"):
         ledger.claim({"model.d_model": 32}, {})
-    with leases.lease(ledger, "line") as token, pytest.raises(leases.LeaseLostError, match="held with token 0"):
-        ledger.write(leases.check_token, "line", token - 1)
+    with leases.lease(ledger, "line") as token, pytest.raises(LeaseLostError, match="held with token 0"):
+        ledger.write(check_token, "line", token - 1)
 
 
 def test_a_ledger_that_lies_elsewhere_or_is_gone_is_told(ledger: Ledger, tmp_path: Path) -> None:

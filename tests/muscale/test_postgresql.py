@@ -16,7 +16,7 @@ from muscale import lease as leases
 from muscale.config import StorageSettings
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER, LEDGER_PLACE
-from muscale.ledger import Ledger
+from muscale.ledger import Ledger, check_token
 from muscale.open_ledger import open_ledger
 from muscale.postgresql import PostgresStorage
 from muscale.tables import forecasts, trials
@@ -113,7 +113,7 @@ def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, post
         restart.start()
         ledger.record_result("stage", "k", {"kept": True})
         restart.join()
-        ledger.write(leases.check_token, "line", token)
+        ledger.write(check_token, "line", token)
         order.append("first")
     waiter.join(30)
     waiting_ledger.close()
