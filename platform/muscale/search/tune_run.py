@@ -14,7 +14,9 @@ from muscale.errors import StageError
 from muscale.interrupts import interrupted_later, interruptible
 from muscale.search.engine import Engine
 
-_MAX_FAILURES = 4  # of a leg; a divergence is none. With 2, two of six killed workers cost their leg, for a reason not found
+_MAX_FAILURES = (
+    4  # of a leg; a divergence is none. With 2, two of six killed workers cost their leg, for a reason not found
+)
 _TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints tables that `verbose=0` does not silence
