@@ -56,9 +56,10 @@ from proxy_models.check_sizes import Axis, require_seeds, require_sizes
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import Parametrization, Scheme, TensorClass, parametrize
+from proxy_models.recipe import Recipe
 from proxy_models.watching import rms, watching
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from proxy_models.adafactor import Adafactor
 from proxy_models.decoder import Decoder
-from proxy_models.hyperparameters import Recipe
 from proxy_models.parametrization import Parametrization, TensorClass
+from proxy_models.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from proxy_models.decoder import Decoder, training_loss
 from proxy_models.guard import Divergence, Guard, Spike
-from proxy_models.hyperparameters import Recipe
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, set_rates
 from proxy_models.parametrization import Parametrization
 from proxy_models.precision import LEAST_SCALE, LossScaler, autocast
+from proxy_models.recipe import Recipe
 from proxy_models.state import capture, restore, without_moments
 
 Loss = Callable[[Decoder, Tensor], Tensor]

@@ -22,11 +22,11 @@ from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.device import CPU, send, usable
 from proxy_models.guard import Divergence, Spike
-from proxy_models.hyperparameters import Segment
 from proxy_models.metrics import WAIT_EVERY, Curve, Observation, Recorder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
+from proxy_models.segments import Segment
 from proxy_models.state import TrainState, capture, restore, without_moments
 from proxy_models.step import Stepper
 from proxy_models.warm import WarmModel, WarmModels

@@ -31,11 +31,12 @@ from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import send
-from proxy_models.hyperparameters import Recipe, Segment
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
+from proxy_models.recipe import Recipe
+from proxy_models.segments import Segment
 from proxy_models.step import Stepper
 
 L = import_lightning()

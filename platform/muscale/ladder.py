@@ -18,9 +18,11 @@ from muscale.lineage import Chain
 from muscale.search.lessons import differs_in
 from muscale.trial import WITH_COOLDOWN
 from proxy_models.content_key import content_key
-from proxy_models.hyperparameters import Hyperparameters, Recipe, branch
-from proxy_models.hyperparameters import chain as chain_of
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.recipe import Recipe
+from proxy_models.segments import branch
+from proxy_models.segments import chain as chain_of
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from proxy_models.content_key import content_key
-from proxy_models.hyperparameters import Segment
 from proxy_models.numerics import Numerics
 from proxy_models.schedule import Constant, phase_to_dict
+from proxy_models.segments import Segment
 
 
 def segment_to_dict(segment: Segment) -> dict[str, Any]:

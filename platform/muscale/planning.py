@@ -11,8 +11,9 @@ from muscale.ledger import Ledger
 from muscale.lineage import Chain, input_key
 from muscale.tables import forecasts
 from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics, Precision
+from proxy_models.segments import chain
 from proxy_models.stages import Stage
 from scaling import Forecast, HorizonLaw, ScalingFit
 

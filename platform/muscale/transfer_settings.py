@@ -10,7 +10,8 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.strict import StrictTable
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.segments import chain
 
 FOLLOWED = (
     *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),

@@ -8,8 +8,9 @@ from typing import Any
 
 from muscale.lineage import Chain
 from muscale.search.path import Path
-from proxy_models.hyperparameters import Hyperparameters, Segment, chain, staged_branch
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import Segment, chain, staged_branch
 from proxy_models.stages import CHANGEABLE, Stage
 
 WITH_COOLDOWN = ("wsd", "wsd_linear")

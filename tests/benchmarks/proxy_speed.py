@@ -33,11 +33,12 @@ from proxy_models.config import ModelConfig
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import CPU, send, usable, wait
-from proxy_models.hyperparameters import Hyperparameters, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics, Precision
 from proxy_models.peak import datasheet_flops
 from proxy_models.precision import autocast
 from proxy_models.products import MKL_IS_SLOW, Linear, product
+from proxy_models.segments import stem
 from proxy_models.tokenizer import Tokens
 from proxy_models.training import Trainer
 

@@ -29,9 +29,10 @@ from scipy.stats import qmc
 
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters, Segment, branch, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.schedule import Constant, LinearDecay, Phase
+from proxy_models.segments import Segment, branch, stem
 from proxy_models.state import TrainState
 from proxy_models.training import Trainer
 from search_spaces import LogUniform, Space, Uniform

@@ -124,8 +124,9 @@ def by_optuna(folder: Path, trials: int) -> list[float]:
 
     from proxy_models.config import ModelConfig
     from proxy_models.corpus import Corpus
-    from proxy_models.hyperparameters import Hyperparameters, stem
+    from proxy_models.hyperparameters import Hyperparameters
     from proxy_models.numerics import Numerics
+    from proxy_models.segments import stem
     from proxy_models.training import Trainer
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -24,9 +24,10 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import Scheme
+from proxy_models.segments import chain
 from proxy_models.training import Trainer
 from scaling import fit_optimum, fit_transfer
 

@@ -21,8 +21,9 @@ from muscale.trial import TrialPlan
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import chain
 from proxy_models.state import TrainState
 from search_spaces import Config
 

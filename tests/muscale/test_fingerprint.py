@@ -20,8 +20,9 @@ from muscale.lineage import Chain
 from muscale.open_ledger import open_ledger
 from muscale.wheel import write_wheel
 from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import chain
 
 OTHER = "0.0.1+000000000000"
 

@@ -24,8 +24,9 @@ from muscale.search.record import Arrival
 from muscale.sweep import Sweep
 from muscale.sweep_result import make_result
 from muscale.trial import TrialPlan
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import chain
 from proxy_models.stages import Stage
 from scaling import HorizonLaw, fit, fit_horizon_law
 from search_spaces import Config

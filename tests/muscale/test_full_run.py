@@ -21,10 +21,11 @@ from muscale.layout import METRICS, RESULT
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus, write_corpus, write_mixture
 from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters, chain, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.mixture import Mixture, Stage
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import OptimizerName
+from proxy_models.segments import chain, stem
 from proxy_models.sources import Source
 from proxy_models.stages import Stage as Change
 from proxy_models.step import Stepper

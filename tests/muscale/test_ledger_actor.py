@@ -20,8 +20,9 @@ from muscale.lineage import Chain
 from muscale.open_ledger import open_ledger
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters, branch
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import branch
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 MakeStudy = Callable[..., Path]

@@ -18,8 +18,9 @@ from muscale.merge import merge
 from muscale.open_ledger import open_ledger
 from muscale.tables import forecasts, runs, segments, trials
 from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters, branch
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import branch
 
 IDENTITY = {"model.d_model": 32}
 MODEL = ModelConfig(d_model=32, n_layers=1, context_length=32)

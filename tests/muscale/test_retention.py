@@ -19,8 +19,9 @@ from muscale.tables import runs, segments, trials
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters, branch
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import branch
 
 RUN = {"d_model": 1, "n_layers": 1, "n_params": 1, "n_tokens": 1, "seed": 0, "learning_rate": 1.0}
 

@@ -7,9 +7,10 @@ import pytest
 from muscale.search.path import Path, path_of
 from muscale.trial import TrialPlan
 from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.schedule import ScheduleName
+from proxy_models.segments import chain
 from proxy_models.stages import Stage
 from search_spaces import Config
 

@@ -16,10 +16,11 @@ from muscale.lineage import Chain
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus, write_mixture
-from proxy_models.hyperparameters import Hyperparameters, branch, chain, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
 from proxy_models.schedule import phase_from_dict
+from proxy_models.segments import branch, chain, stem
 from proxy_models.sources import Source
 
 BATCH = 128

@@ -12,9 +12,10 @@ from torch import nn
 from proxy_models.base_shapes import module_shapes
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.decoder import Decoder
-from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.parametrization import TensorClass, decoder_shapes, parametrization_of, parametrize
+from proxy_models.recipe import Recipe
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=16))
 READOUT = ("readout.weight",)

@@ -12,8 +12,9 @@ from proxy_models import compilation
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
-from proxy_models.hyperparameters import Hyperparameters, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import stem
 from proxy_models.training import Trainer
 
 BATCH = 2 * 32

@@ -16,10 +16,11 @@ from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus
 from proxy_models.device import CPU, usable
 from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters, Segment, chain, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.metrics import Observation
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import OptimizerName
+from proxy_models.segments import Segment, chain, stem
 from proxy_models.state import TrainState, restore
 from proxy_models.training import Trainer
 from proxy_models.warm import WarmModel

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy_models.hyperparameters import Hyperparameters, Recipe, Segment, branch, chain, stem
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipe import Recipe
 from proxy_models.schedule import (
     Constant,
     Cooldown,
@@ -21,6 +22,7 @@ from proxy_models.schedule import (
     ScheduleName,
     StepDecay,
 )
+from proxy_models.segments import Segment, branch, chain, stem
 
 BATCH = 512
 

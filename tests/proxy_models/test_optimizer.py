@@ -10,9 +10,10 @@ from torch import nn
 
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import RATE_EXPONENT, OptimizerName, Parametrization, TensorClass, parametrize
+from proxy_models.recipe import Recipe
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=16))
 WIDE = FAMILY.at(width=64)

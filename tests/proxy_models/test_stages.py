@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from proxy_models.content_key import content_key
-from proxy_models.hyperparameters import Hyperparameters, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.schedule import Constant, ScheduleName
+from proxy_models.segments import chain
 from proxy_models.stages import CHANGEABLE, Stage
 
 BATCH = 128

@@ -17,12 +17,13 @@ from proxy_models.config import ModelFamily
 from proxy_models.corpus import Corpus, write_mixture
 from proxy_models.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters, Segment, branch, chain, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.metrics import Observation
 from proxy_models.mixture import Mixture
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import OptimizerName
+from proxy_models.segments import Segment, branch, chain, stem
 from proxy_models.sources import Source
 from proxy_models.state import TrainState
 from proxy_models.step import step_seed

@@ -11,8 +11,9 @@ import pytest
 
 from proxy_models.config import ModelFamily
 from proxy_models.guard import Divergence
-from proxy_models.hyperparameters import Hyperparameters, stem
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.segments import stem
 from proxy_models.state import TrainState
 from proxy_models.training import Trainer
 

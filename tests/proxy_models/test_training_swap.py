@@ -15,10 +15,11 @@ from proxy_models.batches import TokenStream
 from proxy_models.config import ModelFamily
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters, Segment, chain
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import OptimizerName
+from proxy_models.segments import Segment, chain
 from proxy_models.state import TrainState
 from proxy_models.training import SegmentResult, Trainer
 

@@ -11,8 +11,9 @@ import pandas as pd
 
 from muscale.ledger import find_runs, runs_table
 from muscale.merge import opened
-from proxy_models.hyperparameters import Hyperparameters, Recipe
+from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
+from proxy_models.recipe import Recipe
 from search_spaces import Space
 
 SHAPE = ("model", "seed", "run_tokens")

@@ -1,0 +1,156 @@
+"""What no single key of a study file can tell: settings that are right alone and can't be together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from proxy_models.check_sizes import require_seeds, require_sizes
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.segments import chain
+from search_spaces import Choice, Fixed, Ordinal, Space
+
+if TYPE_CHECKING:
+    from muscale.config import CheckSettings, StudyConfig
+
+_FIXED_IN_A_SWEEP = (
+    "batch_doublings",
+    "batch_ramp_tokens",
+    "schedule",
+    "cooldown_fraction",
+    "stages",
+)
+_NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
+
+
+def contradictions(config: StudyConfig) -> list[str]:
+    """What no single key can tell: one line each."""
+    h, model = config.hyperparameters, config.model
+    problems = config.corpus.contradictions(model.vocab_size)
+    first_batch = h.batch_tokens >> h.batch_doublings
+    if first_batch % model.context_length:
+        problems.append(
+            f"hyperparameters.batch_tokens: must be a multiple of model.context_length = {model.context_length}, "
+            f"got {first_batch}"
+        )
+    elif first_batch // model.context_length % config.promote.workers:
+        problems.append(
+            f"promote.workers: must divide the {first_batch // model.context_length} sequences of a batch, "
+            f"got {config.promote.workers}"
+        )
+    if config.promote.precision == "fp16" and config.promote.workers > 1:
+        problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
+    problems += _check_contradictions(config.check)
+    for key, values in _given(config, "zero_readout").items():
+        if model.tied and True in values:
+            problems.append(
+                f"{key}: the readout is the embedding table under model.tied and can't start at zero, got true"
+            )
+    for key, values in _given(config, "optimizer").items():
+        if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
+            problems.append(f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}')
+    problems += config.transfer.contradictions(h, model.context_length)
+    widths = [("check.widths", w) for w in config.check.widths] + [
+        ("transfer.widths", w) for w in config.transfer.widths
+    ]
+    for key, width in widths + [("ladder.stems.width", stem.width) for stem in config.ladder.stems]:
+        try:
+            config.family.at(width=width)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    horizons = [config.transfer.n_tokens * fraction for fraction in config.transfer.horizons]
+    lengths = [("transfer.n_tokens", n) for n in horizons]
+    lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
+    smallest_rung = config.rung_tokens()[0]
+    for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
+        try:
+            chain(h, h.whole_batches(n_tokens))
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    for name in config.sweep.space:
+        if name not in {field.name for field in dataclasses.fields(Hyperparameters)}:
+            problems.append(f"sweep.space.{name}: not a hyperparameter of the training")
+        elif name in _FIXED_IN_A_SWEEP:
+            problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
+        elif name in h.set_by_stages:
+            problems.append(
+                f"sweep.space.{name}: hyperparameters.stages set it on the way, so leave it out of one of them"
+            )
+        elif name.startswith("swap_"):
+            problems.append(f"sweep.space.{name}: {_NO_SWAP}")
+        else:
+            problems += _unsearchable(h, name, config.sweep.space)
+    problems += _batch_contradictions(config)
+    if h.swap_optimizer:
+        problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
+    problems += config.sweep.contradictions(h, config.rung_tokens())
+    if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
+        problems.append(
+            f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "
+            f"the warmup; got {config.sweep.n_tokens}"
+        )
+    largest = (
+        max(6.0 * config.family.at(width=s.width).n_params * s.n_tokens for s in config.ladder.stems)
+        if not problems
+        else 0
+    )
+    if config.plan.compute_flops <= largest:
+        problems.append(
+            f"plan.compute_flops: must exceed the largest ladder run's {largest:.3g} FLOPs, got {config.plan.compute_flops:.3g}"
+        )
+    return problems
+
+
+def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
+    """Why the sweep can't search the batches of its space, if it can't."""
+    distribution = config.sweep.space.get("batch_tokens")
+    if distribution is None:
+        return
+    if not isinstance(distribution, Choice | Ordinal | Fixed):
+        yield f'sweep.space.batch_tokens: rungs lie at whole batches of every trial: list them, as "ordinal", got {distribution}'
+        return
+    for batch in config.batches:
+        if config.largest_batch % batch or batch % config.model.context_length:
+            yield (
+                f"sweep.space.batch_tokens: each must divide the largest, {config.largest_batch}, and be a multiple of "
+                f"model.context_length = {config.model.context_length}, got {batch}"
+            )
+
+
+def _check_contradictions(check: CheckSettings) -> list[str]:
+    rules: list[tuple[str, Callable[[], None]]] = [
+        ("check.widths", lambda: require_sizes("width", check.widths)),
+        ("check.seeds", lambda: require_seeds(check.seeds)),
+    ]
+    if check.depths:
+        rules.append(("check.depths", lambda: require_sizes("depth", check.depths)))
+    problems = []
+    for key, rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return problems
+
+
+def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
+    """Why a hyperparameter can't take what its space offers, if it can't: its bounds, or each of its choices."""
+    for value in space[name].grid(2):  # both bounds, or every value
+        given: dict[str, Any] = {name: value}
+        try:
+            dataclasses.replace(h, **given)
+        except ValueError as error:
+            return [f"sweep.space.{name}: {error}"]
+    return []
+
+
+def _given(config: StudyConfig, name: str) -> dict[str, tuple[Any, ...]]:
+    """The values of a hyperparameter without an order, by the key of the file that gives them."""
+    given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
+    match config.sweep.space.get(name):
+        case Choice(values=values):
+            given[f"sweep.space.{name}"] = values
+        case Fixed(value=value):
+            given[f"sweep.space.{name}"] = (value,)
+    return given
