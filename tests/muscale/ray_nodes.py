@@ -54,6 +54,8 @@ class RayNodes:
         kept = {name: value for name, value in os.environ.items() if name not in unset}
         return {
             **kept,
+            # As an activated environment has it: a job's `python` is the one that runs here.
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT / "platform"))),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
@@ -86,11 +88,19 @@ class RayNodes:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def has_ended(self, job: str) -> bool:
+        """Whether a job runs no more, however it ended."""
+        return self.request(f"/api/jobs/{job}")["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+
     def ends(self, job: str) -> dict[str, Any]:
         """Wait for a job's end; returns what the job API tells of it."""
-        ended = ("SUCCEEDED", "FAILED", "STOPPED")
-        wait(lambda: self.request(f"/api/jobs/{job}")["status"] in ended, f"job {job} to end")
+        wait(lambda: self.has_ended(job), f"job {job} to end")
         return dict(self.request(f"/api/jobs/{job}"))
+
+    def reaches(self, job: str, happened: Callable[[], bool], what: str) -> None:
+        """Wait for something that a running job does; a job that ended without it shows its log."""
+        wait(lambda: happened() or self.has_ended(job), what)
+        assert happened(), f"job {job} ended before {what}: {self.job('logs', job).stdout}"
 
     def close(self) -> None:
         """End every node, the head last; gently, each would first drain for half a minute."""

@@ -16,7 +16,7 @@ import pytest
 from muscale import Study
 from muscale.fingerprint import package_fingerprint
 from muscale.wheel import write_wheel
-from tests.muscale.ray_nodes import RayNodes, wait
+from tests.muscale.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.cluster
 
@@ -83,7 +83,7 @@ def test_a_job_is_submitted_stopped_and_resumed(
     path = make_study()
     done = submit(nodes, wheel, "first", path, *ON_NODES)
     assert done.returncode == 0, done.stdout + done.stderr
-    wait(lambda: bool(rows(path, "rungs")), "the first rung")
+    nodes.reaches("first", lambda: bool(rows(path, "rungs")), "the first rung")
     nodes.request("/api/jobs/first/stop", method="POST")
     assert nodes.ends("first")["status"] == "STOPPED"
     logs = nodes.job("logs", "first").stdout
@@ -140,7 +140,7 @@ def test_a_node_that_dies_costs_its_legs_and_another_takes_its_place(
     options = flatten([*SETTINGS, *ON_NODES, "resources.workers=3"])
     done = nodes.job("submit", "--no-wait", "--submission-id", "robbed", "--", *SWEEP, path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    wait(lambda: bool(rows(path, "rungs")), "the first rung")
+    nodes.reaches("robbed", lambda: bool(rows(path, "rungs")), "the first rung")
     before = rows(path, "segments")
     nodes.kill(victim)
     nodes.add_node()
