@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from muscale.search.budget import Budget
@@ -11,6 +11,8 @@ from muscale.search.observations import KnownOf
 from muscale.search.record import Arrival, Record
 from muscale.search.rules import GoOn, Rule, Start
 from muscale.search.samplers import Sampler
+
+_ATTEMPTS = 3  # at a leg or ending whose worker was lost
 
 
 class Engine:
@@ -23,6 +25,11 @@ class Engine:
         on_arrival: Called with each new result.
         endings: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
             done, as what is found by some makes others wanted.
+
+    Attributes:
+        interrupted: Once set, nothing is begun.
+        failures: Legs and endings that are left for the next time that the sweep is run, and why.
+        refusal: Why no worker can train for this sweep, so that nothing more is begun; None while they can.
     """
 
     def __init__(
@@ -37,12 +44,19 @@ class Engine:
         endings: Callable[[], Sequence[Ending]],
     ) -> None:
         self.record, self.budget = record, budget
-        self.stopping = False  # once set, nothing is begun
+        self.interrupted = False
+        self.failures: dict[int | Ending, str] = {}
+        self.refusal: str | None = None
         self._rule, self._sampler, self._top = rule, sampler, top
         self._on_arrival, self._endings = on_arrival, endings
         self._flying: set[int | Ending] = set()
-        self._failed: set[int | Ending] = set()  # not flown again by this process
+        self._losses: Counter[int | Ending] = Counter()
         self._queue: deque[Ending] = deque()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nothing more is begun, and what is at work ends at its next rung."""
+        return self.interrupted or self.refusal is not None
 
     @property
     def is_idle(self) -> bool:
@@ -56,27 +70,44 @@ class Engine:
 
     def next(self) -> Leg | Ending | None:
         """What to train next, or None if there is nothing to begin now."""
-        if self.stopping:
+        if self.is_stopping:
             return None
         return self._next_leg() or self._next_ending()
 
     def arrived(self, arrival: Arrival) -> None:
         """Note a result."""
+        self._losses.pop(arrival.trial, None)
         if (arrival.trial, arrival.rung) not in self.record.arrivals:
             self.record.arrive(arrival)
             self._on_arrival(arrival)
 
-    def landed(self, what: Leg | Ending, *, failed: bool) -> None:
-        """Note that a leg or an ending is over; one that failed is left for the next time that the sweep is run."""
-        flown = what if isinstance(what, Ending) else what.trial
-        self._flying.discard(flown)
-        if failed:
-            self._failed.add(flown)
+    def landed(self, what: Leg | Ending) -> None:
+        """Note that a leg or an ending is over."""
+        self._flying.discard(_name(what))
+
+    def lost(self, what: Leg | Ending) -> None:
+        """Note that a leg or an ending lost its worker: it is flown again, but not for ever."""
+        self.landed(what)
+        self._losses[_name(what)] += 1
+        if self._losses[_name(what)] == _ATTEMPTS:
+            self.failed(what, f"its worker was lost {_ATTEMPTS} times")
+        elif isinstance(what, Ending):
+            self._queue.append(what)
+
+    def failed(self, what: Leg | Ending, why: str) -> None:
+        """Note that a leg or an ending can't be trained here and now, for another reason than divergence."""
+        self.landed(what)
+        self.failures[_name(what)] = why
+
+    def refuse(self, what: Leg | Ending, why: str) -> None:
+        """Note that no worker can train for this sweep, as one found by this leg or ending."""
+        self.landed(what)
+        self.refusal = self.refusal or why
 
     def _next_leg(self) -> Leg | None:
         record = self.record
         for trial in record.open:
-            if trial not in self._flying and trial not in self._failed:
+            if trial not in self._flying and trial not in self.failures:
                 return self._leg(trial)
         match self._move():
             case Start(until=until):
@@ -93,7 +124,7 @@ class Engine:
         if (
             not self._flying and not self._queue and not self.record.open
         ):  # a leg that failed is flown by the next run first
-            self._queue.extend(ending for ending in self._endings() if ending not in self._failed)
+            self._queue.extend(ending for ending in self._endings() if ending not in self.failures)
         if not self._queue:
             return None
         ending = self._queue.popleft()
@@ -116,3 +147,8 @@ class Engine:
         self._flying.add(trial)
         record = self.record
         return Leg(trial=trial, path=record.paths[trial], first=record.last_rung(trial) + 1, until=record.open[trial])
+
+
+def _name(what: Leg | Ending) -> int | Ending:
+    """What a leg is known by, which begins elsewhere once it has come to a rung."""
+    return what if isinstance(what, Ending) else what.trial

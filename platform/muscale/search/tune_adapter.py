@@ -5,11 +5,15 @@ Nothing depends on Tune's own state files. A diverged trial has no loss in the r
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray.cloudpickle
+from ray.exceptions import RayActorError, RayTaskError
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
+from muscale.errors import MuscaleError
 from muscale.search.leg import Ending, Leg, leg_to_json
 from muscale.search.record import Arrival
 
@@ -36,6 +40,7 @@ class Legs(_WithEngine, Searcher):
         super().__init__(metric=METRIC, mode=MODE)
         self._engine = engine
         self._flying: dict[str, Leg | Ending] = {}
+        self._errors: dict[str, Exception] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
         """The next leg or ending; None while there is none to begin, and the end once none is at work either."""
@@ -51,10 +56,28 @@ class Legs(_WithEngine, Searcher):
             self._engine.arrived(arrival(result))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Note the last result and the end; a leg that failed is open, and flies again next time."""
-        if not error and result:
-            self.on_trial_result(trial_id, result)
-        self._engine.landed(self._flying.pop(trial_id), failed=error)
+        """Note the last result and the end, or what came instead of it."""
+        what = self._flying.pop(trial_id)
+        if not error:
+            if result:
+                self.on_trial_result(trial_id, result)
+            self._engine.landed(what)
+            return
+        match self._errors.pop(trial_id):
+            case RayActorError() as lost if not lost.actor_init_failed:
+                self._engine.lost(what)
+            case RayActorError() as unborn:  # no other worker will begin either
+                self._engine.refuse(what, f"a worker can't start: {str(unborn).strip().splitlines()[-1]}")
+            case RayTaskError(cause=MuscaleError() as ours):
+                self._engine.refuse(what, str(ours))
+            case RayTaskError(cause=cause):
+                self._engine.failed(what, f"{type(cause).__name__}: {cause}")
+            case other:
+                self._engine.failed(what, f"{type(other).__name__}: {other}")
+
+    def on_trial_failing(self, trial_id: str, error: Exception) -> None:
+        """Note what `on_trial_complete` is not told, of which it is the next to hear."""
+        self._errors[trial_id] = error
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the ledger is the state."""
@@ -63,16 +86,21 @@ class Legs(_WithEngine, Searcher):
         """Nothing: the ledger is the state."""
 
 
-class UntilInterrupted(_WithEngine, FIFOScheduler):
+class UntilStopped(_WithEngine, FIFOScheduler):
     """Lets every leg end where it is going, or at its next rung once the sweep is stopping."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, legs: Legs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._engine = engine
+        self._engine, self._legs = engine, legs
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the leg goes on."""
-        return str(TrialScheduler.STOP if self._engine.stopping else TrialScheduler.CONTINUE)
+        return str(TrialScheduler.STOP if self._engine.is_stopping else TrialScheduler.CONTINUE)
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        """Tell the legs what went wrong, which Tune hands to nobody but its own folder."""
+        pickled = Path(trial.pickled_error_file).read_bytes()  # written a moment ago by this process
+        self._legs.on_trial_failing(trial.trial_id, ray.cloudpickle.loads(pickled))
 
 
 def arrival(result: dict[str, Any]) -> Arrival:

@@ -1,4 +1,8 @@
-"""Runs an engine's legs with Ray Tune: warm actors, fractional devices, more attempts at a leg whose worker was lost."""
+"""Runs an engine's legs with Ray Tune: warm actors, fractional devices, every leg flown as a trial of Tune's.
+
+A leg whose worker was lost is flown again by the engine, as another trial of Tune's: an actor that dies while it is reset
+for another trial costs Tune that trial, whatever `max_failures` is.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,8 @@ from muscale.config import ResourceSettings
 from muscale.errors import StageError
 from muscale.interrupts import interrupted_later, interruptible
 from muscale.search.engine import Engine
+from muscale.search.leg import Ending
 
-_MAX_FAILURES = (
-    4  # of a leg; a divergence is none. With 2, two of six killed workers cost their leg, for a reason not found
-)
 _TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints tables that `verbose=0` does not silence
@@ -30,24 +32,25 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If a leg failed for another reason than divergence; all other legs have been run.
+        StageError: If no worker can train, or a leg failed for another reason than divergence; all other legs have been run.
     """
     for name, value in _TUNE.items():
         os.environ.setdefault(name, value)
     with interrupted_later():
         from ray import tune
 
-        from muscale.search.tune_adapter import METRIC, MODE, Legs, UntilInterrupted
+        from muscale.search.tune_adapter import METRIC, MODE, Legs, UntilStopped
 
     devices = {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker}
+    legs = Legs(engine)
     with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(trainable, **parameters), devices),
             tune_config=tune.TuneConfig(
                 metric=METRIC,
                 mode=MODE,
-                search_alg=Legs(engine),
-                scheduler=UntilInterrupted(engine),
+                search_alg=legs,
+                scheduler=UntilStopped(engine, legs),
                 num_samples=-1,
                 max_concurrent_trials=resources.workers,
                 reuse_actors=True,
@@ -56,20 +59,23 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
                 name=Path(scratch).name,
                 storage_path=scratch,
                 verbose=0,
-                failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
             ),
         )
         with interruptible(partial(_stop, engine)):
-            results = tuner.fit()
-    if engine.stopping:
+            tuner.fit()
+    if engine.interrupted:
         raise KeyboardInterrupt
-    if results.errors:
-        raise StageError(f"sweep: {len(results.errors)} legs failed, the first with: {results.errors[0]}")
+    if engine.refusal:
+        raise StageError(f"sweep: {engine.refusal}")
+    if engine.failures:
+        n, (what, why) = len(engine.failures), next(iter(engine.failures.items()))
+        trial = what.trial if isinstance(what, Ending) else what
+        raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}")
 
 
 def _stop(engine: Engine) -> None:
     """Let what is at work come to a rung; asked again, stop at once."""
-    if engine.stopping:
+    if engine.interrupted:
         raise KeyboardInterrupt
-    engine.stopping = True
+    engine.interrupted = True
     logging.getLogger(__name__).warning("interrupted: finishing the running rungs; Ctrl-C again stops at once")

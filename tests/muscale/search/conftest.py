@@ -93,7 +93,7 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
         engine.arrived(Arrival(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
         if loss is None or rung == leg.until:
-            engine.landed(leg, failed=False)
+            engine.landed(leg)
         else:
             heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))
 

@@ -121,7 +121,7 @@ def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: Make
     engine = make_engine(settings(scheduler="asha"))
     leg = engine.next()
     assert isinstance(leg, Leg)
-    engine.landed(leg, failed=True)
+    engine.failed(leg, "no space left on device")
     fly(engine, loss_at)
     assert engine.record.last_rung(leg.trial) == -1
     again = make_engine(settings(scheduler="asha"))
@@ -129,10 +129,43 @@ def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: Make
     assert again.next() == leg
 
 
+def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine: MakeEngine) -> None:
+    engine = make_engine(settings(scheduler="none", trials=1))
+
+    def flown(first: int) -> Leg:
+        leg = engine.next()
+        assert isinstance(leg, Leg)
+        assert (leg.trial, leg.first) == (0, first)
+        return leg
+
+    for _ in range(2):
+        engine.lost(flown(0))
+    leg = flown(0)
+    engine.arrived(Arrival(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
+    engine.lost(leg)
+    for _ in range(2):
+        engine.lost(flown(1))
+    assert engine.next() is None
+    assert engine.failures == {0: "its worker was lost 3 times"}
+
+
+def test_nothing_is_begun_once_no_worker_can_train(make_engine: MakeEngine) -> None:
+    engine = make_engine(settings())
+    first, second = engine.next(), engine.next()
+    assert isinstance(first, Leg)
+    assert isinstance(second, Leg)
+    engine.refuse(first, "another package")
+    engine.refuse(second, "no ledger")
+    assert engine.is_stopping
+    assert engine.next() is None
+    assert engine.refusal == "another package"
+    assert not engine.failures
+
+
 def test_once_it_is_stopping_no_leg_is_begun(make_engine: MakeEngine) -> None:
     engine = make_engine(settings())
     assert engine.next() is not None
-    engine.stopping = True
+    engine.interrupted = True
     assert engine.next() is None
 
 
@@ -164,8 +197,8 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
     assert isinstance(failed, Leg)
     for rung in range(4):
         engine.arrived(Arrival(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
-    engine.landed(whole, failed=False)
-    engine.landed(failed, failed=True)
+    engine.landed(whole)
+    engine.failed(failed, "no space left on device")
     assert engine.next() is None, "half a search has no leaders yet"
     engine.arrived(Arrival(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
     assert engine.next() == wanted[0]

@@ -1,0 +1,107 @@
+"""Legs run by a real Ray Tune: what befalls a worker or its training costs as little as it can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+
+from muscale.config import ResourceSettings
+from muscale.errors import PackageMismatchError, StageError
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg, leg_from_json
+from muscale.search.tune_adapter import LEG, METRIC
+from muscale.search.tune_run import run_legs
+from muscale.sweep_settings import SweepSettings
+from search_spaces import LogUniform, Space
+
+MakeEngine = Callable[..., Engine]
+SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1)})
+ONE = ResourceSettings(workers=1)
+RUNGS, TRIALS = 2, 4
+SETTINGS = SweepSettings(trials=TRIALS, n_tokens=2000, rungs=RUNGS, space=SPACE, searcher="random", scheduler="none")
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Planted(tune.Trainable):
+    """A leg whose losses are its numbers, until something befalls a trial where a test wants it."""
+
+    def setup(self, config: dict[str, Any], *, befalls: str, folder: Path) -> None:  # type: ignore[override]
+        self._befalls, self._folder = befalls, folder
+        if befalls == "unborn":
+            raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
+        self._begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._begin(new_config)
+        if self._befalls == "dies when reset" and self._once():
+            os._exit(1)
+        return True
+
+    def step(self) -> dict[str, Any]:
+        leg, rung = self._leg, self._rung
+        if leg.trial == 1 and rung == 1:
+            if self._befalls == "raises":
+                raise OSError("no space left on device")
+            if self._befalls == "refuses":
+                raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
+        self._rung += 1
+        told = {"trial": leg.trial, "rung": rung, "segment": f"{leg.trial}-{rung}", "tokens": 1000, "seconds": 1.0}
+        return {METRIC: float(leg.trial), "diverged": False, "done": rung == leg.until, **told}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Nothing."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Nothing."""
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        leg = leg_from_json(config[LEG])
+        assert isinstance(leg, Leg)
+        self._leg, self._rung = leg, leg.first
+
+    def _once(self) -> bool:
+        """Whether it has not happened yet, in any process."""
+        try:
+            (self._folder / "happened").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+@pytest.fixture
+def fly(make_engine: MakeEngine, tmp_path: Path) -> Callable[[str], Engine]:
+    def flown(befalls: str) -> Engine:
+        engine = make_engine(SETTINGS)
+        run_legs(engine, Planted, {"befalls": befalls, "folder": tmp_path}, ONE)
+        return engine
+
+    return flown
+
+
+def test_a_worker_that_dies_between_two_trials_costs_neither(fly: Callable[[str], Engine], tmp_path: Path) -> None:
+    engine = fly("dies when reset")
+    assert (tmp_path / "happened").exists()
+    assert set(engine.record.arrivals) == {(trial, rung) for trial in range(TRIALS) for rung in range(RUNGS)}
+
+
+def test_a_trial_that_fails_holds_up_no_other(fly: Callable[[str], Engine], make_engine: MakeEngine) -> None:
+    with pytest.raises(StageError, match="^sweep: 1 trial failed; trial 1: OSError: no space left on device$"):
+        fly("raises")
+    record = make_engine(SETTINGS).record
+    assert set(record.open) == {1}
+    assert len(record.arrivals) == TRIALS * RUNGS - 1
+
+
+@pytest.mark.parametrize(("befalls", "begun"), [("unborn", 1), ("refuses", 2)])
+def test_workers_that_cannot_train_end_the_sweep_at_once(
+    fly: Callable[[str], Engine], make_engine: MakeEngine, befalls: str, begun: int
+) -> None:
+    with pytest.raises(StageError, match="^sweep: .*this process runs muscale 1, the driver runs 2$"):
+        fly(befalls)
+    assert len(make_engine(SETTINGS).record.configs) == begun
