@@ -27,7 +27,7 @@ from muscale.search.leg import Ending
 from muscale.search.lessons import lessons, runs_of
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.observations import KnownOf
-from muscale.search.record import Arrival, Record, Round
+from muscale.search.record import Arrival, Record
 from muscale.search.tune_run import run_legs
 from muscale.sweep_result import SweepResult, make_result
 from muscale.tables import runs
@@ -116,7 +116,8 @@ class Sweep:
         sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
         rule = make_rule(settings, part.space)
         endings = partial(self.endings, record, on_run)
-        return Engine(record, rule, sampler, self._budget(part), top=plan.top, on_arrival=on_arrival, endings=endings)
+        allowed = self._budget(record)
+        return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, endings=endings)
 
     def endings(self, record: Record, on_run: OnRun) -> list[Ending]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
@@ -158,14 +159,29 @@ class Sweep:
         """Studies that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
-    def _budget(self, part: Round) -> Budget:
-        """What it may cost, up to the end of a round."""
-        settings = self.config.sweep
+    def _budget(self, record: Record) -> Budget:
+        """What it may cost, up to the end of the last round."""
+        settings, part = self.config.sweep, record.rounds[-1]
         trials = settings.trials
         if part.searcher == "grid":
             trials = min(trials, len(part.space.grid(settings.grid_points)))
         allowed = replace(budget(self.config, self.plan), trials=part.first_trial + trials)
+        if allowed.is_limited:
+            allowed = replace(allowed, repeated_tokens=self._repeated_tokens(record))
         return allowed.for_population() if settings.is_population else allowed
+
+    def _repeated_tokens(self, record: Record) -> int:
+        """Tokens of the repetitions that are known, of those who lead and of those who did."""
+        annealed = annealed_runs(self, record)
+        longest = annealed[annealed["n_tokens"] == annealed["n_tokens"].max()]
+        jobs = [
+            job
+            for _, job in self.repetitions(
+                record, list(zip(map(int, longest["trial"]), map(int, longest["rung"]), strict=True))
+            )
+        ]
+        known = self.ledger.run_losses([job.chain.key for job in jobs])
+        return sum(job.chain.last.end for job in jobs if job.chain.key in known)
 
     def branches(self, record: Record) -> list[tuple[Ending, Job]]:
         """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""

@@ -29,6 +29,7 @@ class Budget:
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
         top_k: Trials of each rung that are annealed beside those that go on.
         reserved_tokens: Kept for the repetitions of the leading trials.
+        repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
         n_params: N of the model that is searched.
         devices: Of a worker.
     """
@@ -40,9 +41,15 @@ class Budget:
     reserved_tokens: int
     n_params: int
     devices: float
+    repeated_tokens: int = 0
     max_tokens: int | None = None
     max_flops: float | None = None
     max_device_hours: float | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything but the number of trials limits the sweep."""
+        return any(limit is not None for limit in (self.max_tokens, self.max_flops, self.max_device_hours))
 
     def for_population(self) -> Budget:
         """The same for a population, whose members all come to the end: no more of them than that allows."""
@@ -63,7 +70,9 @@ class Budget:
     def allows(self, record: Record, rung: int, until: int) -> bool:
         """Whether a leg from one rung (−1: the start) to another stays within every limit."""
         spent = self.spent(record)
-        tokens = spent.tokens + self._in_flight(record) + self._leg(rung, until) + self.reserved_tokens
+        tokens = spent.tokens + self._in_flight(record) + self._leg(rung, until)
+        tokens += self._owed(record, rung, more=1) - self._owed(record, rung)
+        tokens += self.reserved_tokens + self.repeated_tokens
         flops = 6.0 * self.n_params * tokens
         return (
             (self.max_tokens is None or tokens <= self.max_tokens)
@@ -85,9 +94,11 @@ class Budget:
         """Device hours of so many tokens, at the speed of what has arrived; 0 before anything has."""
         return record.seconds / max(record.tokens, 1) * tokens / 3600 * self.devices
 
-    def _owed(self, record: Record, rung: int) -> int:
-        """Tokens of the branches from a rung: of those that went on, and of the leaders beside them."""
-        arrived, gone = len(record.ranking(rung)), record.n_went_on.get(rung, 0)
+    def _owed(self, record: Record, rung: int, *, more: int = 0) -> int:
+        """Tokens of the branches from a rung: of those that went on, `more` of them than now, and of the leaders beside them."""
+        if rung < 0:
+            return 0
+        arrived, gone = len(record.ranking(rung)), record.n_went_on.get(rung, 0) + more
         return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
 
     def _in_flight(self, record: Record) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -108,6 +109,20 @@ def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str
     assert 20_000 < spent.tokens <= 40_000
     assert spent.flops == 60 * spent.tokens
     assert engine.record.ranking(3), "what is left when no trial may be begun brings one to the end"
+
+
+@pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median"])
+def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine, fly: Fly, scheduler: str) -> None:
+    for limit in range(12_000, 16_000, 200):
+        engine = make_engine(settings(scheduler=scheduler, trials=40, top_k=1, max_tokens=limit + 7000), str(limit))
+        engine.budget = replace(engine.budget, reserved_tokens=4000, repeated_tokens=3000)
+        fly(engine, loss_at, workers=1)
+        record, owed = engine.record, 0
+        for rung in range(4):
+            leaders = {trial for _, trial in record.ranking(rung)[:1]}
+            gone = {trial for trial in record.configs if (trial, rung) in record.went_on}
+            owed += len(leaders | gone) * 1000 * 2**rung // 10
+        assert 8_000 < record.tokens + owed <= engine.budget.spent(record).tokens <= limit
 
 
 def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
