@@ -28,17 +28,7 @@ def contradictions(config: StudyConfig) -> list[str]:
     """What no single key can tell: one line each."""
     h, model = config.hyperparameters, config.model
     problems = config.corpus.contradictions(model.vocab_size)
-    first_batch = h.batch_tokens >> h.batch_doublings
-    if first_batch % model.context_length:
-        problems.append(
-            f"hyperparameters.batch_tokens: must be a multiple of model.context_length = {model.context_length}, "
-            f"got {first_batch}"
-        )
-    elif first_batch // model.context_length % config.promote.workers:
-        problems.append(
-            f"promote.workers: must divide the {first_batch // model.context_length} sequences of a batch, "
-            f"got {config.promote.workers}"
-        )
+    problems += _batch_contradictions(config)
     if config.promote.precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     problems += _check_contradictions(config.check)
@@ -81,10 +71,10 @@ def contradictions(config: StudyConfig) -> list[str]:
             problems.append(f"sweep.space.{name}: {_NO_SWAP}")
         else:
             problems += _unsearchable(h, name, config.sweep.space)
-    problems += _batch_contradictions(config)
     if h.swap_optimizer:
         problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
-    problems += config.sweep.contradictions(h, config.rung_tokens())
+    searched = dataclasses.replace(h, batch_tokens=config.largest_batch)
+    problems += config.sweep.contradictions(searched, config.rung_tokens())
     if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
         problems.append(
             f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "
@@ -103,19 +93,25 @@ def contradictions(config: StudyConfig) -> list[str]:
 
 
 def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
-    """Why the sweep can't search the batches of its space, if it can't."""
-    distribution = config.sweep.space.get("batch_tokens")
-    if distribution is None:
-        return
-    if not isinstance(distribution, Choice | Ordinal | Fixed):
-        yield f'sweep.space.batch_tokens: rungs lie at whole batches of every trial: list them, as "ordinal", got {distribution}'
-        return
-    for batch in config.batches:
-        if config.largest_batch % batch or batch % config.model.context_length:
-            yield (
-                f"sweep.space.batch_tokens: each must divide the largest, {config.largest_batch}, and be a multiple of "
-                f"model.context_length = {config.model.context_length}, got {batch}"
-            )
+    """Why the runs can't have the study's batch, or those that its sweep searches."""
+    h, context, workers = config.hyperparameters, config.model.context_length, config.promote.workers
+    batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
+    if searched := config.sweep.space.get("batch_tokens"):
+        key = "sweep.space.batch_tokens"
+        if not isinstance(searched, Choice | Ordinal | Fixed):
+            yield f'{key}: rungs lie at whole batches of every trial: list them, as "ordinal", got {searched}'
+            return
+        for batch in config.batches:
+            if config.largest_batch % batch:
+                yield f"{key}: each must divide the largest, {config.largest_batch}, got {batch}"
+                return
+            batches.append((key, batch))
+    for key, batch in batches:
+        first = batch >> h.batch_doublings
+        if first % context:
+            yield f"{key}: must be a multiple of model.context_length = {context}, got {first}"
+        elif first // context % workers:
+            yield f"promote.workers: must divide the {first // context} sequences of a batch, got {workers}"
 
 
 def _check_contradictions(check: CheckSettings) -> list[str]:
