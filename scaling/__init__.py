@@ -20,8 +20,10 @@ from scaling.batch import BatchLaw, fit_batch_law
 from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.importance import Importance, hyperparameter_importance
+from scaling.law import Allocation, Law, compute_flops
 from scaling.leaders import Leaders, compare_leaders
 from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
@@ -30,18 +32,21 @@ from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
-from scaling.surface import Allocation, LossSurface, compute_flops
 from scaling.transfer import Transfer, fit_transfer
 from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
     "Allocation",
     "BatchLaw",
+    "Chinchilla",
     "Forecast",
+    "Form",
     "HorizonLaw",
     "Importance",
+    "Joint",
+    "Kaplan",
+    "Law",
     "Leaders",
-    "LossSurface",
     "Optimum",
     "RegretSurface",
     "ResponseOptimum",
@@ -50,6 +55,7 @@ __all__ = [
     "ScalingFit",
     "SearchBox",
     "SeedNoise",
+    "TiedChinchilla",
     "Transfer",
     "Verdict",
     "compare_leaders",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.search_box import SearchBox
 
 DRAWS = 512

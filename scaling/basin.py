@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.form import Array
+from scaling.forms.form import Array
 
 NOISE, NOISE_SPREAD = 8e-4, 1.0
 """Median noise of log loss, and the standard deviation of its logarithm: runs of 1e17 to 1e20 FLOPs scatter by .06 %

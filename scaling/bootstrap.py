@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.form import Array, SumOfPowers
-from scaling.newton import minimize
+from scaling.forms.form import Array, Problem
+from scaling.newton import Prior, minimize
 
 BATCH = 100
 """Refits that are minimised together; about what a processor's cache holds for a few hundred rows."""
@@ -29,13 +29,18 @@ def stem_weights(stems: NDArray[np.int64], n_draws: int, seed: int) -> Array:
 
 
 def refit(
-    form: SumOfPowers, log_loss: Array, weights: Array, start: Array, deltas: tuple[float, ...]
+    problem: Problem,
+    log_loss: Array,
+    weights: Array,
+    start: Array,
+    deltas: tuple[float, ...],
+    prior: Prior | None = None,
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """Minimise under each weighting, all from one start: theta [J, 5] and converged [J]."""
+    """Minimise under each weighting, all from one start: theta [J, P] and converged [J]."""
     theta = np.empty((len(weights), len(start)))
     converged = np.empty(len(weights), dtype=bool)
     for first in range(0, len(weights), BATCH):
         part = slice(first, first + BATCH)
         starts = np.tile(start, (len(weights[part]), 1))
-        theta[part], _, converged[part] = minimize(form, log_loss, weights[part], starts, deltas)
+        theta[part], _, converged[part] = minimize(problem, log_loss, weights[part], starts, deltas, prior)
     return theta, converged

@@ -11,7 +11,7 @@ Step Law's grid this searched better than a hard clip and than a logarithm, from
 import numpy as np
 
 from scaling.basin import Integers
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.optima import MAX_EXCESS
 
 MAX_ROWS, FAR_ROWS = 256, 32

@@ -62,12 +62,16 @@ def draw_fit(data: pd.DataFrame) -> "go.Figure":
 
 
 def frontier_data(fit: "ScalingFit", target: Forecast | None = None, level: float = 0.9) -> pd.DataFrame:
-    """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs."""
+    """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs.
+
+    The frontier's sizes are the law's, its losses the forecasts there.
+    """
     runs = fit.residuals()[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run")
     low, high = fit.compute_range
-    frontier = fit.surface.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
-    reach = np.exp(interval_factor(level) * log_scale(fit, frontier["n_params"], frontier["n_tokens"]))
-    frontier = frontier.assign(low=frontier["loss"] / reach, high=frontier["loss"] * reach, series="frontier")
+    frontier = fit.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
+    at = frontier["n_params"], frontier["n_tokens"]
+    loss, reach = np.exp(fit.ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(fit.ensemble, *at))
+    frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
     parts = [runs, frontier]
     if target is not None:
         columns = ("compute_flops", "n_params", "n_tokens", "loss", "low", "high")

@@ -1,28 +1,26 @@
-"""Fit the loss surface to the runs of a ladder.
+"""Fit a form of the loss law to the runs of a ladder.
 
-Three steps: (1) variable projection: for fixed (alpha, beta) the surface is linear in E, A, B, so a grid of exponents
-is solved in closed form as a handful of matrix products; (2) the best cells are polished by a damped Newton method in
-centred log coordinates, through Huber thresholds that narrow to `delta`; (3) the same method, warm, refits bootstrap
-draws. The objective is Σ Huber(log L̂ − log L; delta) of Hoffmann et al. (2203.15556, app. D.2); this reaches the
-minimum of the replication (Besiroglu et al. 2404.10102) in about 20 ms, where their 4,500 starts take 65 s.
+Three steps: (1) starts: for Chinchilla's form variable projection — for fixed (alpha, beta) it is linear in E, A, B, so a
+grid of exponents is solved in closed form as a handful of matrix products; (2) the best are polished by a damped Newton
+method in centred log coordinates, through Huber thresholds that narrow to `delta`; (3) the same method, warm, refits
+bootstrap draws. The objective is Σ Huber(log L̂ − log L; delta) of Hoffmann et al. (2203.15556, app. D.2); this reaches the
+minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where their 4,500 starts take 65 s.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.bootstrap import refit, stem_weights
-from scaling.form import PARAMETERS, Array, SumOfPowers
+from scaling.forms import Chinchilla
+from scaling.forms.form import Array, Form, Problem
 from scaling.newton import minimize, objective
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
 
-GRID = np.geomspace(0.05, 2.0, 24)
-"""Exponents screened, for alpha and for beta."""
 N_STARTS = 6
-MIN_POINTS = 6
-"""Distinct (N, D) below which nothing is fitted: five parameters go through five points exactly and leave no
-residual."""
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) can't be told apart."""
 MIN_RUNS = 15
@@ -36,19 +34,23 @@ def fit(
     runs: pd.DataFrame,
     *,
     n_params_convention: str,
+    form: Form | None = None,
     delta: float = 1e-3,
     n_bootstrap: int = 400,
     seed: int = 0,
     max_regret: float = 0.0025,
 ) -> ScalingFit:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta to finished, annealed, tuned runs.
+    """Fit a law to finished, annealed, tuned runs; by default L(N, D) = E + A/N^alpha + B/D^beta.
 
     Args:
-        runs: one row per (N, D, loss). Required columns: `n_params`, `n_tokens`, `loss` (nats per token). Optional:
-            `stem` (rows branched from one training run share it and are resampled together), `regret` (predicted
-            relative loss given up by the row's hyperparameters), `annealed` (False for a loss read in mid-schedule).
+        runs: one row per (N, D, loss). Required columns: `n_params`, `n_tokens`, `loss` (nats per token), and what else
+            the form depends on. Optional: `stem` (rows branched from one training run share it and are resampled
+            together), `regret` (predicted relative loss given up by the row's hyperparameters), `annealed` (False for a
+            loss read in mid-schedule), `noise` (relative standard deviation of the loss from seed to seed; rows are
+            weighted by 1/noise²).
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it.
-        delta: Huber threshold on log residuals.
+        form: of `scaling.forms`, or one's own; Chinchilla's by default.
+        delta: Huber threshold on log residuals; infinite for least squares.
         n_bootstrap: refits under resampled stems.
         seed: of the resampling. The result does not depend on the order of the rows.
         max_regret: rows above it are left out, and listed with the reason in `ScalingFit.left_out`, as un-annealed rows
@@ -60,41 +62,51 @@ def fit(
     if not n_params_convention.strip():
         raise ValueError("n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings'")
     for name, value in (("delta", delta), ("max_regret", max_regret)):
-        if not (np.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be finite and above 0, got {value!r}")
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value!r}")
     if n_bootstrap < 2:
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
 
-    rows, left_out = _select(runs, max_regret)
-    form = SumOfPowers.at(rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy())
+    form = form or Chinchilla()
+    rows, left_out = _select(runs, form, max_regret)
     log_loss = np.log(rows["loss"].to_numpy())
-    deltas = (10 * delta, 3 * delta, delta)
+    problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
+    weights = _noise_weights(rows)
+    deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
-    starts = _screen(form, log_loss, delta)
-    thetas, values, converged = minimize(form, log_loss, np.ones((len(starts), len(rows))), starts, deltas)
+    starts = _screen(problem, log_loss, weights, deltas[0])
+    thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(starts), 1)), starts, deltas)
     best = int(np.argmin(values))
     stems = pd.factorize(rows["stem"])[0]
-    draws, draws_converged = refit(form, log_loss, stem_weights(stems, n_bootstrap, seed), thetas[best], deltas[1:])
+    resampled = weights * stem_weights(stems, n_bootstrap, seed)
+    draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
 
     return ScalingFit(
-        surface=form.surface(thetas[best]),
+        law=form.law(**_named(form, problem.natural(thetas[best][None])[0])),
         objective=float(values[best]),
         delta=delta,
         n_params_convention=n_params_convention,
         rows=rows,
         left_out=left_out,
-        draws=form.natural(draws),
+        draws=problem.natural(draws),
+        seed=seed,
         warnings=(
             *_doubts_about_rows(rows),
-            *_doubts_about_fit(form, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
+            *_doubts_about_fit(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
     )
 
 
-def _select(runs: pd.DataFrame, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _named(form: Form, values: Array) -> Mapping[str, float]:
+    return dict(zip(form.parameters, map(float, values), strict=True))
+
+
+def _select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The rows to fit, in an order of their own, and the rows left out with a `reason`."""
-    require_columns(runs, ("n_params", "n_tokens", "loss"))
-    rows = pd.DataFrame({c: numbers(runs, c) for c in ("n_params", "n_tokens", "loss")}, index=runs.index)
+    needed = tuple(dict.fromkeys(("n_params", "n_tokens", *form.columns, "loss")))
+    require_columns(runs, needed)
+    wanted = (*needed, "noise") if "noise" in runs else needed
+    rows = pd.DataFrame({c: numbers(runs, c) for c in wanted}, index=runs.index)
     rows["stem"] = runs["stem"] if "stem" in runs else np.arange(len(runs))
     if rows["stem"].isna().any():
         raise ValueError(f"stem must name a training run in every row, got {rows['stem'].isna().sum()} empty values")
@@ -113,20 +125,20 @@ def _select(runs: pd.DataFrame, max_regret: float) -> tuple[pd.DataFrame, pd.Dat
     kept = (reason == "").to_numpy()
     left_out = rows[~kept].assign(reason=reason[~kept])
     rows = rows[kept].sort_values(["n_params", "n_tokens", "loss"], kind="stable")
-    _require_points(rows, left_out)
+    _require_points(rows, form, left_out)
     return rows, left_out
 
 
-def _require_points(rows: pd.DataFrame, left_out: pd.DataFrame) -> None:
+def _require_points(rows: pd.DataFrame, form: Form, left_out: pd.DataFrame) -> None:
     also = (
         f"; {len(left_out)} rows were left out, the first because: {left_out['reason'].iloc[0]}"
         if len(left_out)
         else ""
     )
-    points = len(rows[["n_params", "n_tokens"]].drop_duplicates())
-    if points < MIN_POINTS:
+    points, wanted = len(rows[list(form.columns)].drop_duplicates()), len(form.parameters) + 1
+    if points < wanted:  # as many as there are parameters are met exactly, and leave no residual
         raise ValueError(
-            f"need at least {MIN_POINTS} distinct (n_params, n_tokens) for five parameters, got {points}{also}"
+            f"need at least {wanted} distinct ({', '.join(form.columns)}) for {wanted - 1} parameters, got {points}{also}"
         )
     for column in ("n_params", "n_tokens"):
         if rows[column].nunique() < MIN_LEVELS:
@@ -136,29 +148,17 @@ def _require_points(rows: pd.DataFrame, left_out: pd.DataFrame) -> None:
             )
 
 
-def _screen(form: SumOfPowers, log_loss: Array, delta: float) -> Array:
-    """The most promising starts, [N_STARTS, 5], by relative least squares in E, A, B at each (alpha, beta)."""
-    scale = np.exp(-log_loss)
-    u, v = (np.exp(-GRID[:, None] * z) * scale for z in (form.x, form.y))
-    normal = np.empty((len(GRID), len(GRID), 3, 3))
-    normal[..., 0, 0] = scale @ scale
-    normal[..., 0, 1] = normal[..., 1, 0] = (u @ scale)[:, None]
-    normal[..., 0, 2] = normal[..., 2, 0] = v @ scale
-    normal[..., 1, 1] = (u * u).sum(axis=1)[:, None]
-    normal[..., 2, 2] = (v * v).sum(axis=1)
-    normal[..., 1, 2] = normal[..., 2, 1] = u @ v.T
-    target = np.empty((len(GRID), len(GRID), 3))
-    target[..., 0] = scale.sum()
-    target[..., 1] = u.sum(axis=1)[:, None]
-    target[..., 2] = v.sum(axis=1)
-    ridge = 1e-10 * np.trace(normal, axis1=-2, axis2=-1)[..., None, None] * np.eye(3)
-    coefficients = np.linalg.solve(normal + ridge, target[..., None])[..., 0]
-    exponents = np.stack(np.meshgrid(GRID, GRID, indexing="ij"), axis=-1)
-    # A negative E, A or B is no surface: it is lifted to the least value allowed, and the objective judges it there.
-    theta = np.concatenate([np.log(np.maximum(coefficients, 1e-12)), exponents], axis=-1).reshape(-1, 5)
-    theta = np.clip(theta, *form.bounds(np.exp(log_loss)))
-    values = objective(form, log_loss, np.ones(len(log_loss)), theta, 10 * delta)
-    return np.asarray(theta[np.argsort(values)[:N_STARTS]])
+def _noise_weights(rows: pd.DataFrame) -> Array:
+    """1/noise², of mean one; even where the rows don't say."""
+    weights = rows["noise"].to_numpy() ** -2.0 if "noise" in rows else np.ones(len(rows))
+    return np.asarray(weights / weights.mean())
+
+
+def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float) -> Array:
+    """The most promising starts, [N_STARTS, P]."""
+    starts = problem.starts(log_loss)
+    values = objective(problem, log_loss, weights, starts, delta)
+    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:N_STARTS]])
 
 
 def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:
@@ -174,27 +174,32 @@ def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:
 
 
 def _doubts_about_fit(
-    form: SumOfPowers, log_loss: Array, theta: Array, converged: bool, draws: Array, draws_converged: NDArray[np.bool_]
+    form: Form,
+    problem: Problem,
+    log_loss: Array,
+    theta: Array,
+    converged: bool,
+    draws: Array,
+    draws_converged: NDArray[np.bool_],
 ) -> list[str]:
     doubts = []
     if not converged:
         doubts.append("the minimum was not reached to full precision")
     if (share := 1 - draws_converged.mean()) > 0.05:
         doubts.append(f"{share:.0%} of the bootstrap refits did not converge")
-    lower, upper = form.bounds(np.exp(log_loss))
-    for i, name in enumerate(PARAMETERS):
-        stuck = (draws[:, i] <= lower[i]) | (draws[:, i] >= upper[i])
-        if theta[i] <= lower[i] or theta[i] >= upper[i]:
+    for i, name in enumerate(form.parameters):
+        stuck = (draws[:, i] <= problem.lower[i]) | (draws[:, i] >= problem.upper[i])
+        if theta[i] <= problem.lower[i] or theta[i] >= problem.upper[i]:
             doubts.append(f"{name} lies on its bound: the runs do not determine it")
         elif stuck.mean() > 0.05:
             doubts.append(
                 f"{name} lies on its bound in {stuck.mean():.0%} of the bootstrap refits: it is hardly determined"
             )
-    jacobian = form.linearise(theta[None])[1][0]
+    jacobian = problem.linearise(theta[None])[1][0]
     condition = float(np.linalg.cond(jacobian / np.linalg.norm(jacobian, axis=0)))
     if condition > MAX_CONDITION:
         doubts.append(
             f"ill-conditioned (condition number {condition:.1e}): N and D vary too much together "
-            "to tell A, B and the best allocation apart"
+            "to tell the parameters and the best allocation apart"
         )
     return doubts

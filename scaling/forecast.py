@@ -1,18 +1,18 @@
 """The loss of a run that was not made yet, with an interval meant to be honest, and whether that was ever tested.
 
-The interval is exp(log point ± k·s). Parameter bootstraps alone cover 40–53 % of held-out losses at a nominal 95 %,
-because they ignore that the form itself is wrong; so s has a term that grows with the extrapolation. Its coefficients
-were measured on 18 public ladders of nine families, leaving one family out:
+The point is the mean log loss of the variants of `scaling.ensemble`, the interval exp(log point ± k·s). Parameter bootstraps
+alone cover 40–53 % of held-out losses at a nominal 95 %, because they ignore that the form itself is wrong; so s has a term
+for the variants' disagreement and one that grows with the extrapolation:
 
     s² = .0053² + .50·r² + .99·p² + .70·q² + (.0089·h/W)²
 
     r  recency-weighted rms of the log residuals (rows with 2 ≤ D/N ≤ 500)
-    p  standard deviation of the log point over bootstrap draws
-    q  standard deviation of the log point over five variants of the fit
+    p  standard deviation of the log point over bootstrap draws of runs
+    q  standard deviation of the log point over the variants and a fit of squares
     h  log10(C_target / C_max), at least 0;   W  decades of compute in the fit, at least .3
 
-with k = 1.93 at 90 % and 2.39 at 95 %. Ours, and unmeasured: q is left out (there is one variant here); the point is
-one fit of this form, where the measurement took the mean of five of a joint form; r is weighted by 10^(Δlog10 C / 2).
+with k = 1.93 at 90 % and 2.39 at 95 %. The coefficients were found on 18 public ladders of nine families, leaving one family
+out; `tests/benchmarks/forecast.py` holds them against every ladder that it has, and RESULTS.md keeps what it found.
 """
 
 import math
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scaling.form import Array
+from scaling.forms.form import Array
+from scaling.law import compute_flops
 from scaling.presentation import Result, lines
-from scaling.surface import compute_flops
 
 if TYPE_CHECKING:
+    from scaling.ensemble import Ensemble
     from scaling.result import ScalingFit
 
 MAX_DECADES_BEYOND = 1.75
@@ -97,8 +98,8 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
     for name, value in (("n_params", n_params), ("n_tokens", n_tokens)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be finite and above 0, got {value!r}")
-    loss = float(fit.predict(n_params, n_tokens))
-    scale = float(log_scale(fit, n_params, n_tokens))
+    loss = math.exp(fit.ensemble.log_loss(n_params, n_tokens))
+    scale = float(log_scale(fit.ensemble, n_params, n_tokens))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
         n_params=float(n_params),
@@ -113,16 +114,19 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
     )
 
 
-def log_scale(fit: "ScalingFit", n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+def log_scale(ensemble: "Ensemble", n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
     """The scale s of the log error at (N, D), of their shape, by the formula at the head of this file."""
-    n_params, n_tokens = np.broadcast_arrays(np.asarray(n_params, np.float64), np.asarray(n_tokens, np.float64))
-    E, A, B, alpha, beta = fit.draws.T[(...,) + (None,) * n_params.ndim]
-    p = np.log(E + A * n_params**-alpha + B * n_tokens**-beta).std(axis=0)
-    beyond = np.maximum(np.log10(compute_flops(n_params, n_tokens) / fit.compute_range[1]), 0)
-    decades = max(math.log10(fit.compute_range[1] / fit.compute_range[0]), 0.3)
-    return np.asarray(
-        np.sqrt(0.0053**2 + 0.50 * _recent_residual(fit) ** 2 + 0.99 * p**2 + (0.0089 * beyond / decades) ** 2)
+    least, most = ensemble.compute_range
+    beyond = np.maximum(np.log10(compute_flops(n_params, n_tokens) / most), 0)
+    decades = max(math.log10(most / least), 0.3)
+    variance = (
+        0.0053**2
+        + 0.50 * ensemble.residual**2
+        + 0.99 * ensemble.draw_spread(n_params, n_tokens) ** 2
+        + 0.70 * ensemble.form_spread(n_params, n_tokens) ** 2
+        + (0.0089 * beyond / decades) ** 2
     )
+    return np.asarray(np.sqrt(variance))
 
 
 def interval_factor(level: float) -> float:
@@ -135,14 +139,6 @@ def interval_factor(level: float) -> float:
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     return float(1.93 * stdtrit(8, (1 + level) / 2) / stdtrit(8, 0.95))
-
-
-def _recent_residual(fit: "ScalingFit") -> float:
-    table = fit.residuals()
-    usual = (table["n_tokens"] / table["n_params"]).between(2, 500)
-    table = table[usual] if usual.any() else table
-    weights = np.sqrt(table["compute_flops"] / table["compute_flops"].max())
-    return float(np.sqrt(np.average(table["log_residual"] ** 2, weights=weights)))
 
 
 def _reasons(fit: "ScalingFit", n_params: float, n_tokens: float) -> tuple[str, ...]:

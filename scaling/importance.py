@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from scaling.bootstrap import stem_weights
 from scaling.errors import ScalingError
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.presentation import Result, lines
 from scaling.table import losses, numbers, require_columns
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.errors import ScalingError
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.noise import TwoWay, fit_two_way, refuse_repeats
 from scaling.presentation import Result, jsonable, lines
 from scaling.table import losses, require_columns

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.errors import ScalingError
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.optima import MAX_EXCESS
 from scaling.presentation import Result, lines
 from scaling.table import losses, require_columns

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.errors import ScalingError
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.presentation import Result, jsonable, lines
 from scaling.table import losses as read_losses
 from scaling.table import numbers

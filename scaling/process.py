@@ -19,7 +19,7 @@ from scaling.basin import (
     shape_of,
     squared_distances,
 )
-from scaling.form import Array
+from scaling.forms.form import Array
 
 MISFIT = 0.1
 """Standard deviation of a run's misfit per unit of w: far up a wall nothing is told about the floor."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scaling.acquisition import around, latin_hypercube, log_expected_improvement, minimise
 from scaling.basin import Integers
 from scaling.excess import clipped_excess, most_telling
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.presentation import Result, lines
 from scaling.process import Observations, Process
 from scaling.search_box import Point, SearchBox

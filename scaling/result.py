@@ -1,16 +1,19 @@
 """The fitted law."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from scaling.ensemble import Ensemble, fit_ensemble
+from scaling.errors import ScalingError
 from scaling.forecast import Forecast, forecast
-from scaling.form import PARAMETERS, Array
+from scaling.forms.form import Array, Form
+from scaling.law import Law, compute_flops, params_exponent
 from scaling.presentation import Result, lines, span
-from scaling.surface import LossSurface, compute_flops
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -18,26 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScalingFit(Result):
-    """A loss surface, the runs that it was fitted to, and how far both can be trusted.
+    """A loss law, the runs that it was fitted to, and how far both can be trusted.
 
     Attributes:
-        surface: the point estimate.
+        law: the point estimate.
         objective: Σ Huber of log residuals at the estimate.
         delta: the Huber threshold.
         n_params_convention: what N counts; predictions want N counted the same way.
-        rows: the fitted rows: n_params, n_tokens, loss, stem; the index is the caller's.
+        rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
-        draws: bootstrap refits [n_draws, 5], columns E, A, B, alpha, beta.
+        draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order.
+        seed: of the resampling.
         warnings: why the fit is doubtful; empty if it is not.
     """
 
-    surface: LossSurface
+    law: Law
     objective: float
     delta: float
     n_params_convention: str
     rows: pd.DataFrame = field(repr=False)
     left_out: pd.DataFrame = field(repr=False)
     draws: Array = field(repr=False)
+    seed: int
     warnings: tuple[str, ...]
 
     @property
@@ -79,41 +84,58 @@ class ScalingFit(Result):
 
     @property
     def residual_std(self) -> float:
-        """Standard deviation of the log residuals, five degrees of freedom taken off."""
+        """Standard deviation of the log residuals, a degree of freedom taken off for each parameter."""
         residual = self.residuals()["log_residual"]
-        return float(np.sqrt((residual**2).sum() / (self.n_rows - len(PARAMETERS))))
+        return float(np.sqrt((residual**2).sum() / (self.n_rows - len(self.law.parameters))))
 
-    def predict(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """Expected loss, nats per token, of the broadcast shape of `n_params` and `n_tokens`."""
-        return self.surface.loss(n_params, n_tokens)
+    @cached_property
+    def ensemble(self) -> Ensemble:
+        """The fits of which a forecast is made: of the same rows, and the same whatever form the law has.
+
+        Raises:
+            ScalingError: the law depends on more than N and D.
+        """
+        if set(self.law.form.columns) != {"n_params", "n_tokens"}:
+            raise ScalingError(
+                f"forecasts are tested for laws of n_params and n_tokens, {self.law.form.name} depends on "
+                f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
+            )
+        return fit_ensemble(self.rows, seed=self.seed)
+
+    def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
+        """The law's own value, nats per token, of the broadcast shape of the columns."""
+        return self.law.loss(n_params, n_tokens, **columns)
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9) -> Forecast:
-        """The loss of one run with an interval that allows for the form's own error (see `scaling.forecast`).
+        """The loss of one run, by several fits, with an interval that allows for their own error (`scaling.forecast`).
 
         Raises:
             ValueError: N or D is not finite and positive, or `level` not between 0 and 1.
+            ScalingError: the law depends on more than N and D.
         """
         return forecast(self, n_params, n_tokens, level)
 
     def residuals(self) -> pd.DataFrame:
         """The fitted rows with `compute_flops`, `predicted` and `log_residual` = log(loss / predicted)."""
-        predicted = self.predict(self.rows["n_params"], self.rows["n_tokens"])
+        predicted = self.predict(**{name: self.rows[name] for name in self.law.form.columns})
         flops = compute_flops(self.rows["n_params"], self.rows["n_tokens"])
         residual = np.log(self.rows["loss"] / predicted)
         return self.rows.assign(compute_flops=flops, predicted=predicted, log_residual=residual)
 
     def intervals(self, level: float = 0.9) -> pd.DataFrame:
-        """Columns estimate, low, high for the five parameters and the `params_exponent` a of the optimum N ∝ C^a.
+        """Columns estimate, low, high for the parameters and, if it has one, the `params_exponent` a of the optimum N ∝ C^a.
 
         These are percentiles of the bootstrap: they say how the numbers depend on which runs were made, not whether the
         form is right. For a loss use `forecast`.
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-        draws = np.column_stack([self.draws, self.draws[:, 4] / (self.draws[:, 3] + self.draws[:, 4])])
-        low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
-        estimate = [*self.surface.to_dict().values(), self.surface.params_exponent]
-        return pd.DataFrame({"estimate": estimate, "low": low, "high": high}, index=[*PARAMETERS, "params_exponent"])
+        estimate, draws = dict(self.law.parameters), dict(zip(self.law.parameters, self.draws.T, strict=True))
+        if (exponent := self.law.params_exponent) is not None:
+            estimate["params_exponent"] = exponent
+            draws["params_exponent"] = params_exponent(self.law.form, draws)
+        low, high = np.quantile(np.stack([*draws.values()]), [(1 - level) / 2, (1 + level) / 2], axis=1)
+        return pd.DataFrame({"estimate": [*estimate.values()], "low": low, "high": high}, index=[*estimate])
 
     def plot(self) -> "go.Figure":
         """Predicted against actual loss, and the residuals against compute."""
@@ -130,21 +152,22 @@ class ScalingFit(Result):
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, draws included; `from_dict` restores it exactly (index and stems must be JSON types)."""
         return {
-            "surface": self.surface.to_dict(),
+            "law": self.law.to_dict(),
             "objective": self.objective,
             "delta": self.delta,
             "n_params_convention": self.n_params_convention,
             "rows": self.rows.to_dict("tight"),
             "left_out": self.left_out.to_dict("tight"),
             "draws": self.draws.tolist(),
+            "seed": self.seed,
             "warnings": list(self.warnings),
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "ScalingFit":
-        """The inverse of `to_dict`."""
+    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "ScalingFit":
+        """The inverse of `to_dict`; a form of one's own must be given."""
         restored = {
-            "surface": LossSurface.from_dict(data["surface"]),
+            "law": Law.from_dict(data["law"], form),
             "rows": _table(data["rows"]),
             "left_out": _table(data["left_out"]),
             "draws": np.asarray(data["draws"], np.float64),
@@ -167,7 +190,7 @@ class ScalingFit(Result):
                 "status": "; ".join((self.status, *self.warnings)),
             }
         )
-        return f"L(N, D) = E + A/N^alpha + B/D^beta, nats per token\n{table}\n{about}"
+        return f"L(N, D) = {self.law.form.formula}, nats per token\n{table}\n{about}"
 
 
 def _table(data: dict[str, Any]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.basin import Layout
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.table import numbers, require_columns
 
 Point = dict[str, Any]

@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.errors import ScalingError
-from scaling.form import Array
+from scaling.forms.form import Array
 from scaling.optima import Optimum
 from scaling.presentation import Result, jsonable, lines, span
 

@@ -113,7 +113,7 @@ def make_plan(
 
     `winner` is the trial that `best` is from.
     """
-    allocation = fit.surface.allocate(config.plan.compute_flops)
+    allocation = fit.law.allocate(config.plan.compute_flops)
     model = config.family.for_params(allocation.n_params)
     n_tokens = best.whole_batches(config.plan.compute_flops / (6.0 * model.n_params))
     hyperparameters = tuned_for(best, horizon, n_tokens)

@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import LossSurface
+from scaling import Chinchilla, Law
 
-PLANTED = LossSurface(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
+PLANTED = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
 
 
 @pytest.fixture
-def planted() -> LossSurface:
+def planted() -> Law:
     return PLANTED
 
 

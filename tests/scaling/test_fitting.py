@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import LossSurface, ScalingFit, fit
+from scaling import Chinchilla, Law, ScalingFit, fit
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -16,37 +16,37 @@ def fitted(runs: pd.DataFrame, n_bootstrap: int = 100, **options: float) -> Scal
 
 
 def values(fit: ScalingFit) -> list[float]:
-    return list(fit.surface.to_dict().values())
+    return list(fit.law.parameters.values())
 
 
 @pytest.mark.parametrize(
     "surface",
     [
-        LossSurface(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37),
-        LossSurface(E=0.5, A=30.0, B=90000.0, alpha=0.2, beta=0.6),
-        LossSurface(E=2.6, A=3e5, B=4000.0, alpha=0.69, beta=0.4),
+        Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37),
+        Chinchilla().law(E=0.5, A=30.0, B=90000.0, alpha=0.2, beta=0.6),
+        Chinchilla().law(E=2.6, A=3e5, B=4000.0, alpha=0.69, beta=0.4),
     ],
 )
-def test_planted_parameters_are_recovered_without_noise(ladder: Ladder, surface: LossSurface) -> None:
+def test_planted_parameters_are_recovered_without_noise(ladder: Ladder, surface: Law) -> None:
     runs = ladder()
     runs["loss"] = surface.loss(runs["n_params"], runs["n_tokens"])
     result = fitted(runs)
-    np.testing.assert_allclose(values(result), list(surface.to_dict().values()), rtol=1e-6)
+    np.testing.assert_allclose(values(result), list(surface.parameters.values()), rtol=1e-6)
     assert result.objective < 1e-20
     assert result.status == "ok"
 
 
-def test_planted_parameters_lie_within_their_intervals(ladder: Ladder, planted: LossSurface) -> None:
+def test_planted_parameters_lie_within_their_intervals(ladder: Ladder, planted: Law) -> None:
     """Over 40 noisy ladders the bootstrap's 90 % covers the truth about as often as a 20-run bootstrap can."""
     covered = []
     for seed in range(40):
         table = fitted(ladder(noise=0.003, seed=seed)).intervals(0.9).loc[["E", "alpha", "beta"]]
-        truth = np.array([planted.E, planted.alpha, planted.beta])
+        truth = np.array([planted["E"], planted["alpha"], planted["beta"]])
         covered.append((table["low"] <= truth) & (truth <= table["high"]))
     assert 0.7 <= np.mean(covered) <= 0.98
 
 
-def test_outliers_hardly_move_the_fit(ladder: Ladder, planted: LossSurface) -> None:
+def test_outliers_hardly_move_the_fit(ladder: Ladder, planted: Law) -> None:
     runs = ladder(noise=0.001)
     runs.loc[[3, 11], "loss"] *= 1.3
     result = fitted(runs)
@@ -80,13 +80,13 @@ def test_rows_of_one_stem_are_resampled_together(ladder: Ladder) -> None:
     assert spread[2] < 0.65 * spread[1]
 
 
-def test_untuned_and_unannealed_rows_are_left_out_with_the_reason(ladder: Ladder, planted: LossSurface) -> None:
+def test_untuned_and_unannealed_rows_are_left_out_with_the_reason(ladder: Ladder, planted: Law) -> None:
     runs = ladder().assign(regret=0.0, annealed=True)
     runs.loc[2, ["loss", "regret"]] = [9.0, 0.02]
     runs.loc[5, "loss"] = 9.5
     runs.loc[5, "annealed"] = False
     result = fitted(runs)
-    np.testing.assert_allclose(values(result), list(planted.to_dict().values()), rtol=1e-6)
+    np.testing.assert_allclose(values(result), list(planted.parameters.values()), rtol=1e-6)
     assert list(result.left_out.index) == [2, 5]
     assert result.left_out.loc[2, "reason"] == "predicted regret 2.000% is above 0.250%"
     assert "not annealed" in result.left_out.loc[5, "reason"]
@@ -133,8 +133,8 @@ def test_too_few_points(ladder: Ladder) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delta": 0.0}, "delta must be finite and above 0, got 0.0"),
-        ({"max_regret": -1.0}, "max_regret must be finite and above 0, got -1.0"),
+        ({"delta": 0.0}, "delta must be above 0, got 0.0"),
+        ({"max_regret": -1.0}, "max_regret must be above 0, got -1.0"),
         ({"n_bootstrap": 1}, "n_bootstrap must be at least 2, got 1"),
         ({"n_params_convention": " "}, "n_params_convention must say what n_params counts"),
     ],
@@ -160,7 +160,7 @@ def test_a_narrow_span_is_doubtful(ladder: Ladder) -> None:
     assert "decades of compute" in doubts(runs)
 
 
-def test_n_and_d_in_proportion_are_doubtful(planted: LossSurface) -> None:
+def test_n_and_d_in_proportion_are_doubtful(planted: Law) -> None:
     n_params = np.geomspace(1e7, 1e9, 16)
     runs = pd.DataFrame(
         {"n_params": n_params, "n_tokens": 20 * n_params, "loss": planted.loss(n_params, 20 * n_params)}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pandas as pd
 import pytest
 
-from scaling import Forecast, LossSurface, ScalingFit, fit
+from scaling import Forecast, Law, ScalingFit, fit
 from scaling.forecast import interval_factor
 
 Ladder = Callable[..., pd.DataFrame]
@@ -45,7 +45,7 @@ def test_intervals_grow_with_level_and_distance(result: ScalingFit) -> None:
     assert far.extrapolation == pytest.approx(far.compute_flops / result.compute_range[1])
 
 
-def test_coverage_where_the_form_is_true(ladder: Ladder, planted: LossSurface) -> None:
+def test_coverage_where_the_form_is_true(ladder: Ladder, planted: Law) -> None:
     """The measured scale allows for misfit, so it must cover a true surface more often than its nominal 90 %."""
     target = 1e9, 2e10
     hits = 0

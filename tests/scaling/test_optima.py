@@ -10,7 +10,7 @@ import pytest
 from scipy.special import stdtrit
 
 from scaling import Optimum, ScalingError, fit_optimum
-from scaling.form import Array
+from scaling.forms.form import Array
 
 OCTAVES = np.arange(-10.0, -3.0)
 RATES = 2**OCTAVES

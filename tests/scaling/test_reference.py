@@ -17,13 +17,13 @@ def test_the_minimum_of_4500_starts_is_reached(result: ScalingFit) -> None:
 
 
 def test_published_parameters(result: ScalingFit) -> None:
-    surface = result.surface
-    assert pytest.approx(1.81722, abs=1e-5) == surface.E
-    assert pytest.approx(477.826, abs=0.05) == surface.A
-    assert pytest.approx(2143.4, abs=0.5) == surface.B
-    assert surface.alpha == pytest.approx(0.347311, abs=2e-5)
-    assert surface.beta == pytest.approx(0.367172, abs=2e-5)
-    assert surface.params_exponent == pytest.approx(0.5139, abs=1e-4)
+    law = result.law
+    assert pytest.approx(1.81722, abs=1e-5) == law["E"]
+    assert pytest.approx(477.826, abs=0.05) == law["A"]
+    assert pytest.approx(2143.4, abs=0.5) == law["B"]
+    assert law["alpha"] == pytest.approx(0.347311, abs=2e-5)
+    assert law["beta"] == pytest.approx(0.367172, abs=2e-5)
+    assert law.params_exponent == pytest.approx(0.5139, abs=1e-4)
     assert result.status == "ok"
 
 
@@ -41,4 +41,4 @@ def test_chinchilla_itself_is_forecast(result: ScalingFit) -> None:
     forecast = result.forecast(70e9, 1.4e12)
     assert forecast.supported
     assert forecast.extrapolation == pytest.approx(45.4, rel=0.01)
-    assert 15 < result.surface.allocate(5.76e23).tokens_per_param < 25
+    assert 15 < result.law.allocate(5.76e23).tokens_per_param < 25

@@ -1,0 +1,203 @@
+"""A loss law with its numbers, and the best way to spend compute under it. Fits live elsewhere."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from scaling.errors import ScalingError
+from scaling.forms.form import Form, Values, columns_of
+from scaling.presentation import Result
+
+FLOPS_PER_PARAM_TOKEN = 6.0
+"""C = 6·N·D: two FLOPs per parameter and token forward, four backward (Kaplan et al. 2001.08361, sec. 2.1)."""
+_N_SHARE = (0.05, 0.95)
+"""Of log(C/6) between which log N of the best size is sought where no formula tells it."""
+_LEAST, _MOST = 1e3, 1e60
+"""Tokens, and FLOPs, between which a loss is sought."""
+
+
+def compute_flops(n_params: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float64]:
+    """Training compute C = 6·N·D in FLOPs, always in float64: in int64 it wraps above 9.2e18.
+
+    Args:
+        n_params: parameters N, any shape.
+        n_tokens: training tokens D, broadcast against `n_params`.
+
+    Returns:
+        FLOPs, of the broadcast shape (a numpy scalar for two scalars).
+    """
+    n_params, n_tokens = np.asarray(n_params, np.float64), np.asarray(n_tokens, np.float64)
+    return np.asarray(FLOPS_PER_PARAM_TOKEN * n_params * n_tokens, np.float64)[()]
+
+
+def params_exponent(form: Form, values: Values) -> Any:
+    """Exponent a of the optimum N ∝ C^a, q / (p + q) for terms N^−p and D^−q; None where it is no power of C."""
+    powers = form.powers(values)
+    return powers[3] / (powers[1] + powers[3]) if powers else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation(Result):
+    """How one compute budget is best spent on parameters and tokens, and the loss that it buys.
+
+    Attributes:
+        n_params: parameters N, in the convention of the runs that were fitted.
+        n_tokens: training tokens D.
+        loss: expected loss at (N, D), nats per token.
+        compute_flops: the budget C = 6·N·D.
+    """
+
+    n_params: float
+    n_tokens: float
+    loss: float
+    compute_flops: float
+
+    @property
+    def tokens_per_param(self) -> float:
+        """D / N."""
+        return self.n_tokens / self.n_params
+
+    def __str__(self) -> str:
+        """One line: compute, parameters, tokens, their ratio, loss."""
+        return (
+            f"{self.compute_flops:.3g} FLOPs: {self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens "
+            f"({self.tokens_per_param:.3g} per parameter), loss {self.loss:.4f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law(Result):
+    """A form with numbers, e.g. `Chinchilla().law(E=1.8, A=400, B=2000, alpha=.34, beta=.37)`.
+
+    Attributes:
+        form: its formula.
+        parameters: their numbers by name.
+
+    Raises:
+        ValueError: a parameter is missing or unknown, negative or not finite, or (E excepted) zero.
+    """
+
+    form: Form
+    parameters: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if set(self.parameters) != set(self.form.parameters):
+            raise ValueError(
+                f"{self.form.name} has the parameters {', '.join(self.form.parameters)}, got {', '.join(self.parameters)}"
+            )
+        for name, value in self.parameters.items():
+            if not math.isfinite(value) or value < 0 or (value == 0 and name != "E"):
+                rule = "at least 0" if name == "E" else "above 0"
+                raise ValueError(f"{name} must be finite and {rule}, got {value!r}")
+
+    def __getitem__(self, name: str) -> float:
+        """One parameter's number."""
+        return self.parameters[name]
+
+    def loss(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> NDArray[np.float64]:
+        """Expected loss, nats per token, of the broadcast shape of the columns."""
+        rows = columns_of(self.form, {"n_params": n_params, "n_tokens": n_tokens, **columns})
+        return np.asarray(self.form.loss(self.parameters, rows))[()]
+
+    @property
+    def params_exponent(self) -> float | None:
+        """Exponent a of the optimum N ∝ C^a; None where it is no power of C."""
+        exponent: float | None = params_exponent(self.form, self.parameters)
+        return exponent
+
+    @property
+    def tokens_exponent(self) -> float | None:
+        """Exponent b of the optimum D ∝ C^b, 1 − a."""
+        return None if (exponent := self.params_exponent) is None else 1 - exponent
+
+    def allocate(self, compute_flops: float, **columns: float) -> Allocation:
+        """The parameters and tokens of least loss under C = 6·N·D.
+
+        For terms a·N^−p and b·D^−q: N = G (C/6)^(q/(p+q)), D = (C/6) / N, G = (p·a / (q·b))^(1/(p+q)) (Hoffmann et al.
+        2203.15556, eq. 4); for other forms it is found numerically.
+
+        Raises:
+            ValueError: the budget is not finite and positive.
+        """
+        if not (math.isfinite(compute_flops) and compute_flops > 0):
+            raise ValueError(f"compute_flops must be finite and above 0, got {compute_flops!r}")
+        product = compute_flops / FLOPS_PER_PARAM_TOKEN
+        if powers := self.form.powers(self.parameters):
+            a, p, b, q = powers
+            log_n = (math.log(p / q) + math.log(a) - math.log(b) + q * math.log(product)) / (p + q)
+        else:
+            from scipy.optimize import minimize_scalar
+
+            share_low, share_high = _N_SHARE
+            bounds = (share_low * math.log(product), share_high * math.log(product))
+            log_n = minimize_scalar(
+                lambda log_n: float(self.loss(math.exp(log_n), product * math.exp(-log_n), **columns)),
+                bounds=bounds,
+                method="bounded",
+                options={"xatol": 1e-8},
+            ).x
+        n_params = math.exp(log_n)
+        n_tokens = product / n_params
+        loss = float(self.loss(n_params, n_tokens, **columns))
+        return Allocation(n_params=n_params, n_tokens=n_tokens, loss=loss, compute_flops=float(compute_flops))
+
+    def frontier(self, compute_flops: Iterable[float], **columns: float) -> pd.DataFrame:
+        """The optimum at each budget: columns compute_flops, n_params, n_tokens, loss."""
+        names = ["compute_flops", "n_params", "n_tokens", "loss"]
+        return pd.DataFrame([asdict(self.allocate(float(flops), **columns)) for flops in compute_flops], columns=names)
+
+    def n_tokens_for(self, loss: float, n_params: float, **columns: float) -> float:
+        """Tokens with which a model of `n_params` parameters reaches `loss`.
+
+        Raises:
+            ScalingError: the model does not reach the loss with any number of tokens.
+        """
+        return self._least(loss, lambda d: float(self.loss(n_params, d, **columns)), f"{n_params:.4g} parameters")
+
+    def compute_for(self, loss: float, **columns: float) -> Allocation:
+        """The least compute that reaches `loss`, and how it is spent.
+
+        Raises:
+            ScalingError: no compute reaches the loss.
+        """
+        flops = self._least(loss, lambda c: self.allocate(c, **columns).loss, "the best allocations")
+        return self.allocate(flops, **columns)
+
+    def _least(self, loss: float, loss_at: Any, what: str) -> float:
+        """The least tokens or compute at which a falling loss is reached."""
+        from scipy.optimize import brentq
+
+        if loss_at(_MOST) >= loss:
+            raise ScalingError(f"{what} tend to a loss of {loss_at(_MOST):.4f} and never reach {loss:.4f}")
+        if loss_at(_LEAST) <= loss:
+            return _LEAST
+        found = brentq(lambda log_x: loss_at(math.exp(log_x)) - loss, math.log(_LEAST), math.log(_MOST), xtol=1e-12)
+        return math.exp(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form's name and the numbers; of a form of one's own, `from_dict` wants the form."""
+        return {"form": self.form.name, "parameters": dict(self.parameters)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "Law":
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: the form is not one of the library's, and was not given.
+        """
+        from scaling.forms import FORMS
+
+        if form is None and data["form"] not in FORMS:
+            raise ValueError(f"form must be given: {data['form']!r} is none of {', '.join(FORMS)}")
+        return cls(form=form or FORMS[data["form"]](), parameters=data["parameters"])
+
+    def __str__(self) -> str:
+        """The equation and its numbers."""
+        return f"L = {self.form.formula}: " + ", ".join(
+            f"{name} {value:.5g}" for name, value in self.parameters.items()
+        )

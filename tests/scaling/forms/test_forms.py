@@ -1,0 +1,134 @@
+"""Every form: derivatives against differences, planted numbers recovered, its best allocation, and a form of one's own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.optimize import minimize_scalar
+
+from scaling import Chinchilla, Form, Joint, Kaplan, Law, TiedChinchilla, fit
+from scaling.forms import FORMS
+from scaling.forms.form import Array, Problem
+
+Ladder = Callable[..., pd.DataFrame]
+
+
+class Own(Form):
+    """A form that a user might write: two powers and a product term."""
+
+    name, formula, source = "own", "E + A/N^alpha + B/D^alpha + F/(N·D)^alpha", "this test"
+    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "E": (0.1, 5),
+        "A": (1, 1e5),
+        "B": (1, 1e5),
+        "F": (1, 1e8),
+        "alpha": (0.05, 1.5),
+    }
+
+    def loss(self, values: Mapping[str, Any], rows: Mapping[str, Any]) -> Any:
+        n, d, alpha = rows["n_params"], rows["n_tokens"], values["alpha"]
+        return values["E"] + values["A"] * n**-alpha + values["B"] * d**-alpha + values["F"] * (n * d) ** -alpha
+
+
+PLANTED = [
+    Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37),
+    TiedChinchilla().law(E=1.6, A=300.0, B=1500.0, alpha=0.36),
+    Joint().law(E=1.5, A=200.0, B=900.0, alpha=0.33, beta=0.35, g=0.6),
+    Kaplan().law(A=1.5e13**0.076, B=1.8e13**0.095, alpha=0.076, beta=0.095),
+    Own().law(E=1.7, A=300.0, B=1200.0, F=3e5, alpha=0.35),
+]
+by_form = pytest.mark.parametrize("law", PLANTED, ids=lambda law: law.form.name)
+
+
+def runs_of(law: Law, ladder: Ladder, noise: float = 0.0) -> pd.DataFrame:
+    runs = ladder()
+    error = noise * np.random.default_rng(0).standard_normal(len(runs))
+    return runs.assign(loss=law.loss(runs["n_params"], runs["n_tokens"]) * np.exp(error))
+
+
+def problem_of(law: Law, ladder: Ladder) -> tuple[Problem, Array]:
+    runs = runs_of(law, ladder, noise=0.01)
+    log_loss = np.log(runs["loss"].to_numpy())
+    problem = law.form.problem({name: runs[name].to_numpy() for name in law.form.columns}, log_loss)
+    return problem, problem.starts(log_loss)[[7, 100]] * 0.9
+
+
+def differences(function: Callable[[Array], Array], theta: Array, step: float = 1e-5) -> Array:
+    """Central differences of a batched function in each parameter, on a new last axis."""
+    shifts = step * np.eye(theta.shape[1])
+    return np.stack([(function(theta + s) - function(theta - s)) / (2 * step) for s in shifts], axis=-1)
+
+
+def test_every_form_of_the_library_is_planted() -> None:
+    assert {law.form.name for law in PLANTED} == {*FORMS, "own"}
+
+
+@by_form
+def test_jacobian_and_curvature(law: Law, ladder: Ladder) -> None:
+    problem, theta = problem_of(law, ladder)
+    predicted, jacobian = problem.linearise(theta)
+    np.testing.assert_allclose(predicted, problem.log_loss(theta), rtol=1e-13)
+    np.testing.assert_allclose(jacobian, differences(problem.log_loss, theta), atol=1e-8)
+    weights = np.random.default_rng(0).standard_normal(predicted.shape)
+    gradient = differences(lambda t: np.einsum("jk,jkp->jp", weights, problem.linearise(t)[1]), theta)
+    np.testing.assert_allclose(problem.curvature(theta, jacobian, weights), gradient, atol=1e-6, rtol=1e-5)
+
+
+@by_form
+def test_coordinates_and_parameters_say_the_same(law: Law, ladder: Ladder) -> None:
+    problem, theta = problem_of(law, ladder)
+    runs = ladder()
+    values = dict(zip(law.form.parameters, problem.natural(theta).T[:, :, None], strict=True))
+    rows = {name: runs[name].to_numpy() for name in law.form.columns}
+    np.testing.assert_allclose(np.log(law.form.loss(values, rows)), problem.log_loss(theta), rtol=1e-10)
+
+
+@by_form
+def test_planted_numbers_are_recovered(law: Law, ladder: Ladder) -> None:
+    result = fit(runs_of(law, ladder), n_params_convention="total", form=law.form, n_bootstrap=2)
+    assert result.objective < 1e-18
+    np.testing.assert_allclose([*result.law.parameters.values()], [*law.parameters.values()], rtol=1e-3)
+    assert result.law.form == law.form
+
+
+@by_form
+@pytest.mark.parametrize("noise", [0.002, 0.01])
+def test_among_the_runs_the_law_lies_closer_than_their_noise(law: Law, ladder: Ladder, noise: float) -> None:
+    result = fit(runs_of(law, ladder, noise), n_params_convention="total", form=law.form, n_bootstrap=2)
+    off = np.log(result.predict(1e8, 2e9) / law.loss(1e8, 2e9))
+    assert abs(off) < noise
+
+
+@by_form
+@pytest.mark.parametrize("budget", [1e18, 1e24])
+def test_allocation_is_the_minimum_found_numerically(law: Law, budget: float) -> None:
+    best = minimize_scalar(
+        lambda log_n: float(law.loss(np.exp(log_n), budget / 6 / np.exp(log_n))),
+        bounds=(5, 45),
+        options={"xatol": 1e-10},
+    )
+    allocation = law.allocate(budget)
+    assert allocation.loss == pytest.approx(best.fun, rel=1e-10)
+    assert allocation.n_params == pytest.approx(np.exp(best.x), rel=1e-3)
+    assert law.compute_for(allocation.loss).compute_flops == pytest.approx(budget, rel=1e-6)
+
+
+def test_a_saved_form_of_ones_own_wants_the_form() -> None:
+    saved = PLANTED[-1].to_dict()
+    with pytest.raises(ValueError, match="form must be given: 'own' is none of chinchilla, tied, joint, kaplan"):
+        Law.from_dict(saved)
+    assert Law.from_dict(saved, Own()) == PLANTED[-1]
+
+
+def test_a_law_wants_exactly_its_parameters() -> None:
+    with pytest.raises(ValueError, match="tied has the parameters E, A, B, alpha, got E, A"):
+        TiedChinchilla().law(E=1.0, A=2.0)
+
+
+def test_the_joint_form_is_chinchillas_at_one() -> None:
+    numbers = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37}
+    one, sum_of_powers = Joint().law(**numbers, g=1.0), Chinchilla().law(**numbers)
+    assert one.loss(1e9, 2e10) == pytest.approx(float(sum_of_powers.loss(1e9, 2e10)), rel=1e-12)
+    assert one.allocate(1e21).n_params == pytest.approx(sum_of_powers.allocate(1e21).n_params, rel=1e-12)
