@@ -22,6 +22,7 @@ from search_spaces.base import Distribution
 from search_spaces.condition import Condition, OneOf, Range
 from search_spaces.cut import Step, cut
 from search_spaces.errors import SpaceError
+from search_spaces.kinds import can_hold
 from search_spaces.listed import Fixed
 from search_spaces.space import Space
 
@@ -168,7 +169,7 @@ def _left(allowed: OneOf | Range, parent: Distribution | None) -> OneOf | Range 
     if parent is None:
         return None
     if isinstance(allowed, Range):
-        return allowed
+        return allowed if can_hold(allowed, parent) else None
     values = tuple(filter(parent.contains, allowed.values))
     return OneOf(values=values) if values else None
 
