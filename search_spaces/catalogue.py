@@ -127,6 +127,8 @@ def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
         SpaceError: If there are not two powers of two between the bounds.
     """
     sizes = tuple(2**k for k in range(64) if smallest <= 2**k <= largest)
+    if len(sizes) < 2:
+        raise SpaceError(f"batch needs two powers of two from smallest to largest, got {smallest} and {largest}")
     return Space(
         {
             "batch_tokens": Ordinal(values=sizes),

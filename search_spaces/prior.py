@@ -7,6 +7,7 @@ a uniform draw, and a searcher may weigh its acquisition by the density (pi-BO, 
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -155,4 +156,5 @@ class BetaStick(Density):
 
 def is_finite(value: object) -> bool:
     """Whether `value` is a finite real number; true and false are none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # By comparison, as a whole number may be too large for `math.isfinite`.
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= sys.float_info.max)
