@@ -232,8 +232,12 @@ class SweepResult:
             return str(error)
 
     def _doubts_of_winner(self) -> Iterator[str]:
-        if self.leaders and self.leaders.near_tie and self.leaders.verdict == "near-tie":
-            others = ", ".join(map(str, self.leaders.near_tie))
+        if self.leaders is None or self.leaders.verdict != "near-tie":
+            return
+        # By sweep.cost_weight the winner may be another than the comparison's.
+        tied = (self.leaders.winner, *self.leaders.near_tie)
+        if self.winner in tied:
+            others = ", ".join(str(trial) for trial in tied if trial != self.winner)
             yield (
                 f"a near-tie: trial {self.winner} can't be told from trial {others} over {self.leaders.n_seeds} seeds; "
                 "more sweep.repeats tell them apart"
@@ -309,7 +313,7 @@ def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Le
     if leaders and not cost_weight:
         return int(leaders.winner)
     longest = table[table["n_tokens"] == table["n_tokens"].max()].set_index("trial")["annealed_loss"].dropna()
-    losses = leaders.trials.query("p_best > 0")["loss"] if leaders else longest
+    losses = leaders.trials.loc[leaders.trials["p_best"] != 0, "loss"] if leaders else longest  # NaN: not known
     seconds = np.array([max(record.cost(int(trial))[1], 1e-9) for trial in losses.index])
     return int((np.log(losses) + cost_weight * np.log(seconds)).idxmin())
 
