@@ -157,4 +157,5 @@ class BetaStick(Density):
 def is_finite(value: object) -> bool:
     """Whether `value` is a finite real number; true and false are none."""
     # By comparison, as a whole number may be too large for `math.isfinite`.
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= sys.float_info.max)
+    largest = sys.float_info.max
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(-largest <= value <= largest)

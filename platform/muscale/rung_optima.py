@@ -122,7 +122,8 @@ class RungOptima:
         if isinstance(listed := self.space[RATE], Ordinal):
             rates = np.log2(np.asarray(listed.values, dtype=np.float64))
             return float(np.interp(place, np.arange(len(rates)), rates))
-        return float(np.log2(config_at(self.space, optimum.point | {RATE: place})[RATE]))
+        rate: Any = config_at(self.space, optimum.point | {RATE: place})[RATE]
+        return math.log2(rate)
 
     def misses(self, config: Config, n_tokens: int) -> list[str]:
         """Hyperparameters of a configuration that lie outside the closed interval of the optimum at a length, with why."""
