@@ -7,7 +7,6 @@ a uniform draw, and a searcher may weigh its acquisition by the density (pi-BO, 
 from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -155,7 +154,8 @@ class BetaStick(Density):
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a finite real number; true and false are none."""
-    # By comparison, as a whole number may be too large for `math.isfinite`.
-    largest = sys.float_info.max
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(-largest <= value <= largest)
+    """Whether `value` is a real number that a float can hold; true and false are none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False
