@@ -83,7 +83,10 @@ def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray
 
 
 def _chance_of_range(m: int, share: float) -> float:
-    """The probability that m uniform draws span at most `share` of their interval."""
+    """The probability that m uniform draws span at most `share` of their interval.
+
+    Of m among n trials, which can't be drawn twice, it is an upper bound: at m = 12, n = 48 and .01 four times too large.
+    """
     return m * share ** (m - 1) - (m - 1) * share**m
 
 

@@ -27,7 +27,7 @@ from search_spaces.listed import Fixed
 from search_spaces.space import Space
 
 LEVEL = 0.05
-"""Probability, over all hyperparameters together, that chance alone makes a cut."""
+"""Probability, over all hyperparameters together, that chance alone makes a cut; at most, as the trials are finitely many."""
 BEST_SHARE = 0.25
 """Share of the trials that count as the best; assumed: small enough to be near the optimum, large enough to have a range."""
 

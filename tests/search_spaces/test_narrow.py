@@ -29,6 +29,7 @@ from search_spaces import (
     Weights,
     narrow,
 )
+from search_spaces.cut import _chance_of_range
 
 SPACE = Space(
     {
@@ -193,6 +194,14 @@ def test_of_a_few_mixtures_the_next_to_the_best_stays() -> None:
     ]
     smaller: Any = narrow(space, pd.DataFrame(rows)).space["mix"]
     assert smaller.low == pytest.approx({"web": 0.3, "code": 0.3})
+
+
+def test_the_chance_of_a_range_is_no_less_than_that_of_as_many_among_the_trials() -> None:
+    n, m = 48, 12
+    for k in range(m, n + 1):
+        # Sets of m among n in a row that span at most k of them: by their first, or all in the last k.
+        exact = ((n - k) * math.comb(k - 1, m - 1) + math.comb(k, m)) / math.comb(n, m)
+        assert _chance_of_range(m, k / n) >= exact * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(
