@@ -93,7 +93,7 @@ def schedule() -> Space:
 
     warmup_fraction: as in `mup_optimizer`.
     cooldown_fraction: from a twentieth of the run to half of it, assumed; a tenth suffices for MiniCPM (arXiv 2404.06395), and
-        Hägele et al. find the loss to fall with longer cooldowns, then to level off (arXiv 2405.18392).
+        Hägele et al. find a constant rate and a cooldown to scale as cosine does (arXiv 2405.18392).
     final_fraction: zero (Bergsma et al., arXiv 2502.15938) up to a fifth, assumed, with the tenth of Chinchilla (arXiv
         2203.15556) between them.
     """

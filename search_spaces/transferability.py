@@ -109,8 +109,8 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         Transfer.BY_LAW,
         ("horizon", "batch", "tokens_per_param"),
         "It acts through the timescale B / (eta·lambda·D), so its best value moves with all of these: search"
-        " weight_decay_tau. Across width rate·decay of a matrix is held constant (2405.13698); for AdamW, 2510.15262 finds a"
-        " decay that grows as the root of the width instead (decay_scaling).",
+        " weight_decay_tau. Across width the rule table holds rate·decay of a matrix constant; 2510.15262 finds a decay"
+        " that grows as the root of the width for AdamW (decay_scaling).",
         "2405.13698, 2505.13738, 2510.15262",
     ),
     ("beta1", Transfer.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
