@@ -276,7 +276,11 @@ def _shares(variances: Array, rest: Array) -> tuple[Array, Array]:
 def _by_chance(
     design: Array, y: Array, trials: NDArray[np.int64], terms: list[_Block], n_draws: int, seed: int
 ) -> Array:
-    """Mean share that each hyperparameter gets once its values are shuffled over the trials, [H]."""
+    """Mean share that each hyperparameter gets once its values are shuffled over the trials, [H].
+
+    Shuffles that make it move together with another, as few values over few trials do, are left out, as such trials are
+    refused; all of it (1) where no shuffle is left.
+    """
     generator = np.random.default_rng([seed, 1])
     first_row = np.unique(trials, return_index=True)[1]
     found = []
@@ -284,6 +288,10 @@ def _by_chance(
         order = generator.permuted(np.tile(first_row, (n_draws, 1)), axis=1)[:, trials]
         shuffled = np.tile(design, (n_draws, 1, 1))
         shuffled[:, :, at] = design[:, at][order]
+        shuffled = shuffled[np.linalg.matrix_rank(shuffled) == design.shape[1]]
+        if not len(shuffled):
+            found.append(1.0)
+            continue
         theta, inverse, rest = _fit(shuffled, y, np.ones((1, len(y))))
         shares, _ = _shares(_variances(theta, terms) - _errors(inverse, rest, terms), rest)
         found.append(float(shares[:, j].mean()))

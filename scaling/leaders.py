@@ -181,8 +181,10 @@ def compare_leaders(
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    if noise is not None and not all(math.isfinite(x) and x > 0 for x in noise):
-        raise ValueError(f"noise must be a standard deviation and its degrees of freedom, both above 0, got {noise!r}")
+    if noise is not None and not (0 <= noise[0] < math.inf and 0 < noise[1] < math.inf):
+        raise ValueError(
+            f"noise must be a standard deviation, at least 0, and its degrees of freedom, above 0, got {noise!r}"
+        )
     require_columns(rows, ("trial", "seed", "loss"))
     table = pd.DataFrame({"trial": rows["trial"].to_numpy(), "seed": rows["seed"].to_numpy(), "loss": losses(rows)})
     refuse_repeats(table, "trial")

@@ -75,8 +75,8 @@ class Verdict(Result):
 
     @property
     def wider_is_better(self) -> bool:
-        """Whether the larger model is no worse beyond the noise along every scale that was followed."""
-        return all(transfer.larger_is_better for transfer in self.transfers)
+        """Whether the larger model is no worse beyond the noise along every scale that was followed, at least one."""
+        return bool(self.transfers) and all(transfer.larger_is_better for transfer in self.transfers)
 
     @cached_property
     def next_runs(self) -> pd.DataFrame:

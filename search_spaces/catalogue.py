@@ -93,7 +93,7 @@ def schedule() -> Space:
 
     warmup_fraction: as in `mup_optimizer`.
     cooldown_fraction: from a twentieth of the run to half of it, assumed; a tenth suffices for MiniCPM (arXiv 2404.06395), and
-        Hägele et al. find the loss to fall with longer cooldowns, then to level off (arXiv 2405.18392).
+        Hägele et al. find a constant rate and a cooldown to scale as cosine does (arXiv 2405.18392).
     final_fraction: zero (Bergsma et al., arXiv 2502.15938) up to a fifth, assumed, with the tenth of Chinchilla (arXiv
         2203.15556) between them.
     """
@@ -115,18 +115,20 @@ def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
         smallest: Tokens of the smallest batch, over all devices.
         largest: Tokens of the largest, at least twice as many.
 
-    batch_tokens: powers of two. The defaults are the grid of Step Law, 16 to 2,048 sequences of 2,048 tokens (Li et al., arXiv
-        2503.04715); a small proxy wants smaller ones.
+    batch_tokens: powers of two. The defaults are the ends of Step Law's grid, 16 and 2,048 sequences of 2,048 tokens (Li et al.,
+        arXiv 2503.04715); a small proxy wants smaller ones.
     learning_rate: as in `mup_adamw`, an octave wider on either side, assumed: the best rate moves with the batch.
     beta2: as in `mup_optimizer`.
 
-    A ramp is left out: its length is in tokens of one run. That the critical batch grows along a run is found by Merrill
-    et al. (arXiv 2505.23971).
+    A ramp is left out: its length is in tokens of one run. Merrill et al. find the critical batch to grow fast early in a run,
+    then to level off (arXiv 2505.23971).
 
     Raises:
         SpaceError: If there are not two powers of two between the bounds.
     """
     sizes = tuple(2**k for k in range(64) if smallest <= 2**k <= largest)
+    if len(sizes) < 2:
+        raise SpaceError(f"batch needs two powers of two from smallest to largest, got {smallest} and {largest}")
     return Space(
         {
             "batch_tokens": Ordinal(values=sizes),
@@ -145,8 +147,8 @@ def architecture() -> Space:
         quarter of GPT-NeoX (arXiv 2204.06745) to all.
     queries_per_kv: multi-head attention, or two or four queries to a key (arXiv 2305.13245); the heads must divide by four.
     parallel: attention beside the MLP, biases: PaLM goes without (arXiv 2204.02311). tied: arXiv 1608.05859.
-    width_depth_ratio: d_model / n_layers, from 32 to 128, assumed: Kaplan et al. find the loss to change by at most 3 % between
-        ratios of about 33 and 715 at equal size (arXiv 2001.08361, section 3.1).
+    width_depth_ratio: d_model / n_layers, from 32 to 128, assumed: Kaplan et al. find a model of ratio 715 (6 layers) within 3 %
+        of the loss of one of ratio 33 (48 layers) at about equal size (arXiv 2001.08361, section 3.1).
 
     Compare at equal parameters or equal FLOPs; the size itself is not in the space.
     """
@@ -178,8 +180,9 @@ def mixture(
         low: Least weight of a source, by name.
         natural: The mixture that the data has by itself, around which is sampled; without it, all are equally likely.
 
-    Proxies are trained on mixtures drawn around the natural one and tell the best (RegMix, Liu et al., arXiv 2407.01492). The
-    spread of one half, at which a part of mean weight .2 has a standard deviation of .2, is assumed.
+    RegMix trains proxies on mixtures drawn around the natural one, and takes the one that a regression through them predicts
+    best (Liu et al., arXiv 2407.01492); that the order of mixtures is the same at all sizes is its hypothesis. The spread of
+    one half, at which a part of mean weight .2 has a standard deviation of .2, is assumed.
 
     Raises:
         SpaceError: If the names, bounds or weights make no simplex.

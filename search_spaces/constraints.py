@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, Self
 
 from search_spaces.errors import SpaceError, unknown
@@ -33,21 +34,31 @@ class Rule:
     pair: bool = False
 
 
+_ROUNDING = 1e-12  # relative: sums, products and quotients of decimal fractions are not exact in binary
+
+
 def _is_multiple(value: float, divisor: float) -> bool:
-    # To nine digits, as a quotient of decimal fractions is not whole in binary.
-    return divisor != 0 and math.isclose(value / divisor, round(value / divisor), rel_tol=1e-9, abs_tol=1e-9)
+    if divisor == 0:
+        return False
+    if isinstance(value, Integral) and isinstance(divisor, Integral):
+        return int(value) % int(divisor) == 0
+    return math.isclose(value / divisor, round(value / divisor), rel_tol=_ROUNDING, abs_tol=1e-9)
+
+
+def _at_most(value: float, bound: float) -> bool:
+    return value <= bound or math.isclose(value, bound, rel_tol=_ROUNDING)
 
 
 _BUILT_IN: dict[str, Rule] = {
     "less": Rule(predicate=lambda *x: all(a < b for a, b in pairwise(x)), numeric=True),
     "at_most": Rule(predicate=lambda *x: all(a <= b for a, b in pairwise(x)), numeric=True),
     "multiple_of": Rule(predicate=_is_multiple, numeric=True, pair=True),
-    "sum_at_most": Rule(predicate=lambda *x: sum(x[:-1]) <= x[-1], numeric=True, bounded=True),
-    "product_at_least": Rule(predicate=lambda *x: math.prod(x[:-1]) >= x[-1], numeric=True, bounded=True),
-    "product_at_most": Rule(predicate=lambda *x: math.prod(x[:-1]) <= x[-1], numeric=True, bounded=True),
+    "sum_at_most": Rule(predicate=lambda *x: _at_most(sum(x[:-1]), x[-1]), numeric=True, bounded=True),
+    "product_at_least": Rule(predicate=lambda *x: _at_most(x[-1], math.prod(x[:-1])), numeric=True, bounded=True),
+    "product_at_most": Rule(predicate=lambda *x: _at_most(math.prod(x[:-1]), x[-1]), numeric=True, bounded=True),
 }
 """less, at_most: each below (or not above) the next. multiple_of: the first a whole multiple of the second.
-sum_at_most, product_at_least, product_at_most: the sum or product against the bound."""
+sum_at_most, product_at_least, product_at_most: the sum or product against the bound, to twelve digits."""
 _RULES: dict[str, Rule] = dict(_BUILT_IN)
 
 

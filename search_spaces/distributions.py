@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, TypeGuard
 
 from search_spaces.base import Distribution, Value, is_integer
 from search_spaces.errors import SpaceError
-from search_spaces.prior import Density, Prior, TruncatedNormal
+from search_spaces.prior import Density, Prior, TruncatedNormal, is_finite
 
 LARGEST_INTEGER = 2**40
 """Largest bound of an `Integer`; up to here an integer survives `encode` and `decode` exactly, also on a log scale."""
@@ -56,7 +55,7 @@ class Interval(Line):
     def _check(self) -> None:
         for name in ("low", "high"):
             value = getattr(self, name)
-            if not (is_real(value) and abs(value) <= sys.float_info.max):
+            if not is_finite(value):
                 raise SpaceError(f"{self.kind} needs a finite number as {name}, got {value!r}")
             object.__setattr__(self, name, float(value))
         _check_order(self.kind, self.low, self.high)

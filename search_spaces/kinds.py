@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from search_spaces.base import Distribution
+from search_spaces.condition import OneOf, Range
 from search_spaces.distributions import Integer, Interval, LogUniform, Uniform, is_real
 from search_spaces.errors import SpaceError, unknown
 from search_spaces.listed import Choice, Fixed, Listed, Ordinal
@@ -28,6 +30,22 @@ def distribution_from_dict(table: Mapping[str, Any]) -> Distribution:
     if not isinstance(kind, str) or kind not in KINDS:
         raise SpaceError(unknown("distribution", kind, KINDS))
     return KINDS[kind].from_dict(table)
+
+
+def can_hold(allowed: OneOf | Range, distribution: Distribution) -> bool:
+    """Whether any value of a distribution meets what a condition allows."""
+    if isinstance(allowed, OneOf):
+        return any(map(distribution.contains, allowed.values))
+    match distribution:
+        case Integer() | Interval():
+            low = max(distribution.low, -math.inf if allowed.low is None else allowed.low)
+            high = min(distribution.high, math.inf if allowed.high is None else allowed.high)
+            return (math.ceil(low) if isinstance(distribution, Integer) else low) <= high
+        case Listed(values=values):
+            return any(map(allowed.holds, values))
+        case Fixed(value=value):
+            return allowed.holds(value)
+    return False
 
 
 def is_numeric(distribution: Distribution) -> bool:

@@ -22,11 +22,12 @@ from search_spaces.base import Distribution
 from search_spaces.condition import Condition, OneOf, Range
 from search_spaces.cut import Step, cut
 from search_spaces.errors import SpaceError
+from search_spaces.kinds import can_hold
 from search_spaces.listed import Fixed
 from search_spaces.space import Space
 
 LEVEL = 0.05
-"""Probability, over all hyperparameters together, that chance alone makes a cut."""
+"""Probability, over all hyperparameters together, that chance alone makes a cut; at most, as the trials are finitely many."""
 BEST_SHARE = 0.25
 """Share of the trials that count as the best; assumed: small enough to be near the optimum, large enough to have a range."""
 
@@ -168,7 +169,7 @@ def _left(allowed: OneOf | Range, parent: Distribution | None) -> OneOf | Range 
     if parent is None:
         return None
     if isinstance(allowed, Range):
-        return allowed
+        return allowed if can_hold(allowed, parent) else None
     values = tuple(filter(parent.contains, allowed.values))
     return OneOf(values=values) if values else None
 

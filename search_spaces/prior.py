@@ -154,5 +154,8 @@ class BetaStick(Density):
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a finite real number; true and false are none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a real number that a float can hold; true and false are none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False

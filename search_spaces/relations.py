@@ -11,7 +11,7 @@ from search_spaces.base import Distribution
 from search_spaces.condition import OneOf
 from search_spaces.constraints import Constraint
 from search_spaces.errors import SpaceError, unknown
-from search_spaces.kinds import is_numeric
+from search_spaces.kinds import can_hold, is_numeric
 from search_spaces.simplex import Simplex
 
 RESERVED = "constraints"
@@ -46,6 +46,10 @@ class Relations:
                         raise SpaceError(
                             f"{name}: when needs {parent} = {value!r}, which is never: {self.distributions[parent]}"
                         )
+                if not can_hold(allowed, self.distributions[parent]):
+                    raise SpaceError(
+                        f"{name}: when needs {parent} {allowed}, which is never: {self.distributions[parent]}"
+                    )
         try:
             tuple(self._sorter().static_order())
         except CycleError as error:

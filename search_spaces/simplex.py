@@ -50,8 +50,10 @@ class Simplex(Distribution):
             if not is_finite(least) or least < 0:
                 raise SpaceError(f"simplex needs low.{part} >= 0, got {least!r}")
         object.__setattr__(self, "low", Weights({part: float(least) for part, least in self.low.items() if least > 0}))
-        if sum(self.low.values()) >= 1:
-            raise SpaceError(f"simplex needs a low that sums to less than 1, got {sum(self.low.values()):g}")
+        if (total := sum(self.low.values())) >= 1 - SUM_TOLERANCE:
+            raise SpaceError(
+                f"simplex needs a low that sums to less than 1 by more than {SUM_TOLERANCE:g}, got {total:g}"
+            )
 
     @property
     def dimensions(self) -> int:

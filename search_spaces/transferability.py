@@ -109,7 +109,8 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         Transfer.BY_LAW,
         ("horizon", "batch", "tokens_per_param"),
         "It acts through the timescale B / (eta·lambda·D), so its best value moves with all of these: search"
-        " weight_decay_tau. Across width rate·decay is held constant.",
+        " weight_decay_tau. Across width the rule table holds rate·decay of a matrix constant; 2510.15262 finds a decay"
+        " that grows as the root of the width for AdamW (decay_scaling).",
         "2405.13698, 2505.13738, 2510.15262",
     ),
     ("beta1", Transfer.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
@@ -241,8 +242,8 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
         "data_mixture",
         Transfer.MUST_MATCH,
         (),
-        "The optimum and the law belong to one mixture. Which of several is better is taken to stay so at larger sizes"
-        " (2407.01492), and best checked there.",
+        "The optimum and the law belong to one mixture. That the better of several stays so at larger sizes is a hypothesis"
+        " (2407.01492): check it there.",
         "2407.01492",
     ),
 )

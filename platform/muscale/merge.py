@@ -31,8 +31,7 @@ from proxy_models.content_key import content_key
 
 SAME_LOSS = 1e-3  # relative: machines and thread counts sum in another order
 _AT_ONCE = 500  # rows in one transaction
-_PLAIN = {"runs": ("purpose", "key"), "results": ("stage", "key"), "forecasts": ("plan",)}
-
+_PLAIN = ("runs", "results", "forecasts")
 _OF_A_SWEEP = ("rounds", "trials", "rungs", "decisions")
 
 Read = Callable[..., Any]  # a storage's `read`

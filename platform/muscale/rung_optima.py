@@ -17,13 +17,14 @@ from muscale.search.across_scales import N_TOKENS, box_of, config_at, coordinate
 from muscale.sweep_tables import config_of
 from proxy_models.numerics import Numerics
 from scaling import ResponseOptimum, ResponseSurface, SearchBox, fit_response
-from search_spaces import Config, Space
+from search_spaces import Config, Ordinal, Space
 
 LEVEL = 0.9
 SPARE = 2
 """Finite runs beyond one for each coordinate, from which a surface is believed: as many as its own searcher draws first."""
 AT_BOUND = 0.01
 """An interval that comes so near a bound, in widths of the box, is not closed on that side (assumed)."""
+RATE = "learning_rate"
 GROUP = "sweep"
 """Of a sweep's optima, in the horizon law."""
 ROUNDING = 0.1
@@ -103,13 +104,26 @@ class RungOptima:
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def rates(self) -> pd.DataFrame:
-        """The best rate of each length where its interval is closed: n_tokens, log2_rate, stderr (octaves)."""
-        rows = [
-            (n, optimum.point["learning_rate"], _stderr(optimum))
-            for n, optimum in ((n, self.at(n)) for n in (self.lengths if self.is_told else ()))
-            if "learning_rate" in self._best(optimum) and self._status(optimum, "learning_rate") == "ok"
-        ]
+        """The best rate of each length where its interval is closed: n_tokens, log2_rate, stderr (octaves).
+
+        On whatever scale the rate was searched; none where it was a choice, which has no interval.
+        """
+        rows = []
+        for n in self.lengths if self.is_told and RATE in self.box.bounds else ():
+            optimum = self.at(n)
+            if RATE in self._best(optimum) and self._status(optimum, RATE) == "ok":
+                low, high = (self._log2_rate(optimum, end) for end in optimum.intervals[RATE])
+                stderr = abs(high - low) / 2 / NormalDist().inv_cdf((1 + optimum.level) / 2)
+                rows.append((n, self._log2_rate(optimum, optimum.point[RATE]), stderr))
         return pd.DataFrame(rows, columns=[N_TOKENS, "log2_rate", "stderr"])
+
+    def _log2_rate(self, optimum: ResponseOptimum, place: float) -> float:
+        """The log2 of the rate at a place of the box; between the rates of an ordinal it is interpolated."""
+        if isinstance(listed := self.space[RATE], Ordinal):
+            rates = np.log2(np.asarray(listed.values, dtype=np.float64))
+            return float(np.interp(place, np.arange(len(rates)), rates))
+        rate: Any = config_at(self.space, optimum.point | {RATE: place})[RATE]
+        return math.log2(rate)
 
     def misses(self, config: Config, n_tokens: int) -> list[str]:
         """Hyperparameters of a configuration that lie outside the closed interval of the optimum at a length, with why."""
@@ -151,12 +165,6 @@ class RungOptima:
 def _is_open(interval: tuple[float, float], bounds: tuple[float, float]) -> bool:
     margin = AT_BOUND * (bounds[1] - bounds[0])
     return interval[0] < bounds[0] + margin or interval[1] > bounds[1] - margin
-
-
-def _stderr(optimum: ResponseOptimum) -> float:
-    """Of the rate, octaves: half its interval over what a normal one's half would be."""
-    low, high = optimum.intervals["learning_rate"]
-    return (high - low) / 2 / NormalDist().inv_cdf((1 + optimum.level) / 2)
 
 
 def _shown(value: Any) -> str:

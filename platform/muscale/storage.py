@@ -95,6 +95,14 @@ class SqliteStorage(Storage):
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 self._make_or_recognize(connection)
                 connection.commit()
+        except sa.exc.OperationalError as error:  # locked for as long as it waits, or no folder to make it in
+            engine.dispose()
+            raise LedgerUnavailableError(f"{self.name}: the ledger can't be opened: {first_line(error)}") from None
+        except sa.exc.DatabaseError as error:
+            engine.dispose()
+            raise StudyDirectoryError(
+                f"{self.name}: is no ledger: {first_line(error)}; bring it back from a copy, or begin the study anew"
+            ) from None
         except BaseException:
             engine.dispose()
             raise
@@ -198,6 +206,7 @@ def first_line(error: Exception) -> str:
 
 
 def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`."""
+    """Type of the file system that holds `path`, wherever links on the way lead."""
+    path = path.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""

@@ -29,7 +29,8 @@ from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.observations import KnownOf
 from muscale.search.record import Arrival, Record
 from muscale.search.tune_run import run_legs
-from muscale.sweep_result import SweepResult, make_result
+from muscale.sweep_conclusion import make_result
+from muscale.sweep_result import SweepResult
 from muscale.tables import runs
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics

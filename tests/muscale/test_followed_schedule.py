@@ -22,7 +22,7 @@ from muscale.search.path import Path as TrialPath
 from muscale.search.path import path_of
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep
-from muscale.sweep_result import make_result
+from muscale.sweep_conclusion import make_result
 from muscale.trial import TrialPlan
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics

@@ -11,6 +11,7 @@ from muscale import StudyDirectoryError
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.ledger import Ledger, insert_once
+from muscale.storage import file_system
 from muscale.tables import forecasts, trials
 
 
@@ -103,3 +104,26 @@ def test_a_ledger_that_stays_busy_is_told_as_such(ledger: Ledger, monkeypatch: p
     holder.close()
     ledger.record_result("stage", "k", {})
     assert ledger.result("stage", "k") == {}
+
+
+def test_a_ledger_that_can_t_be_opened_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muscale.storage._BUSY_SECONDS", 0.2)
+    begun = Ledger(tmp_path / LEDGER)
+    begun.trials("s")
+    begun.close()
+    with sqlite3.connect(tmp_path / LEDGER) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        with pytest.raises(
+            LedgerUnavailableError, match="ledger.sqlite: the ledger can't be opened: database is locked"
+        ):
+            Ledger(tmp_path / LEDGER).trials("s")
+        holder.rollback()
+    holder.close()
+    (tmp_path / "notes.txt").write_text("no database, and longer than the head of one. " * 20)
+    with pytest.raises(StudyDirectoryError, match="notes.txt: is no ledger: file is not a database"):
+        Ledger(tmp_path / "notes.txt").trials("s")
+
+
+def test_a_file_system_is_found_through_links(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/proc")
+    assert file_system(tmp_path / "link" / "self") == "proc"

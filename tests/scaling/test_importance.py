@@ -161,6 +161,16 @@ def test_bad_arguments_are_refused() -> None:
         hyperparameter_importance(rows, ["rate"], ["activation"], box={"activation": (0, 1)})
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_shuffles_that_make_two_choices_one_are_left_out(seed: int) -> None:
+    first, second = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 0, 1, 0, 1])
+    loss = 2 + 0.1 * first + 0.01 * np.random.default_rng(seed).standard_normal(6)
+    rows = pd.DataFrame({"norm": first, "tied": second, "loss": loss})
+    table = hyperparameter_importance(rows, [], ["norm", "tied"], seed=seed).table
+    assert table["noise"].between(0, 1).all()
+    assert table.loc["norm", "share"] > table.loc["tied", "share"]
+
+
 def test_it_round_trips_through_json_and_draws(found: list[Importance]) -> None:
     one = found[0]
     again = Importance.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))

@@ -1,6 +1,7 @@
 """Leaders repeated over seeds: intervals cover, probabilities are what they say, and near-ties are called so."""
 
 import json
+import math
 
 import numpy as np
 import pandas as pd
@@ -130,6 +131,9 @@ def test_one_seed_says_what_is_not_known_unless_the_noise_is() -> None:
     assert 0 < known.trials.loc[1, "difference_low"] < known.trials.loc[1, "difference_high"] < np.inf
     assert known.interval == (-np.inf, np.inf)  # how far this seed is from the others is still not known
     assert known.reasons == ("one seed: the noise is only what was passed in",)
+    exact = compare_leaders(rows, noise=(0.0, 20))  # runs elsewhere that ended all alike
+    assert exact.verdict == "clear"
+    assert exact.noise < 1e-9
 
 
 def test_noise_from_elsewhere_is_pooled_by_its_degrees_of_freedom() -> None:
@@ -211,5 +215,7 @@ def test_bad_arguments_are_refused() -> None:
         compare_leaders(rows, level=90)
     with pytest.raises(ValueError, match="noise must be a standard deviation"):
         compare_leaders(rows, noise=(0.002, 0))
+    with pytest.raises(ValueError, match="noise must be a standard deviation"):
+        compare_leaders(rows, noise=(math.nan, 2))
     with pytest.raises(ValueError, match="a trial must have one run for each seed, got several of trial 0, seed 0"):
         compare_leaders(pd.concat([rows, rows]))

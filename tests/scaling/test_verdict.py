@@ -119,6 +119,10 @@ def test_a_grid_that_diverged_everywhere_leaves_the_verdict_open_with_its_reason
     (reason,) = verdict.reasons
     assert reason.startswith("rate along depth: depth 8: need at least 3 distinct rates with a finite loss, got 0 of 6")
     assert reason in str(verdict)
+    alone = fit_verdict(broken)
+    assert alone.verdict == "not enough evidence"
+    assert not alone.transfers
+    assert not alone.wider_is_better
 
 
 def test_one_horizon_gives_a_verdict_without_a_law_and_says_why() -> None:

@@ -105,6 +105,9 @@ def one(when: Any) -> dict[str, Any]:
         (one({"n_layers": {"min": 3}}), "unknown key of when.n_layers 'min'; known: low, high"),
         (one({"n_layers": {}}), "when.n_layers: a range needs low or high"),
         (one({"n_layers": {"low": "3"}}), "when.n_layers: a range needs a finite number as low, got '3'"),
+        (one({"n_layers": {"low": 9}}), "x: when needs n_layers >= 9, which is never: 1 … 8"),
+        (one({"n_layers": {"low": 2.2, "high": 2.8}}), "x: when needs n_layers in 2.2 … 2.8, which is never"),
+        (one({"optimizer": {"low": 1}}), "x: when needs optimizer >= 1, which is never: adamw | lion | sgd"),
         (one({"n_layers": {"low": 3, "high": 2}}), "a range needs low <= high, got low = 3, high = 2"),
         (
             {**one({"mix": [0.5]}), "mix": {"distribution": "simplex", "parts": ["a", "b"]}},

@@ -192,6 +192,26 @@ def test_a_constraint_that_breaks_a_rule_is_refused(constraint: Any, message: st
         Space.from_dict({**table, "constraints": {"order": constraint}}, where="study.toml: sweep.space")
 
 
+@pytest.mark.parametrize(
+    ("constraint", "config", "holds"),
+    [
+        ({"sum_at_most": {"names": ["a", "b"], "bound": 0.3}}, {"a": 0.1, "b": 0.2}, True),
+        ({"sum_at_most": {"names": ["a", "b"], "bound": 0.3}}, {"a": 0.1, "b": 0.2000001}, False),
+        ({"product_at_most": {"names": ["a", "b"], "bound": 0.3}}, {"a": 3, "b": 0.1}, True),
+        ({"product_at_least": {"names": ["a", "b"], "bound": 2.1}}, {"a": 3, "b": 0.7}, True),
+        ({"multiple_of": ["a", "b"]}, {"a": 0.3, "b": 0.1}, True),
+        ({"multiple_of": ["a", "b"]}, {"a": 10**10 + 1, "b": 2}, False),
+        ({"multiple_of": ["a", "b"]}, {"a": 10**10 + 1.0, "b": 2.0}, False),
+        ({"multiple_of": ["a", "b"]}, {"a": 2**40, "b": 512}, True),
+        ({"multiple_of": ["a", "b"]}, {"a": 3, "b": 0}, False),
+    ],
+)
+def test_decimal_fractions_count_as_written_and_whole_numbers_exactly(
+    constraint: Any, config: dict[str, Any], holds: bool
+) -> None:
+    assert Constraint.from_dict(constraint).holds(config) is holds
+
+
 def test_no_hyperparameter_is_called_constraints() -> None:
     with pytest.raises(SpaceError, match="no hyperparameter may be called constraints"):
         Space({"constraints": Uniform(low=0, high=1)})

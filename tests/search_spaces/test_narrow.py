@@ -29,6 +29,7 @@ from search_spaces import (
     Weights,
     narrow,
 )
+from search_spaces.cut import _chance_of_range
 
 SPACE = Space(
     {
@@ -181,6 +182,66 @@ def test_a_simplex_s_lower_bounds_rise_and_keep_the_optimum() -> None:
     raised: Any = results[0].space["mix"]
     assert 0.1 < raised.low["web"] < 0.7
     assert raised.prior == Prior(centre=Weights(best), spread=0.7)
+
+
+def test_of_a_few_mixtures_the_next_to_the_best_stays() -> None:
+    space = Space({"mix": Simplex(parts=("web", "code"))})
+    weights = [weight for weight in (0.3, 0.5, 0.7) for _ in range(16)]
+    luck = np.random.default_rng(0).random(len(weights)) * 1e-4
+    rows = [
+        {"mix": {"web": web, "code": 1 - web}, "loss": 3 + abs(web - 0.5) + x}
+        for web, x in zip(weights, luck, strict=True)
+    ]
+    smaller: Any = narrow(space, pd.DataFrame(rows)).space["mix"]
+    assert smaller.low == pytest.approx({"web": 0.3, "code": 0.3})
+
+
+def test_the_chance_of_a_range_is_no_less_than_that_of_as_many_among_the_trials() -> None:
+    n, m = 48, 12
+    for k in range(m, n + 1):
+        # Sets of m among n in a row that span at most k of them: by their first, or all in the last k.
+        exact = ((n - k) * math.comb(k - 1, m - 1) + math.comb(k, m)) / math.comb(n, m)
+        assert _chance_of_range(m, k / n) >= exact * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wide", "best"),
+    [
+        (LogUniform(low=1e-5, high=1e-1, prior=Prior(centre=1e-3, spread=13_000)), 1e-3),
+        (Integer(low=1, high=1000, prior=Prior(centre=500, spread=900_000)), 500),
+        (Ordinal(values=tuple(range(20)), prior=Prior(centre=10, spread=19_000)), 10),
+    ],
+    ids=["log_uniform", "integer", "ordinal"],
+)
+def test_a_prior_that_is_flat_over_what_is_left_goes(wide: Any, best: float) -> None:
+    space = Space({"x": wide})
+    result = narrow(space, trials(space, lambda config: 3 + abs(config["x"] - best), 400, 0))
+    assert result.space["x"].prior is None
+    assert result.space["x"] != space["x"]
+    assert "the prior went, being flat over it" in result.table["reason"][0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [(3.0, "all 5 trials count as the best: too few, or equal"), (math.nan, "all 5 trials diverged")],
+    ids=["equal", "diverged"],
+)
+def test_where_nothing_can_be_told_the_reason_is(loss: float, reason: str) -> None:
+    x = Uniform(low=0, high=1, when=Condition.from_dict({"kind": ["a"]}))
+    space = Space({"kind": Choice(values=("a", "b")), "x": x})
+    results = pd.DataFrame({"kind": ["a"] * 5 + ["b"] * 35, "x": [*np.linspace(0, 1, 5), *[math.nan] * 35]})
+    table = narrow(space, results.assign(loss=[loss] * 5 + [3.0 + i for i in range(35)])).table.set_index(
+        "hyperparameter"
+    )
+    assert (table.loc["x", "action"], table.loc["x", "reason"]) == ("kept", reason)
+
+
+def test_what_needs_a_number_beyond_the_narrowed_range_goes() -> None:
+    deep = Uniform(low=0, high=1, when=Condition.from_dict({"n": {"low": 60}}))
+    space = Space({"n": Integer(low=1, high=100), "x": deep})
+    result = narrow(space, trials(space, lambda config: 3 + 0.01 * abs(config["n"] - 20), 200, 0))
+    assert set(result.space) == {"n"}
+    assert result.table["action"].tolist() == ["cut", "dropped"]
 
 
 @pytest.fixture

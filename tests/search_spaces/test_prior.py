@@ -150,6 +150,10 @@ def test_a_very_narrow_prior_stays_near_its_centre_and_a_wide_one_is_flat() -> N
             "a prior needs a positive, finite spread, got 0",
         ),
         (
+            {"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 0.5, "spread": 10**400}},
+            "a prior needs a positive, finite spread, got 1000",
+        ),
+        (
             {"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 0.5, "spread": 1e6}},
             "spread must be at most 1000 times the range",
         ),

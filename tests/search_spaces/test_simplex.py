@@ -120,7 +120,11 @@ def test_a_plain_table_is_a_value() -> None:
         ({"parts": ["web", "code"], "low": 0.1}, "needs a table from parts to least weights as low, got 0.1"),
         ({"parts": ["web", "code"], "low": {"cod": 0.1}}, "unknown part in the low of a simplex 'cod'"),
         ({"parts": ["web", "code"], "low": {"code": -0.1}}, "needs low.code >= 0, got -0.1"),
-        ({"parts": ["web", "code"], "low": {"code": 0.5, "web": 0.5}}, "needs a low that sums to less than 1, got 1"),
+        (
+            {"parts": ["web", "code"], "low": {"code": 0.5, "web": 0.5}},
+            "needs a low that sums to less than 1 by more than 1e-05, got 1",
+        ),
+        ({"parts": ["web", "code"], "low": {"code": 0.5, "web": 0.499999}}, "by more than 1e-05, got 0.999999"),
         ({}, "simplex needs parts$"),
     ],
 )

@@ -21,7 +21,8 @@ from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Arrival, Record
-from muscale.sweep_result import SweepResult, make_result
+from muscale.sweep_conclusion import make_result
+from muscale.sweep_result import SweepResult
 from muscale.sweep_settings import SweepSettings
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics

@@ -18,7 +18,7 @@ from muscale.rung_optima import RungOptima, for_horizon
 from muscale.sweep_result import SweepResult
 from proxy_models.config import ModelConfig
 from proxy_models.numerics import Numerics
-from search_spaces import Choice, LogUniform, Ordinal, Simplex, Space
+from search_spaces import Choice, LogUniform, Ordinal, Simplex, Space, Uniform
 
 Search = Callable[..., SweepResult]
 Planted = Callable[..., Any]
@@ -213,6 +213,49 @@ def test_the_rungs_optima_feed_the_horizon_law_where_they_may(search: Search, ma
     assert told("other", "sweep.schedule=wsd_linear").empty
     by_fraction = replace(numerics_of(0), stages_by_fraction=True)
     assert for_horizon(result.fitted, StudyConfig.read(make_study("stages")), by_fraction).empty
+
+
+@pytest.mark.parametrize("scale", ["log_uniform", "uniform", "ordinal"])
+def test_the_best_rates_are_in_octaves_on_whatever_scale_they_were_searched(scale: str) -> None:
+    listed = tuple(0.001 * 2**n for n in range(8))
+    rate = {
+        "log_uniform": LogUniform(low=0.001, high=0.128),
+        "uniform": Uniform(low=0.001, high=0.04),
+        "ordinal": Ordinal(values=listed),
+    }[scale]
+    space = Space({"learning_rate": rate})
+    configs = space.grid(16) * 2
+    octaves = np.log2([float(config["learning_rate"]) for config in configs]) - math.log2(0.012)  # type: ignore[arg-type]
+    luck = np.random.default_rng(0).standard_normal(len(configs)) * 0.002
+    runs = pd.DataFrame(configs).assign(n_tokens=8000, loss=3 * np.exp(0.03 * octaves**2 + luck))
+    (found,) = RungOptima(runs=runs, space=space).rates().to_dict("records")
+    assert found["log2_rate"] == pytest.approx(math.log2(0.012), abs=0.25)
+    assert 0.01 < found["stderr"] < 0.3
+
+
+def test_a_rate_that_was_a_choice_tells_the_horizon_law_nothing(search: Search) -> None:
+    choice = '{distribution="choice", values=[0.002, 0.005, 0.01, 0.02, 0.05]}'
+    result = search(f"sweep.space.learning_rate={choice}")
+    assert (result.optima["hyperparameter"] == "learning_rate").any()
+    assert result.fitted.rates().empty
+
+
+def test_a_cost_aware_winner_needs_no_known_noise(search: Search) -> None:
+    result = search("sweep.cost_weight=0.001", "sweep.repeats=1", repeats=1)
+    assert result.leaders is not None
+    assert result.leaders.verdict == "not known"
+    assert result.winner in result.leaders.trials.index
+
+
+def test_a_cost_aware_winner_is_not_said_to_tie_with_itself(search: Search, planted: Planted) -> None:
+    result = search(losses=planted(noise=0.03))
+    assert result.leaders is not None
+    tied = (result.leaders.winner, *result.leaders.near_tie)
+    assert len(tied) > 1
+    for winner in tied:
+        (told,) = [w for w in replace(result, winner=winner).warnings if "near-tie" in w]
+        others = ", ".join(str(trial) for trial in tied if trial != winner)
+        assert told.startswith(f"a near-tie: trial {winner} can't be told from trial {others} over 3 seeds")
 
 
 def test_without_an_annealed_end_there_is_no_result(search: Search, planted: Planted) -> None:
