@@ -1,6 +1,7 @@
 """Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
+    backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -16,6 +17,7 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
 
+from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
 from scaling.errors import ScalingError
 from scaling.fitting import fit
@@ -37,6 +39,7 @@ from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
     "Allocation",
+    "Backtest",
     "BatchLaw",
     "Chinchilla",
     "Forecast",
@@ -58,6 +61,7 @@ __all__ = [
     "TiedChinchilla",
     "Transfer",
     "Verdict",
+    "backtest",
     "compare_leaders",
     "compute_flops",
     "fit",
