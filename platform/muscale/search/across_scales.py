@@ -169,8 +169,9 @@ def _octaves(distribution: Distribution) -> float:
     """Octaves in a unit of the box, the mean of those between an ordinal's ranks; 0 where they don't rise like that."""
     if isinstance(distribution, Ordinal):
         first, last = distribution.values[0], distribution.values[-1]
-        numeric = all(isinstance(value, int | float) for value in (first, last))
-        return math.log2(last / first) / (len(distribution.values) - 1) if numeric and 0 < first < last else 0.0
+        if isinstance(first, str) or isinstance(last, str) or not 0 < first < last:
+            return 0.0
+        return math.log2(last / first) / (len(distribution.values) - 1)
     return float(_is_log(distribution))
 
 
