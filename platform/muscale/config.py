@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
+from muscale.layout import STUDY_FILE
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
@@ -196,6 +197,8 @@ class StudyConfig(_Table):
             values = tomllib.loads(path.read_text())
         except FileNotFoundError as error:
             raise StudyFileError(f"{path}: no such file; `muscale init {path.parent}` writes one to edit") from error
+        except IsADirectoryError as error:
+            raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
         for override in overrides:
@@ -274,7 +277,7 @@ def _explain(detail: dict[str, Any], where: str, allowed: Sequence[str] | None =
         return f"{where}{separator}{key}: unknown key (value {value!r}){_did_you_mean(str(name), allowed or _keys_at(tables))}"
     if detail["type"] == "missing":
         return f"{where}{separator}{key}: missing, a value is required"
-    rule = detail["msg"].removeprefix("Value error, ")
+    rule = "Input should be a list" if detail["type"] == "tuple_type" else detail["msg"].removeprefix("Value error, ")
     location = f"{where}{separator}{key}" if key else where
     return f"{location}: {rule}, got {value!r}" if not isinstance(value, dict) else f"{location}: {rule}"
 

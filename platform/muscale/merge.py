@@ -168,6 +168,7 @@ def _copied(source: Path, target: Path, file: str, added: dict[str, int], kind: 
 @contextmanager
 def opened(source: Path) -> Iterator[tuple[str, Read]]:
     """Read access to the ledger of a directory, or to an SQLite file."""
+    source = source.absolute()  # SQLite's URIs know no other
     place = read_place(source) if source.is_dir() else None
     if place and place["ledger"] == "postgresql":
         storage = PostgresStorage(None, place["schema"], read_only=True)

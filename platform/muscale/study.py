@@ -29,6 +29,7 @@ from muscale.progress import Display, following
 from muscale.promotion import Promotion
 from muscale.retention import Pruning, prune
 from muscale.rung_optima import for_horizon
+from muscale.search.lessons import told_lessons
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
@@ -189,7 +190,20 @@ class Study:
                 update(done, wanted, kind)
 
             sweep = replace(self.search, learn_from=learn_from)
-            return run_sweep(sweep, on_arrival, on_run, narrower=narrower)
+            rounds = len(sweep.record().rounds)
+            if not rounds:
+                for source in (
+                    *(self.directory / file for file in self.config.sweep.learn_from),
+                    *map(Path, learn_from),
+                ):
+                    told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
+                    self.display.line(told)
+            result = run_sweep(sweep, on_arrival, on_run, narrower=narrower)
+        if narrower and len(sweep.record().rounds) == max(rounds, 1):
+            self.display.line(
+                "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
+            )
+        return result
 
     @property
     def search(self) -> Sweep:

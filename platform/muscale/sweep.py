@@ -106,12 +106,12 @@ class Sweep:
         """What the ledger has of it."""
         return Record(self.ledger, self.key)
 
-    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun) -> Engine:
-        """The search, where the record left it; a sweep that was not begun begins its first round."""
+    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, part: Round | None = None) -> Engine:
+        """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
             record.begin_round(resolve_searcher(settings, self.taught()), settings.space)
-        part = record.rounds[-1]
+        part = part or record.rounds[-1]
         n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
         sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
         rule = make_rule(settings, part.space)
@@ -215,16 +215,16 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
         record = Record(sweep.ledger.under(name, token), sweep.key)
         engine = sweep.engine(record, on_arrival, on_run)
         if narrower and engine.is_finished:
-            if record.rounds[-1].first_trial < len(
-                record.configs
-            ):  # else it was narrowed, and there was no budget for more
-                _narrow(sweep, record)
-            engine = sweep.engine(record, on_arrival, on_run)
+            to_come = replace(record.rounds[-1], first_trial=len(record.configs))
+            engine = sweep.engine(record, on_arrival, on_run, to_come)
             if engine.is_finished:
                 raise StageError(
                     "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
                     "max_flops or max_device_hours"
                 )
+            if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
+                _narrow(sweep, record)
+            engine = sweep.engine(record, on_arrival, on_run)
         if not engine.is_finished:
             _search(sweep, engine)
             _prune(sweep)

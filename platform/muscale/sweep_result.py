@@ -24,6 +24,8 @@ from muscale.sweep_tables import (
     copies_table,
     known_noise,
     rungs_table,
+    told_narrowing,
+    told_values,
     trials_table,
 )
 from muscale.trial import TrialPlan
@@ -56,6 +58,8 @@ class SweepResult:
         space: What was searched.
         is_population: Whether trials changed their values on the way.
         seed: Of the search.
+        narrowings: What each narrowing cut, and why, in the order of the rounds that followed: first_trial, and what
+            `search_spaces.Narrowed.to_dict` gives.
         notes: Warnings about how it was searched.
     """
 
@@ -69,6 +73,7 @@ class SweepResult:
     space: Space
     is_population: bool
     seed: int
+    narrowings: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -185,11 +190,13 @@ class SweepResult:
             f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
             f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
             f"{self.winner}",
+            f"hyperparameters of trial {self.winner}: {told_values(best, self.space, self.best)}",
             *([f"over seeds: {self.leaders.sentence}", str(self.leaders)] if self.leaders else []),
         ]
         if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
             told.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
+        told += [told_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
         return "\n".join([*told, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -217,6 +224,7 @@ class SweepResult:
             "rungs": _records(self.rungs),
             "annealed": _records(self.annealed),
             "copies": _records(self.copies),
+            "narrowings": list(self.narrowings),
         }
 
     @cached_property
@@ -288,6 +296,9 @@ def make_result(
         space=config.sweep.space,
         is_population=config.sweep.is_population,
         seed=config.sweep.seed,
+        narrowings=tuple(
+            {"first_trial": part.first_trial, **part.narrowed} for part in record.rounds if part.narrowed is not None
+        ),
         notes=tuple(_notes(config, plan, leaders, comparable=leaders is not None or repeated.empty)),
     )
 

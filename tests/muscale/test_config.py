@@ -84,6 +84,8 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ('storage={ledger="actor", path="x"}', "storage: storage.path must be absolute, .* got 'x'"),
         ("depth_exponent=0.4", "study.toml: depth_exponent: .*greater than or equal to 0.5, got 0.4"),
         ("decay_scaling=gain", "study.toml: decay_scaling: .*'timescale' or 'sublayer_gain', got 'gain'"),
+        ("sweep.n_tokens=10", "study.toml: sweep.n_tokens: a warmup of 256 tokens does not fit"),
+        ("sweep.learn_from=../other", "sweep.learn_from: Input should be a list, got '../other'"),
         ("extra.key=1", "study.toml: extra: unknown key"),
         ("name=", "study.toml: name: String should have at least 1 character, got ''"),
     ],
@@ -183,7 +185,7 @@ def test_stages_are_read_and_written(make_study: MakeStudy) -> None:
         (["hyperparameters.stages=[{after=true}]"], "hyperparameters.stages.0.after: .*valid number, got True"),
         (["hyperparameters.stages=[{after=0.5}]"], "hyperparameters.stages.0: the stage after 0.5 changes nothing"),
         (["hyperparameters.stages=[{after=2, beta1=0.8}]"], r"stages.0: a stage begins .* in \(0, 1\), got 2"),
-        (["hyperparameters.stages=3"], "hyperparameters.stages: Input should be a valid tuple, got 3"),
+        (["hyperparameters.stages=3"], "hyperparameters.stages: Input should be a list, got 3"),
         ([STAGES, "hyperparameters.schedule=linear"], 'stages is a setting of wsd and .*: schedule "linear" would'),
         ([STAGES, "sweep.schedule=linear"], "study.toml: sweep.schedule: stages is a setting of wsd"),
         (
@@ -266,6 +268,8 @@ def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeS
         StudyConfig.read(path)
     with pytest.raises(StudyFileError, match=r"nowhere.toml: no such file; `muscale init"):
         StudyConfig.read(tmp_path / "nowhere.toml")
+    with pytest.raises(StudyFileError, match=r"study: is a directory; give the study file in it, .*study/study.toml"):
+        StudyConfig.read(path.parent)
     path.write_text("name = [")
     with pytest.raises(StudyFileError, match=r"study.toml: can't be read as TOML"):
         StudyConfig.read(path)

@@ -16,6 +16,7 @@ from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.merge import merge
 from muscale.open_ledger import open_ledger
+from muscale.search.lessons import runs_of
 from muscale.tables import forecasts, runs, segments, trials
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters
@@ -120,10 +121,15 @@ def test_what_is_new_is_added_once_and_what_is_known_stays(ledgers: tuple[Ledger
     assert {path: path.read_bytes() for path in theirs.directory.rglob("*") if path.is_file()} == files
 
 
-def test_a_ledger_that_is_being_written_is_read_too(ledgers: tuple[Ledger, Ledger]) -> None:
+def test_a_ledger_that_is_being_written_is_read_too(
+    ledgers: tuple[Ledger, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = ledgers
     add_run(theirs, 0, 2.0)
     assert (theirs.directory / f"{LEDGER}-wal").stat().st_size > 0
+    monkeypatch.chdir(theirs.directory.parent)
+    for source in (Path("theirs"), Path("theirs/study.toml"), Path("theirs") / LEDGER):
+        assert len(runs_of(source)) == 1, "a path from where one is will do"
     assert merge(ours, theirs.directory).added["runs"] == 1
 
 

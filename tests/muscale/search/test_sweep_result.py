@@ -89,6 +89,11 @@ def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
     assert len(told["optima"]) == len(result.optima)
     assert len(told["front"]) == len(result.front())
     assert told["leaders"]["winner"] == told["winner"] == result.winner
+    winner = result.trials.iloc[result.trials["trial"].tolist().index(result.winner)]
+    assert (
+        f"hyperparameters of trial {result.winner}: learning_rate {winner['learning_rate']:.4g}, "
+        f"init_scale {winner['init_scale']:.4g}, zero_readout {winner['zero_readout']}\n"
+    ) in str(result)
     shown = result._repr_html_()
     for part in ("best with probability", "importance", "<table", "annealed_loss"):
         assert part in shown
