@@ -27,7 +27,7 @@ from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
-from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError
+from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -219,7 +219,7 @@ class StudyConfig(_Table):
                 tables[key] = _build(build, table, f"{where}: {key}", problems)
         if isinstance(sweep := tables.get("sweep"), dict) and "space" in sweep:
             try:
-                sweep["space"] = Space.from_dict(values["sweep"]["space"], where=f"{where}: sweep.space")
+                sweep["space"] = _space(values["sweep"]["space"], f"{where}: sweep.space")
             except SpaceError as error:
                 problems.append(str(error))
                 del sweep["space"]
@@ -235,6 +235,16 @@ class StudyConfig(_Table):
 
 
 _FAULTY: Any = object()  # stands for a table whose problems were told already
+
+
+def _space(table: Any, where: str) -> Space:
+    """The space of a table, or the ready-made one of a name."""
+    if not isinstance(table, str):
+        return Space.from_dict(table, where=where)
+    try:
+        return ready_made(table)
+    except SpaceError as error:
+        raise SpaceError(f"{where}: {error}") from error
 
 
 def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:

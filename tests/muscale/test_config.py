@@ -1,6 +1,7 @@
 """The study file is read strictly: each fault is told with file, key, rule and value."""
 
 import json
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -11,8 +12,10 @@ from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, tra
 from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
+from muscale.sweep_settings import SweepSettings
 from proxy_models.stages import Stage
 from proxy_models.tokenizer import train_bpe
+from search_spaces import ready_made
 
 MakeStudy = Callable[..., Path]
 PBT = ["sweep.scheduler=pbt"]
@@ -273,6 +276,23 @@ def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeS
     path.write_text("name = [")
     with pytest.raises(StudyFileError, match=r"study.toml: can't be read as TOML"):
         StudyConfig.read(path)
+
+
+def test_a_ready_made_space_goes_by_its_name(make_study: MakeStudy) -> None:
+    assert StudyConfig.read(make_study(), ["sweep.space=mup_lion"]).sweep.space == ready_made("mup_lion")
+    with pytest.raises(StudyFileError, match=r"study.toml: sweep.space: unknown space 'mup_adam' \(did you mean"):
+        StudyConfig.read(make_study("b"), ["sweep.space=mup_adam"])
+
+
+def test_the_page_on_searching_names_every_key_and_its_space_is_valid(make_study: MakeStudy) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "searching.md").read_text()
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", page.split("## How")[1], re.M)
+    assert {key for row in rows for key in row.split(", ")} - {"key"} == set(SweepSettings.model_fields) - {"space"}
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    path = make_study()
+    whole = path.read_text()
+    path.write_text(whole[: whole.index("[sweep.space]")] + shown + whole[whole.index("[transfer]") :])
+    assert set(StudyConfig.read(path).sweep.space.constraints) == {"order", "product"}
 
 
 def test_every_fault_of_a_file_is_told_at_once(make_study: MakeStudy) -> None:

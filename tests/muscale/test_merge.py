@@ -160,6 +160,20 @@ def test_another_study_or_no_ledger_is_refused_with_what_differs(
         merge(ours, other / "text.sqlite")
 
 
+def test_a_corpus_of_the_same_name_with_other_text_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    add_run(theirs, 0, 2.0)
+    assert merge(ours, theirs.directory).added["runs"] == 1, "nothing was trained here yet"
+    other = replace(chain(1), numerics=replace(NUMERICS, corpus_key="other"))
+    values: dict[str, Any] = {"trained_from": 0, "source_losses": {}, "seconds": 1.0, "environment": {}}
+    third = Ledger(ours.directory.parent / "third.sqlite")
+    third.claim(IDENTITY, {})
+    third.insert(segments, **other.row(), loss=2.0, state=None, **values)
+    third.close()
+    with pytest.raises(StudyDirectoryError, match="its corpus has the same name, .* key none here but other there"):
+        merge(ours, third.directory / "third.sqlite")
+
+
 def test_a_segment_whose_key_does_not_fit_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
     ours, theirs = ledgers
     forged = add_run(theirs, 0, 2.0)
