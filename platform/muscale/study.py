@@ -176,21 +176,24 @@ class Study:
         return self._swept
 
     def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
-        trials = self.config.sweep.trials
-        best, seen = math.inf, set[int]()
+        sweep = replace(self.search, learn_from=learn_from)
+        record = sweep.record()
+        rounds, seen = len(record.rounds), {trial for trial, _ in record.arrivals}
+        best = min((known.loss for known in record.arrivals.values() if known.loss is not None), default=math.inf)
+        wanted = self.config.sweep.trials + (record.rounds[-1].first_trial if rounds else 0)
         with self.display.stage("sweep") as update:
 
             def on_arrival(arrival: Arrival) -> None:
-                nonlocal best
+                nonlocal best, wanted
                 seen.add(arrival.trial)
                 best = min(best, math.inf if arrival.loss is None else arrival.loss)
-                update(len(seen), trials, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
+                if arrival.trial >= wanted:  # a round was begun
+                    wanted += self.config.sweep.trials
+                update(len(seen), wanted, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
 
             def on_run(done: int, wanted: int, kind: str) -> None:
                 update(done, wanted, kind)
 
-            sweep = replace(self.search, learn_from=learn_from)
-            rounds = len(sweep.record().rounds)
             if not rounds:
                 for source in (
                     *(self.directory / file for file in self.config.sweep.learn_from),

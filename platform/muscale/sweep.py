@@ -231,8 +231,9 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
         elif not record.configs:
             least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
             raise StageError(
-                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens with its annealed runs and the "
-                "repetitions of the leaders: raise sweep.max_tokens or max_flops, or lower sweep.repeats"
+                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
+                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the leaders: "
+                "raise sweep.max_tokens or max_flops, or lower sweep.repeats"
             )
         return collect(sweep, record)
 

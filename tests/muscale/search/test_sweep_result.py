@@ -109,6 +109,10 @@ def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, plante
     never = search(repeats=0)
     assert never.leaders is None
     assert "over no seed but the search's own of 3" in never.notes[0]
+    stopped = search("sweep.max_tokens=60000", "sweep.repeats=0")
+    begun = len(stopped.trials)
+    assert 1 < begun < 32
+    assert stopped.notes[0] == f"{begun} of 32 trials were begun within sweep.max_tokens = 60000"
     with pytest.raises(StageError, match="no trial was repeated over seeds: set sweep.repeats"):
         never.plot_leaders()
 
