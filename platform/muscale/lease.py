@@ -8,6 +8,7 @@ nobody is judged: the owner could not beat either.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -30,6 +31,7 @@ BEAT_SECONDS = 2.0
 EXPIRES_SECONDS = 20.0  # without a beat; a dead process of this machine is noticed at once
 _POLL_SECONDS = 0.2
 _ANSWERS_SECONDS = 1.0  # a poll that takes longer has waited for the ledger
+_TELLS_SECONDS = 3.0  # of waiting, before a person is told for whom
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def _acquire(ledger: Ledger, name: str) -> int:
     me = f"{_me()}/{secrets.token_hex(4)}"  # of this attempt, so that one whose answer was lost is recognized as ours
     judged: tuple[int, int] | None = None
     seen, seen_at = None, time.monotonic()
+    tells_at = seen_at + _TELLS_SECONDS
     while True:
         asked_at = time.monotonic()
         held = ledger.write(_take, name, me, judged)
@@ -86,6 +89,11 @@ def _acquire(ledger: Ledger, name: str) -> int:
             seen, seen_at = standing, now
         judged = standing if now - seen_at > EXPIRES_SECONDS or is_dead(held["owner"]) else None
         if judged is None:
+            if now > tells_at:
+                host = held["owner"].rsplit("/", 3)[0].split(":")[0]
+                who = f"process {process_of(held['owner'])} on {host}"
+                _log.warning("%s: %s is at work on it; waiting until it ends", name, who)
+                tells_at = math.inf
             time.sleep(_POLL_SECONDS)
 
 

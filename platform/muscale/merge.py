@@ -93,6 +93,12 @@ def merge(ledger: Ledger, source: Path) -> MergeResult:
             raise StudyDirectoryError(f"{name}: the ledger is no study's yet")
         if theirs != ours:
             raise StudyDirectoryError(f"{name}: the ledger is another study's: {differences(ours, theirs)}")
+        here, there = ledger.read(_corpora), read(_corpora)
+        if here and there and not here & there:
+            raise StudyDirectoryError(
+                f"{name}: the ledger is another study's: its corpus has the same name, but other text: key "
+                f"{', '.join(sorted(here))} here but {', '.join(sorted(there))} there"
+            )
         added = dict.fromkeys(("segments", *_PLAIN, "sweeps", *_OF_A_SWEEP, "states", "curves"), 0)
         conflicts, refused = _merge_segments(ledger, read, directory, added)
         for table in _PLAIN:
@@ -167,6 +173,7 @@ def _copied(source: Path, target: Path, file: str, added: dict[str, int], kind: 
 @contextmanager
 def opened(source: Path) -> Iterator[tuple[str, Read]]:
     """Read access to the ledger of a directory, or to an SQLite file."""
+    source = source.absolute()  # SQLite's URIs know no other
     place = read_place(source) if source.is_dir() else None
     if place and place["ledger"] == "postgresql":
         storage = PostgresStorage(None, place["schema"], read_only=True)
@@ -194,6 +201,13 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
         raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
     finally:
         engine.dispose()
+
+
+def _corpora(connection: sa.Connection) -> set[str]:
+    """Keys of the corpora that were trained on."""
+    return {
+        numerics["corpus_key"] for numerics in connection.execute(sa.select(segments.c.numerics).distinct()).scalars()
+    }
 
 
 def _losses(connection: sa.Connection) -> dict[str, float | None]:

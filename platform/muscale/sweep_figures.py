@@ -108,7 +108,7 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
     dimensions = [
         {"label": name, "values": data[name], **_axis(space, name)} for name in data if name not in ("trial", "loss")
     ]
-    dimensions.append({"label": LOSS, "values": data["loss"]})
+    dimensions.append({"label": "loss", "values": data["loss"]})  # a longer label is cut off at the edge
     # A few losses far up the wall would leave one colour for all the others.
     low, high = data["loss"].min(), data["loss"].quantile(0.8)
     line = {"color": data["loss"], "colorscale": "Viridis", "cmin": low, "cmax": high}

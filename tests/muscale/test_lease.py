@@ -1,5 +1,7 @@
 """One owner at a time; a dead owner's lease is taken over at once, a silent one's after its time."""
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +24,10 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / LEDGER)
 
 
-def test_a_second_owner_waits_for_the_first_and_has_a_larger_token(ledger: Ledger) -> None:
+def test_a_second_owner_waits_for_the_first_tells_so_and_has_a_larger_token(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "_TELLS_SECONDS", 0.1)
     order: list[str] = []
 
     def second() -> None:
@@ -36,6 +41,8 @@ def test_a_second_owner_waits_for_the_first_and_has_a_larger_token(ledger: Ledge
         order.append(f"first with {token}")
     waiting.join(10)
     assert order == ["first with 1", "second with 2"]
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    assert caplog.messages == [f"line: {me} is at work on it; waiting until it ends"], "once"
 
 
 def test_the_lease_of_a_killed_process_is_taken_over_at_once(ledger: Ledger) -> None:

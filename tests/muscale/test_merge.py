@@ -16,6 +16,7 @@ from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.merge import merge
 from muscale.open_ledger import open_ledger
+from muscale.search.lessons import runs_of
 from muscale.tables import forecasts, runs, segments, trials
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters
@@ -120,10 +121,15 @@ def test_what_is_new_is_added_once_and_what_is_known_stays(ledgers: tuple[Ledger
     assert {path: path.read_bytes() for path in theirs.directory.rglob("*") if path.is_file()} == files
 
 
-def test_a_ledger_that_is_being_written_is_read_too(ledgers: tuple[Ledger, Ledger]) -> None:
+def test_a_ledger_that_is_being_written_is_read_too(
+    ledgers: tuple[Ledger, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = ledgers
     add_run(theirs, 0, 2.0)
     assert (theirs.directory / f"{LEDGER}-wal").stat().st_size > 0
+    monkeypatch.chdir(theirs.directory.parent)
+    for source in (Path("theirs"), Path("theirs/study.toml"), Path("theirs") / LEDGER):
+        assert len(runs_of(source)) == 1, "a path from where one is will do"
     assert merge(ours, theirs.directory).added["runs"] == 1
 
 
@@ -152,6 +158,20 @@ def test_another_study_or_no_ledger_is_refused_with_what_differs(
     (other / "text.sqlite").write_text("no database at all" * 100)
     with pytest.raises(StudyDirectoryError, match="can't be read as a ledger"):
         merge(ours, other / "text.sqlite")
+
+
+def test_a_corpus_of_the_same_name_with_other_text_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    add_run(theirs, 0, 2.0)
+    assert merge(ours, theirs.directory).added["runs"] == 1, "nothing was trained here yet"
+    other = replace(chain(1), numerics=replace(NUMERICS, corpus_key="other"))
+    values: dict[str, Any] = {"trained_from": 0, "source_losses": {}, "seconds": 1.0, "environment": {}}
+    third = Ledger(ours.directory.parent / "third.sqlite")
+    third.claim(IDENTITY, {})
+    third.insert(segments, **other.row(), loss=2.0, state=None, **values)
+    third.close()
+    with pytest.raises(StudyDirectoryError, match="its corpus has the same name, .* key none here but other there"):
+        merge(ours, third.directory / "third.sqlite")
 
 
 def test_a_segment_whose_key_does_not_fit_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
