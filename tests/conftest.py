@@ -2,6 +2,10 @@
 
 import os
 
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before NumPy is imported: on a busy machine two threads take ten times as long
+
 import pytest
 import torch
 
