@@ -2,9 +2,8 @@
 
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before NumPy is imported: on a busy machine two threads take ten times as long
+# Before NumPy is imported: on a busy machine two threads take ten times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
