@@ -176,6 +176,8 @@ class SweepResult:
             f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
             f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
             f"{self.winner}",
+            f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
+            f"{self.trials['cost_seconds'].sum() / 3600:.3g} hours of their workers, beside annealing and repetitions",
             f"hyperparameters of trial {self.winner}: {told_values(best, self.space, self.best)}",
             *([f"over seeds: {self.leaders.sentence}", str(self.leaders)] if self.leaders else []),
         ]
