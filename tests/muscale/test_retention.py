@@ -12,7 +12,7 @@ import torch
 
 from muscale import lease as leases
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
-from muscale.ledger import Ledger
+from muscale.ledger import Ledger, insert_once
 from muscale.lineage import Chain
 from muscale.retention import prune
 from muscale.tables import runs, segments, trials
@@ -96,6 +96,14 @@ def test_what_a_living_worker_may_need_stays(ledger: Ledger) -> None:
         assert recent.exists()
         assert writing.exists()
     assert prune(ledger).files == {"state that no rule keeps": 2, "unfinished file": 1}
+
+
+def test_a_worker_that_died_on_another_machine_keeps_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.3)
+    add(ledger, "leased", line="line")
+    ledger.write(insert_once, "leases", [{"name": "line", "token": 1, "owner": "elsewhere/1/0.00/aa", "beat": 3}])
+    assert prune(ledger, expired=()).kept == {"held by a worker": 100}
+    assert prune(ledger).files == {"state that no rule keeps": 1}
 
 
 def test_only_old_files_that_no_row_knows_go_and_curves_never(ledger: Ledger) -> None:
