@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Concatenate
 
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError
 from muscale.storage import P, Storage, T, first_line, persist, require_schema
-from muscale.tables import SCHEMA, metadata
+from muscale.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"
 _DRIVERS = ("postgresql", "postgres", "postgresql+psycopg")
@@ -150,6 +151,26 @@ class PostgresStorage(Storage):
 
         return self._persist(attempt)
 
+    @contextmanager
+    def snapshot(self) -> Iterator[sa.Connection]:
+        """Reads of one state of the database, however many and for how long.
+
+        Raises:
+            LedgerUnavailableError: If the server can't be reached, or is lost on the way.
+        """
+        try:
+            with self._engine.connect() as connection:
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
+                connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")  # it holds nobody up
+                yield connection
+                connection.rollback()
+        except sa.exc.OperationalError as error:
+            raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+
+    def drop_unclaimed(self) -> None:
+        """Remove the schema, unless it is a study's."""
+        self.write(_drop_unclaimed, self.schema)
+
     def _persist(self, attempt: Callable[[], T]) -> T:
         """Outlast a server that is away for a while; one that never answered is told at once."""
 
@@ -169,6 +190,11 @@ class PostgresStorage(Storage):
         """Close the connections; the next call opens new ones."""
         if engine := self.__dict__.pop("_engine", None):
             engine.dispose()
+
+
+def _drop_unclaimed(connection: sa.Connection, schema: str) -> None:
+    if connection.execute(sa.select(studies)).first() is None:
+        connection.execute(sa.schema.DropSchema(schema, cascade=True))
 
 
 def _is_passing(error: Exception) -> bool:
