@@ -13,7 +13,7 @@ import pandas as pd
 from muscale.search.observations import Known
 from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import SearchBox, fit_response
-from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Ordinal, Simplex, Space
+from search_spaces import Choice, Config, Distribution, Fixed, Integer, Ordinal, Simplex, Space, is_log
 
 N_PARAMS, N_TOKENS = "n_params", "n_tokens"
 
@@ -143,14 +143,10 @@ def _scale(row: dict[str, Any]) -> dict[str, float]:
     return {name: float(row[name]) for name in (N_PARAMS, N_TOKENS)}
 
 
-def _is_log(distribution: Distribution) -> bool:
-    return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
-
-
 def _place(distribution: Distribution, value: Any) -> float:
     if isinstance(distribution, Ordinal):
         return float(distribution.values.index(value))
-    return float(np.log2(value)) if _is_log(distribution) else float(value)
+    return float(np.log2(value)) if is_log(distribution) else float(value)
 
 
 def _value(distribution: Distribution, place: Any) -> Any:
@@ -158,7 +154,7 @@ def _value(distribution: Distribution, place: Any) -> Any:
         return place
     if isinstance(distribution, Ordinal):
         return distribution.values[min(max(round(place), 0), len(distribution.values) - 1)]
-    value = 2.0**place if _is_log(distribution) else place
+    value = 2.0**place if is_log(distribution) else place
     if isinstance(distribution, Integer):
         value = round(value)
     low, high = distribution.decode([0.0]), distribution.decode([1.0])
