@@ -193,8 +193,8 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
     if place and place["ledger"] == "postgresql":
         storage = PostgresStorage(None, place["schema"], read_only=True)
         try:
-            with storage.snapshot() as connection:
-                yield storage.name, partial(_read, connection)
+            with storage.snapshot() as read:
+                yield storage.name, read
         finally:
             storage.close()
         return
@@ -208,19 +208,22 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
     # A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
     uri = f"{path.as_uri()}?mode=ro" + ("" if unwritten else "&immutable=1")
     engine = sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(uri, uri=True), poolclass=sa.pool.StaticPool)
+    told = partial(_told, path)
     try:
-        with engine.connect() as connection:
-            connection.exec_driver_sql("BEGIN")  # one snapshot for all that is read
-            require_schema(str(path), sqlite_schema(connection))
-            yield str(path), partial(_read, connection)
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
-        raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
+        with told(engine.connect) as connection:
+            told(connection.exec_driver_sql, "BEGIN")  # one snapshot for all that is read
+            require_schema(str(path), told(sqlite_schema, connection))
+            yield str(path), lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
     finally:
         engine.dispose()
 
 
-def _read(connection: sa.Connection, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(connection, *args, **kwargs)
+def _told(path: Path, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call finds in the source; what fails in our own ledger meanwhile is not the source's fault."""
+    try:
+        return call(*args, **kwargs)
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
+        raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
 
 
 def _losses(connection: sa.Connection) -> dict[str, float | None]:

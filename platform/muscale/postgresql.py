@@ -152,20 +152,24 @@ class PostgresStorage(Storage):
         return self._persist(attempt)
 
     @contextmanager
-    def snapshot(self) -> Iterator[sa.Connection]:
-        """Reads of one state of the database, however many and for how long.
+    def snapshot(self) -> Iterator[Callable[..., Any]]:
+        """A `read` that finds one state of the database, however often and for how long it is called.
 
         Raises:
-            LedgerUnavailableError: If the server can't be reached, or is lost on the way.
+            LedgerUnavailableError: If the server can't be reached; from the `read`, if it is lost on the way.
         """
-        try:
-            with self._engine.connect() as connection:
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-                connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")  # it holds nobody up
-                yield connection
-                connection.rollback()
-        except sa.exc.OperationalError as error:
-            raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+
+        def told(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            try:
+                return call(*args, **kwargs)
+            except sa.exc.OperationalError as error:
+                raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+
+        with told(lambda: self._engine.connect()) as connection:
+            connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            # It holds up nobody's writes, and ours may take long between two reads.
+            told(connection.exec_driver_sql, "SET LOCAL idle_in_transaction_session_timeout = 0")
+            yield lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
 
     def drop_unclaimed(self) -> None:
         """Remove the schema, unless it is a study's."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from muscale import StudyDirectoryError
 from muscale.config import StorageSettings
@@ -154,6 +155,16 @@ def test_another_study_or_no_ledger_is_refused_with_what_differs(
     (other / "text.sqlite").write_text("no database at all" * 100)
     with pytest.raises(StudyDirectoryError, match="can't be read as a ledger"):
         merge(ours, other / "text.sqlite")
+
+
+def test_what_fails_in_our_own_ledger_is_not_said_of_the_source(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    add_run(theirs, 0, 2.0)
+    with sqlite3.connect(ours.directory / LEDGER) as connection:
+        connection.execute("CREATE TRIGGER full BEFORE INSERT ON runs BEGIN SELECT RAISE(ABORT, 'ours is full'); END")
+    connection.close()
+    with pytest.raises(sa.exc.IntegrityError, match="ours is full"):
+        merge(ours, theirs.directory)
 
 
 def test_a_segment_whose_key_does_not_fit_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
