@@ -17,7 +17,7 @@ from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import interrupted_later
 from muscale.jobs import Job, cluster, dismiss_workers, staying_cluster
-from muscale.lease import held_leases, lease
+from muscale.lease import expired_leases, held_leases, lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.retention import prune
@@ -254,8 +254,9 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
 
 def _prune(sweep: Sweep) -> None:
     """Remove the states that nothing goes on from, unless somebody else is at work on this study."""
-    if set(held_leases(sweep.ledger)) <= {f"sweep {sweep.key}"}:
-        prune(sweep.ledger, top_k=sweep.config.sweep.top_k)
+    expired = expired_leases(sweep.ledger)
+    if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
+        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
 
 
 def _narrow(sweep: Sweep, record: Record) -> None:
