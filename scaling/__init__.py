@@ -20,7 +20,7 @@ from scaling.batch import BatchLaw, fit_batch_law
 from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
-from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, RepeatedData, TiedChinchilla
 from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.importance import Importance, hyperparameter_importance
 from scaling.law import Allocation, Law, compute_flops
@@ -49,6 +49,7 @@ __all__ = [
     "Leaders",
     "Optimum",
     "RegretSurface",
+    "RepeatedData",
     "ResponseOptimum",
     "ResponseSurface",
     "ScalingError",
