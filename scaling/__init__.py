@@ -1,6 +1,7 @@
 """Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
+    fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -17,17 +18,21 @@ Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per 
 """
 
 from scaling.batch import BatchLaw, fit_batch_law
+from scaling.compute_powers import ComputePowers
+from scaling.envelope import fit_envelope
 from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, RepeatedData, TiedChinchilla
 from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.importance import Importance, hyperparameter_importance
+from scaling.isoflops import fit_isoflops
 from scaling.law import Allocation, Law, compute_flops
 from scaling.leaders import Leaders, compare_leaders
 from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
 from scaling.pareto import pareto_front, plot_pareto
+from scaling.profile import Profile
 from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
@@ -39,6 +44,7 @@ __all__ = [
     "Allocation",
     "BatchLaw",
     "Chinchilla",
+    "ComputePowers",
     "Forecast",
     "Form",
     "HorizonLaw",
@@ -48,6 +54,7 @@ __all__ = [
     "Law",
     "Leaders",
     "Optimum",
+    "Profile",
     "RegretSurface",
     "RepeatedData",
     "ResponseOptimum",
@@ -63,7 +70,9 @@ __all__ = [
     "compute_flops",
     "fit",
     "fit_batch_law",
+    "fit_envelope",
     "fit_horizon_law",
+    "fit_isoflops",
     "fit_optimum",
     "fit_regret_surface",
     "fit_response",

@@ -8,6 +8,7 @@ minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where 
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from scaling.bootstrap import refit, stem_weights
 from scaling.forms import Chinchilla
 from scaling.forms.form import Array, Form, Problem
+from scaling.multistart import N_STARTS as N_MULTISTARTS
+from scaling.multistart import descend
 from scaling.newton import minimize, objective
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
@@ -35,6 +38,7 @@ def fit(
     *,
     n_params_convention: str,
     form: Form | None = None,
+    method: Literal["newton", "multistart"] = "newton",
     delta: float = 1e-3,
     n_bootstrap: int = 400,
     seed: int = 0,
@@ -50,6 +54,8 @@ def fit(
             weighted by 1/noise²).
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
+        method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a
+            check. Both are approach 3 of Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
         delta: Huber threshold on log residuals; infinite for least squares.
         n_bootstrap: refits under resampled stems.
         seed: of the resampling. The result does not depend on the order of the rows.
@@ -64,6 +70,8 @@ def fit(
     for name, value in (("delta", delta), ("max_regret", max_regret)):
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value!r}")
+    if method not in ("newton", "multistart"):
+        raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
     if n_bootstrap < 2:
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
 
@@ -74,8 +82,12 @@ def fit(
     weights = _noise_weights(rows)
     deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
-    starts = _screen(problem, log_loss, weights, deltas[0])
-    thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(starts), 1)), starts, deltas)
+    if method == "multistart":
+        starts = _screen(problem, log_loss, weights, deltas[0], N_MULTISTARTS)
+        thetas, values, converged = descend(problem, log_loss, weights, starts, delta)
+    else:
+        starts = _screen(problem, log_loss, weights, deltas[0])
+        thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(starts), 1)), starts, deltas)
     best = int(np.argmin(values))
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
@@ -154,11 +166,11 @@ def _noise_weights(rows: pd.DataFrame) -> Array:
     return np.asarray(weights / weights.mean())
 
 
-def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float) -> Array:
-    """The most promising starts, [N_STARTS, P]."""
+def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int = N_STARTS) -> Array:
+    """The most promising starts, [n_starts, P]."""
     starts = problem.starts(log_loss)
     values = objective(problem, log_loss, weights, starts, delta)
-    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:N_STARTS]])
+    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
 
 
 def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:
