@@ -2,6 +2,7 @@
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
+    fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -19,6 +20,7 @@ Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per 
 
 from scaling.batch import BatchLaw, fit_batch_law
 from scaling.compute_powers import ComputePowers
+from scaling.curves import ScheduleLaw, fit_schedule_law
 from scaling.envelope import fit_envelope
 from scaling.errors import ScalingError
 from scaling.fitting import fit
@@ -61,6 +63,7 @@ __all__ = [
     "ResponseSurface",
     "ScalingError",
     "ScalingFit",
+    "ScheduleLaw",
     "SearchBox",
     "SeedNoise",
     "TiedChinchilla",
@@ -76,6 +79,7 @@ __all__ = [
     "fit_optimum",
     "fit_regret_surface",
     "fit_response",
+    "fit_schedule_law",
     "fit_transfer",
     "fit_verdict",
     "hyperparameter_importance",

@@ -1,12 +1,14 @@
 """Approach 1: the lowest of many loss curves at each compute, and the sizes of the runs that reach it as powers of compute.
 
 Each curve is one run's loss against its compute so far; at every level of compute the run with the lowest loss has the best
-size (Hoffmann et al. 2203.15556, sec. 3.1). Sizes come in steps, and the smallest and the largest win where smaller and larger
-ones would, as does a size whose neighbour's curve has ended: such stretches are left out.
+size (Hoffmann et al. 2203.15556, sec. 3.1). Sizes come in steps, the smallest and the largest win where smaller and larger ones
+would, and a curve's end gives its place to another. So only the crossings of two curves on the envelope are used: there the
+best size is taken to be the geometric mean of the two. (Hoffmann et al. use every level.)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ from scaling.forms.form import Array
 from scaling.law import compute_flops
 from scaling.table import numbers, require_columns
 
+_COLUMNS = ("compute_flops", "n_params", "n_tokens", "loss", "smaller", "larger")
 LEVELS = 400
 """Of compute, evenly spaced in its logarithm from the least to the most (1,500 in Hoffmann et al.)."""
 MAX_UNANSWERED = 0.05
@@ -31,49 +34,34 @@ class _Curves:
     n_params: Array
     loss: Array
 
-    def envelope(self, chosen: Array) -> tuple[Array, Array]:
-        """Levels at which a chosen run is best between sizes that are there too, and that run's number.
+    def crossings(self, chosen: Array) -> Array:
+        """Where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
 
-        A size's whole stretch is left out where it goes on being best without its neighbours: its middle isn't known.
+        Between the same two sizes curves may cross more than once, by their noise: the mean counts.
         """
         loss, sizes = self.loss[chosen], self.n_params[chosen]
-        there, best = np.isfinite(loss), np.argmin(loss, axis=0)
-        levels, own = np.arange(len(self.compute)), sizes[best]
-        known = np.unique(sizes)
-        present = np.array([there[sizes == size].any(axis=0) for size in known])
-        rank = np.searchsorted(known, own)
-        inner = (rank > 0) & (rank < len(known) - 1)
-        smaller, larger = np.maximum(rank - 1, 0), np.minimum(rank + 1, len(known) - 1)
-        valid = there.any(axis=0) & inner & present[smaller, levels] & present[larger, levels]
-        touches = np.zeros(len(levels), dtype=bool)
-        same = own[1:] == own[:-1]
-        touches[1:] |= same & valid[1:] & ~valid[:-1]
-        touches[:-1] |= same & valid[:-1] & ~valid[1:]
-        valid &= ~np.isin(own, own[touches])
-        return levels[valid], chosen[best[valid]]
+        best, levels = np.argmin(loss, axis=0), np.arange(len(self.compute) - 1)
+        before, after = best[:-1], best[1:]
+        both = np.isfinite(loss[before, levels]) & np.isfinite(loss[before, levels + 1])
+        both &= np.isfinite(loss[after, levels]) & np.isfinite(loss[after, levels + 1])
+        found: dict[tuple[float, float], list[int]] = {}
+        for i in np.flatnonzero(both & (sizes[before] != sizes[after])):
+            pair = sorted((float(sizes[before[i]]), float(sizes[after[i]])))
+            found.setdefault((pair[0], pair[1]), []).append(i)
+        records = []
+        for (smaller, larger), at in sorted(found.items()):
+            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[np.array(at) + 1])).mean() / 2))
+            size = math.sqrt(smaller * larger)
+            tokens = middle / float(compute_flops(size, 1.0))
+            records.append([middle, size, tokens, float(loss[best[at], at].mean()), smaller, larger])
+        return np.array(records).reshape(-1, len(_COLUMNS))
 
     def powers(self, chosen: Array, reference: float) -> Powers | None:
-        """Through the middle of each size's stretch of the envelope."""
-        levels, runs = self.envelope(chosen)
-        points = self._stretches(levels, runs)
-        if len(points) < 2:
+        """Through the crossings."""
+        points = self.crossings(chosen)
+        if len(np.unique(points[:, 0])) < 2:
             return None
         return powers_through(points[:, 0], points[:, 1], points[:, 2], reference)
-
-    def points(self, chosen: Array) -> pd.DataFrame:
-        """One row per size on the envelope."""
-        columns = ["compute_flops", "n_params", "n_tokens", "loss", "low", "high"]
-        return pd.DataFrame(self._stretches(*self.envelope(chosen)), columns=columns)
-
-    def _stretches(self, levels: Array, runs: Array) -> Array:
-        records = []
-        for size in np.unique(self.n_params[runs]):
-            own = levels[self.n_params[runs] == size]
-            middle = float(np.exp(np.log(self.compute[own]).mean()))
-            loss = float(self.loss[runs[self.n_params[runs] == size], own].mean())
-            tokens = middle / float(compute_flops(size, 1.0))
-            records.append([middle, size, tokens, loss, self.compute[own].min(), self.compute[own].max()])
-        return np.array(records).reshape(-1, 6)
 
 
 def fit_envelope(
@@ -90,25 +78,23 @@ def fit_envelope(
         seed: of the resampling.
 
     Returns:
-        Powers, with `points` one row per size on the envelope: the middle (in the logarithm), least and most of the compute
-        at which it is best.
+        Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.
 
     Raises:
         ValueError: a column is missing or breaks its rule, or a run has several sizes.
-        ScalingError: fewer than two sizes are best anywhere between a smaller and a larger one.
+        ScalingError: fewer than two crossings lie on the envelope.
     """
     require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
     table = pd.DataFrame({name: numbers(curves, name) for name in ("n_params", "n_tokens", "loss")})
     table["run"] = curves["run"].to_numpy()
     if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
-        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()!r}")
+        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
     interpolated = _interpolated(table)
     everyone = np.arange(len(interpolated.n_params))
-    points = interpolated.points(everyone)
+    points = pd.DataFrame(interpolated.crossings(everyone), columns=list(_COLUMNS))
     if len(points) < 2:
         raise ScalingError(
-            f"need two sizes that are best at some compute between a smaller and a larger one, got {len(points)} "
-            f"of {len(np.unique(interpolated.n_params))} sizes"
+            f"need two crossings of curves on the envelope, got {len(points)} among {len(np.unique(interpolated.n_params))} sizes"
         )
     reference = float(np.exp(np.log(points["compute_flops"]).mean()))
     estimate = interpolated.powers(everyone, reference)
@@ -119,11 +105,13 @@ def fit_envelope(
     draws, unanswered = resampled(n_bootstrap, lambda i: interpolated.powers(np.unique(picks[i]), reference))
     doubts = []
     if len(points) < MIN_POINTS:
-        doubts.append(f"{len(points)} sizes on the envelope: at least {MIN_POINTS} show whether the power is straight")
+        doubts.append(
+            f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
+        )
     if "annealed" in curves and not curves["annealed"].astype(bool).all():
         doubts.append("losses in mid-schedule: the envelope compares runs before and after their decay")
     if unanswered > MAX_UNANSWERED:
-        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two sizes on the envelope")
+        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
     return ComputePowers(
         approach="envelope",
         params_exponent=estimate[0],
@@ -146,7 +134,5 @@ def _interpolated(table: pd.DataFrame) -> _Curves:
     for _, part in table.assign(compute=compute).groupby("run", sort=True):
         curve = part.sort_values("compute").drop_duplicates("compute")
         sizes.append(float(curve["n_params"].iloc[0]))
-        losses.append(
-            np.interp(np.log(levels), np.log(curve["compute"]), curve["loss"], left=np.inf, right=np.inf)
-        )
+        losses.append(np.interp(np.log(levels), np.log(curve["compute"]), curve["loss"], left=np.inf, right=np.inf))
     return _Curves(levels, np.array(sizes), np.array(losses))

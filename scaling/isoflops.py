@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -156,7 +157,10 @@ def _bias(
         return {}, [f"the approach's own bias is not known, as no law could be fitted: {error}"]
     rows = np.concatenate([g.rows for g in grids])
     budgets = np.concatenate([np.full(len(g.rows), np.exp(np.log(n_params * n_tokens)[g.rows].mean())) for g in grids])
-    best = {g.compute: law.allocate(FLOPS_PER_PARAM_TOKEN * b).n_params for g, b in zip(grids, _first(budgets, grids), strict=True)}
+    best = {
+        g.compute: law.allocate(FLOPS_PER_PARAM_TOKEN * b).n_params
+        for g, b in zip(grids, _first(budgets, grids), strict=True)
+    }
     sizes = n_params[rows]
     shift = np.concatenate([np.full(len(g.rows), best[g.compute] / _middle(n_params[g.rows])) for g in grids])
     bias: dict[str, float] = {}
@@ -178,7 +182,8 @@ def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> di
     tokens = products / sizes
     loss, starts = law.loss(sizes, tokens), np.cumsum([0, *(len(g.rows) for g in grids)])
     moved = [
-        _Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j)) for i, j in zip(starts, starts[1:], strict=False)
+        _Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j))
+        for i, j in pairwise(starts)
     ]
     top = moved[-1].compute
     found = _powers(moved, np.log(sizes), np.log(tokens), loss, np.ones(len(sizes)), top)
@@ -199,12 +204,16 @@ def _doubts(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
         doubts.append(f"{len(points)} budgets: at least {MIN_POINTS} show whether the power is straight")
     if abs(off := float(points["off_centre"].mean())) > OFF_CENTRE:
         side = "small" if off > 0 else "large"
-        doubts.append(f"sizes off centre: the best lie {abs(off):.1f} octaves from the middle of those tested, which are too {side}")
+        doubts.append(
+            f"sizes off centre: the best lie {abs(off):.1f} octaves from the middle of those tested, which are too {side}"
+        )
     if not bias:
         return doubts
     centred = max(abs(bias.get("n_params_centred", 0)), abs(bias.get("n_params_beyond_centred", 0)))
     if "n_params" not in bias:
-        doubts.append("on the law's own losses these grids have no minimum in two budgets: the parabola can't be trusted")
+        doubts.append(
+            "on the law's own losses these grids have no minimum in two budgets: the parabola can't be trusted"
+        )
     elif max(abs(bias["n_params"]), abs(bias["n_params_beyond"])) > TELLING:
         width = float(points["half_width"].mean())
         doubts.append(

@@ -16,7 +16,9 @@ _STEPS = 2000
 _FLAT = 1e-4  # projected gradient, as a part of the objective, below which a point counts as a minimum
 
 
-def descend(problem: Problem, log_loss: Array, weights: Array, starts: Array, delta: float) -> tuple[Array, Array, Array]:
+def descend(
+    problem: Problem, log_loss: Array, weights: Array, starts: Array, delta: float
+) -> tuple[Array, Array, Array]:
     """Minimise Σ_k w_k · huber(log L̂_k − log L_k; delta) from each start.
 
     Args:

@@ -176,7 +176,9 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
         if set(at) != set(form.columns):
             raise ValueError(f"at must give {', '.join(form.columns)}, got {', '.join(at) or 'nothing'}")
         run = columns_of(form, dict(at))
-        return lambda theta: np.asarray(np.log(form.loss(dict(zip(form.parameters, problem.natural(theta).T, strict=True)), run)))
+        return lambda theta: np.asarray(
+            np.log(form.loss(dict(zip(form.parameters, problem.natural(theta).T, strict=True)), run))
+        )
     if name in exponents:
         middle = dict.fromkeys(form.parameters, 1.0)
         if form.powers(middle) is not None:
