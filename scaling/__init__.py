@@ -7,6 +7,7 @@
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
     fit_batch_law(rows)                      how the best batch grows with them            -> BatchLaw
+    fit_step_law(cells)                      best rate or batch in N and D at once         -> StepLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_leaders(rows)                    which repeated trial is best, how surely      -> Leaders
@@ -39,6 +40,7 @@ from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
+from scaling.step_law import StepLaw, fit_step_law
 from scaling.transfer import Transfer, fit_transfer
 from scaling.verdict import Verdict, fit_verdict
 
@@ -66,6 +68,7 @@ __all__ = [
     "ScheduleLaw",
     "SearchBox",
     "SeedNoise",
+    "StepLaw",
     "TiedChinchilla",
     "Transfer",
     "Verdict",
@@ -80,6 +83,7 @@ __all__ = [
     "fit_regret_surface",
     "fit_response",
     "fit_schedule_law",
+    "fit_step_law",
     "fit_transfer",
     "fit_verdict",
     "hyperparameter_importance",

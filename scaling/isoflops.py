@@ -181,10 +181,7 @@ def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> di
     """Errors on the law's own losses at the sizes, tokens being what the budget leaves."""
     tokens = products / sizes
     loss, starts = law.loss(sizes, tokens), np.cumsum([0, *(len(g.rows) for g in grids)])
-    moved = [
-        _Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j))
-        for i, j in pairwise(starts)
-    ]
+    moved = [_Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j)) for i, j in pairwise(starts)]
     top = moved[-1].compute
     found = _powers(moved, np.log(sizes), np.log(tokens), loss, np.ones(len(sizes)), top)
     if found is None or law.params_exponent is None:
