@@ -1,6 +1,7 @@
 """Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
+    backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
@@ -19,6 +20,7 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
 
+from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
 from scaling.compute_powers import ComputePowers
 from scaling.curves import ScheduleLaw, fit_schedule_law
@@ -46,6 +48,7 @@ from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
     "Allocation",
+    "Backtest",
     "BatchLaw",
     "Chinchilla",
     "ComputePowers",
@@ -72,6 +75,7 @@ __all__ = [
     "TiedChinchilla",
     "Transfer",
     "Verdict",
+    "backtest",
     "compare_leaders",
     "compute_flops",
     "fit",

@@ -158,11 +158,11 @@ def profile(
 
 
 def _problem(fit: ScalingFit) -> tuple[Problem, Array, Array]:
-    from scaling.fitting import _noise_weights
+    from scaling.fitting import noise_weights
 
     log_loss = np.log(fit.rows["loss"].to_numpy())
     problem = fit.law.form.problem({name: fit.rows[name].to_numpy() for name in fit.law.form.columns}, log_loss)
-    return problem, log_loss, _noise_weights(fit.rows)
+    return problem, log_loss, noise_weights(fit.rows)
 
 
 def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) -> Quantity:
@@ -194,11 +194,10 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
 
 def _estimate(fit: ScalingFit, problem: Problem, log_loss: Array, weights: Array) -> Array:
     """Theta of the fit, found again from the starts."""
-    from scaling.fitting import _screen
+    from scaling.fitting import minima
 
     deltas = (10 * fit.delta, 3 * fit.delta, fit.delta) if np.isfinite(fit.delta) else (fit.delta,)
-    starts = _screen(problem, log_loss, weights, deltas[0])
-    thetas, values, _ = minimize(problem, log_loss, np.tile(weights, (len(starts), 1)), starts, deltas)
+    thetas, values, _ = minima(problem, log_loss, weights, deltas)
     return np.asarray(thetas[np.argmin(values)])
 
 
@@ -318,6 +317,10 @@ class _Pinned(Problem):
     def starts(self, log_loss: Array) -> Array:
         """The whole's."""
         return self.whole.starts(log_loss[:-1])
+
+    def part(self, rows: slice) -> Problem:
+        """The whole's."""
+        return self.whole.part(rows)
 
     def natural(self, theta: Array) -> Array:
         """The whole's."""

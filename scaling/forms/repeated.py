@@ -9,7 +9,7 @@ U_D are the unique tokens (`unique_tokens`, at most D), and U_N the parameters t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -121,11 +121,16 @@ class Repeated(Problem):
             effective = np.asarray(_worth(self.unique, n_tokens, rd_star), np.float64)
             plain = SumOfPowers.at(n_params, effective, log_loss)
             theta = plain.starts(log_loss)
-            theta[:, 2] -= theta[:, 4] * (self.terms.centre[1] - plain.centre[1])
+            # The form may be centred elsewhere than on these rows: they may be a part, and D' isn't D.
+            theta[:, 1:3] -= theta[:, 3:] * (np.array(self.terms.centre) - np.array(plain.centre))
             for rn_star in _RN_STARTS:
                 repeats = np.tile(np.log([rd_star, rn_star]), (len(theta), 1))
                 starts.append(np.concatenate([theta, repeats], axis=1))
         return np.asarray(np.clip(np.concatenate(starts), self.lower, self.upper))
+
+    def part(self, rows: slice) -> Repeated:
+        """The same coordinates at some of the points."""
+        return replace(self, terms=self.terms.part(rows), unique=self.unique[rows])
 
     def natural(self, theta: Array) -> Array:
         """(E, A, B, alpha, beta, rd_star, rn_star), [J, 7], from theta [J, 7]."""
