@@ -4,6 +4,7 @@
     backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
+    fit_two_step(runs, …), fit_downstream(rows)      accuracy by way of the task's loss       -> TwoStep, DownstreamLaw
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -24,6 +25,7 @@ from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
 from scaling.compute_powers import ComputePowers
 from scaling.curves import ScheduleLaw, fit_schedule_law
+from scaling.downstream import DownstreamLaw, fit_downstream
 from scaling.envelope import fit_envelope
 from scaling.errors import ScalingError
 from scaling.fitting import fit
@@ -44,6 +46,7 @@ from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
 from scaling.step_law import StepLaw, fit_step_law
 from scaling.transfer import Transfer, fit_transfer
+from scaling.two_step import TaskForecast, TwoStep, fit_two_step
 from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
     "BatchLaw",
     "Chinchilla",
     "ComputePowers",
+    "DownstreamLaw",
     "Forecast",
     "Form",
     "HorizonLaw",
@@ -72,14 +76,17 @@ __all__ = [
     "SearchBox",
     "SeedNoise",
     "StepLaw",
+    "TaskForecast",
     "TiedChinchilla",
     "Transfer",
+    "TwoStep",
     "Verdict",
     "backtest",
     "compare_leaders",
     "compute_flops",
     "fit",
     "fit_batch_law",
+    "fit_downstream",
     "fit_envelope",
     "fit_horizon_law",
     "fit_isoflops",
@@ -89,6 +96,7 @@ __all__ = [
     "fit_schedule_law",
     "fit_step_law",
     "fit_transfer",
+    "fit_two_step",
     "fit_verdict",
     "hyperparameter_importance",
     "pareto_front",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
 from scaling.errors import ScalingError
@@ -34,7 +35,7 @@ class _Curves:
     n_params: Array
     loss: Array
 
-    def crossings(self, chosen: Array) -> Array:
+    def crossings(self, chosen: NDArray[np.int64]) -> Array:
         """Where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
 
         Between the same two sizes curves may cross more than once, by their noise: the mean counts.
@@ -47,7 +48,7 @@ class _Curves:
         found: dict[tuple[float, float], list[int]] = {}
         for i in np.flatnonzero(both & (sizes[before] != sizes[after])):
             pair = sorted((float(sizes[before[i]]), float(sizes[after[i]])))
-            found.setdefault((pair[0], pair[1]), []).append(i)
+            found.setdefault((pair[0], pair[1]), []).append(int(i))
         records = []
         for (smaller, larger), at in sorted(found.items()):
             middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[np.array(at) + 1])).mean() / 2))
@@ -56,7 +57,7 @@ class _Curves:
             records.append([middle, size, tokens, float(loss[best[at], at].mean()), smaller, larger])
         return np.array(records).reshape(-1, len(_COLUMNS))
 
-    def powers(self, chosen: Array, reference: float) -> Powers | None:
+    def powers(self, chosen: NDArray[np.int64], reference: float) -> Powers | None:
         """Through the crossings."""
         points = self.crossings(chosen)
         if len(np.unique(points[:, 0])) < 2:
@@ -90,7 +91,7 @@ def fit_envelope(
     if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
         raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
     interpolated = _interpolated(table)
-    everyone = np.arange(len(interpolated.n_params))
+    everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
     points = pd.DataFrame(interpolated.crossings(everyone), columns=list(_COLUMNS))
     if len(points) < 2:
         raise ScalingError(

@@ -55,6 +55,8 @@ def fit(
             together), `regret` (predicted relative loss given up by the row's hyperparameters), `annealed` (False for a
             loss read in mid-schedule), `noise` (relative standard deviation of the loss from seed to seed; rows are
             weighted by 1/noise²).
+            A metric other than loss that is positive and falls to a floor (bits per byte, the share of answers that are
+            wrong) may stand in the column `loss`: the law is then in its unit.
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
         method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a

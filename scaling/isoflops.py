@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scaling.bootstrap import stem_weights
 from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
@@ -39,7 +40,7 @@ class _Grid:
     """The runs of one budget."""
 
     compute: float
-    rows: Array  # indices of its runs
+    rows: NDArray[np.int64]  # indices of its runs
 
     def vertex(self, log_size: Array, loss: Array, weights: Array) -> tuple[float, float, float] | None:
         """Log of the best size, the loss there and the curvature; None where the parabola has no minimum among the sizes."""
@@ -125,7 +126,7 @@ def fit_isoflops(
 
 def _grids(compute: Array, n_params: Array) -> tuple[list[_Grid], list[str]]:
     """Runs of one budget each, and why some are left out."""
-    order = np.argsort(compute, kind="stable")
+    order = np.argsort(compute, kind="stable").astype(np.int64)
     ends = np.flatnonzero(np.diff(np.log10(compute[order])) > SAME_BUDGET) + 1
     grids, left_out = [], []
     for rows in np.split(order, ends):
@@ -144,7 +145,8 @@ def _powers(
     usable = [(c, math.exp(n[0]), math.exp(d[0])) for c, n, d in found if n is not None and d is not None]
     if len(usable) < 2:
         return None
-    return powers_through(*np.array(usable).T, reference)
+    budgets, sizes, tokens = np.array(usable).T
+    return powers_through(budgets, sizes, tokens, reference)
 
 
 def _bias(
@@ -170,7 +172,7 @@ def _bias(
 
 
 def _first(budgets: Array, grids: list[_Grid]) -> Array:
-    return budgets[np.cumsum([0, *(len(g.rows) for g in grids[:-1])])]
+    return np.asarray(budgets[np.cumsum([0, *(len(g.rows) for g in grids[:-1])])])
 
 
 def _middle(sizes: Array) -> float:
@@ -181,7 +183,9 @@ def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> di
     """Errors on the law's own losses at the sizes, tokens being what the budget leaves."""
     tokens = products / sizes
     loss, starts = law.loss(sizes, tokens), np.cumsum([0, *(len(g.rows) for g in grids)])
-    moved = [_Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j)) for i, j in pairwise(starts)]
+    moved = [
+        _Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j, dtype=np.int64)) for i, j in pairwise(starts)
+    ]
     top = moved[-1].compute
     found = _powers(moved, np.log(sizes), np.log(tokens), loss, np.ones(len(sizes)), top)
     if found is None or law.params_exponent is None:

@@ -5,6 +5,7 @@ steps for convergence and reports success. It is slower than the default, and ha
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.forms.form import Array, Problem
 from scaling.newton import huber
@@ -18,7 +19,7 @@ _FLAT = 1e-4  # projected gradient, as a part of the objective, below which a po
 
 def descend(
     problem: Problem, log_loss: Array, weights: Array, starts: Array, delta: float
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, NDArray[np.bool_]]:
     """Minimise Σ_k w_k · huber(log L̂_k − log L_k; delta) from each start.
 
     Args:

@@ -10,6 +10,10 @@ likelihood, and its ratio is distributed as a multiple of chi-squared that isn't
 JASA 89 (1994) 897); rows of one run hang together besides. So the scale is found by resampling runs: under the weights of each
 draw, 2·(Q*(best) − Q*(refit)) is on average the scale times the number of parameters. In few runs it is less, as a fit's residuals
 are smaller than the errors; the share, about .6 for 20 runs and 5 parameters, is that of least squares on the same runs.
+
+Measured on 60 planted ladders of 20 runs each (alpha, the optimum's exponent, E, the loss at a decade more compute), nominal
+90 %: .92 .88 .92 .90 at Huber's delta of a third of the noise, .88 .87 .88 .85 for squares, .93 .88 .90 .87 with four rows a run that
+share most of their noise, .88 .85 .92 .92 under Student's t of 3; percentiles of the bootstrap .72 to .87 on the same.
 """
 
 from __future__ import annotations
@@ -296,23 +300,25 @@ class _Pinned(Problem):
         """[J, K + 1] and [J, K + 1, P]."""
         value, jacobian = self.whole.linearise(theta)
         steps = _STEP * np.eye(theta.shape[1])
-        slope = np.stack([(self.quantity(theta + s) - self.quantity(theta - s)) / (2 * _STEP) for s in steps], axis=1)
-        return (
-            np.concatenate([value, self.quantity(theta)[:, None]], axis=1),
-            np.concatenate([jacobian, slope[:, None, :]], axis=1),
-        )
+        ahead, behind = self._around(theta, steps), self._around(theta, -steps)
+        slope = ((ahead - behind) / (2 * _STEP))[:, None, :]
+        own = self.quantity(theta)[:, None]
+        return np.concatenate([value, own], axis=1), np.concatenate([jacobian, slope], axis=1)
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
         """The whole's, and the quantity's by second differences."""
         hessian = self.whole.curvature(theta, jacobian[:, :-1], weights[:, :-1])
-        steps = _STEP * np.eye(theta.shape[1])
-        own = np.empty_like(hessian)
-        for i, s in enumerate(steps):
-            for j, r in enumerate(steps[: i + 1]):
-                ahead, behind = self.quantity(theta + s + r), self.quantity(theta - s - r)
-                across = self.quantity(theta + s - r) + self.quantity(theta - s + r)
-                own[:, i, j] = own[:, j, i] = (ahead + behind - across) / (4 * _STEP**2)
+        n = theta.shape[1]
+        steps = _STEP * np.eye(n)
+        both, apart = steps[:, None] + steps, steps[:, None] - steps
+        shifts = np.stack([both, -both, apart, -apart]).reshape(-1, n)
+        there = self._around(theta, shifts).reshape(len(theta), 4, n, n)
+        own = (there[:, 0] + there[:, 1] - there[:, 2] - there[:, 3]) / (4 * _STEP**2)
         return np.asarray(hessian + weights[:, -1, None, None] * own)
+
+    def _around(self, theta: Array, shifts: Array) -> Array:
+        """The quantity at theta [J, P] and each of the shifts [S, P], [J, S]."""
+        return self.quantity((theta[:, None] + shifts).reshape(-1, theta.shape[1])).reshape(len(theta), len(shifts))
 
     def starts(self, log_loss: Array) -> Array:
         """The whole's."""
