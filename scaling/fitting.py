@@ -81,7 +81,7 @@ def fit(
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
 
     form = form or Chinchilla()
-    rows, left_out = _select(runs, form, max_regret)
+    rows, left_out = select(runs, form, max_regret)
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
     weights = noise_weights(rows)
@@ -117,8 +117,8 @@ def _named(form: Form, values: Array) -> Mapping[str, float]:
     return dict(zip(form.parameters, map(float, values), strict=True))
 
 
-def _select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The rows to fit, in an order of their own, and the rows left out with a `reason`."""
+def select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rows to fit (see `fit`), in an order of their own, and the rows left out with a `reason`."""
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *form.columns, "loss")))
     require_columns(runs, needed)
     columns: dict[str, Any] = {c: numbers(runs, c) for c in ((*needed, "noise") if "noise" in runs else needed)}

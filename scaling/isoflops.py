@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from scaling.bootstrap import stem_weights
 from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
 from scaling.errors import ScalingError
-from scaling.fitting import fit
+from scaling.fitting import fit, select
+from scaling.forms import Chinchilla
 from scaling.forms.form import Array
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
-from scaling.table import numbers, require_columns
+from scaling.table import numbers
 
 SAME_BUDGET = 0.05
 """Decades of compute by which neighbours among the runs of one budget may differ."""
@@ -56,16 +57,22 @@ class _Grid:
 
 
 def fit_isoflops(
-    runs: pd.DataFrame, *, n_params_convention: str, n_bootstrap: int = 400, seed: int = 0
+    runs: pd.DataFrame,
+    *,
+    n_params_convention: str,
+    n_bootstrap: int = 400,
+    seed: int = 0,
+    max_regret: float = 0.0025,
 ) -> ComputePowers:
     """Fit N* and D* as powers of compute through the vertices of parabolas.
 
     Args:
         runs: one row per run: `n_params`, `n_tokens`, `loss` (nats per token), at a few budgets of several sizes each;
-            optional `compute_flops`, if it is not 6·N·D, and `stem` (rows of one training run are resampled together).
+            optional `compute_flops`, if it is not 6·N·D, and `stem`, `regret`, `annealed` as for `fit`.
         n_params_convention: what N counts.
         n_bootstrap: resamplings of the runs.
         seed: of the resampling.
+        max_regret: as for `fit`.
 
     Returns:
         Powers, with `points` one row per budget used (also: off_centre and half_width of its sizes in octaves, curvature per
@@ -74,11 +81,13 @@ def fit_isoflops(
         and of each the part that stays were every grid centred on its optimum (`…_centred`: width and alpha ≠ beta).
 
     Raises:
-        ValueError: a column is missing or breaks its rule.
+        ValueError: a column is missing or breaks its rule, or there are too few points for a law.
         ScalingError: fewer than two budgets have a minimum among their sizes.
     """
-    require_columns(runs, ("n_params", "n_tokens", "loss"))
-    n_params, n_tokens, loss = (numbers(runs, name) for name in ("n_params", "n_tokens", "loss"))
+    runs = runs.reset_index(drop=True)
+    rows, unfit = select(runs, Chinchilla(), max_regret)
+    runs = runs.loc[rows.index].assign(stem=rows["stem"])
+    n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))
     compute = numbers(runs, "compute_flops") if "compute_flops" in runs else compute_flops(n_params, n_tokens)
     grids, left_out = _grids(compute, n_params)
     even = np.ones(len(runs))
@@ -100,13 +109,15 @@ def fit_isoflops(
     points = pd.DataFrame(records, columns=names)
     reference = float(np.exp(np.log(points["compute_flops"]).mean()))
 
-    stems = pd.factorize(runs["stem"])[0] if "stem" in runs else np.arange(len(runs))
-    weights = stem_weights(np.asarray(stems, np.int64), n_bootstrap, seed)
+    weights = stem_weights(pd.factorize(runs["stem"])[0], n_bootstrap, seed)
     draws, unanswered = resampled(n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, weights[i], reference))
     estimate = _powers(used, log_n, log_d, loss, even, reference)
     assert estimate is not None  # noqa: S101 - every budget in use has a vertex
-    bias, unknown = _bias(runs, n_params_convention, used, n_params, n_tokens, compute)
-    doubts = [*left_out, *unknown, *_doubts(points, bias)]
+    law = fit(rows, n_params_convention=n_params_convention, n_bootstrap=2).law
+    bias = _bias(law, used, n_params, n_tokens)
+    doubts = [*left_out, *_doubts(points, bias)]
+    if len(unfit):
+        doubts.insert(0, f"{len(unfit)} rows were left out, the first because: {unfit['reason'].iloc[0]}")
     if unanswered > MAX_UNANSWERED:
         doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
     return ComputePowers(
@@ -149,14 +160,8 @@ def _powers(
     return powers_through(budgets, sizes, tokens, reference)
 
 
-def _bias(
-    runs: pd.DataFrame, convention: str, grids: list[_Grid], n_params: Array, n_tokens: Array, compute: Array
-) -> tuple[dict[str, float], list[str]]:
+def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array) -> dict[str, float]:
     """What the parabolas make of the noise-free law of the same runs, on these grids and on centred ones."""
-    try:
-        law = fit(runs.assign(n_params=n_params, n_tokens=n_tokens), n_params_convention=convention, n_bootstrap=2).law
-    except ValueError as error:
-        return {}, [f"the approach's own bias is not known, as no law could be fitted: {error}"]
     rows = np.concatenate([g.rows for g in grids])
     budgets = np.concatenate([np.full(len(g.rows), np.exp(np.log(n_params * n_tokens)[g.rows].mean())) for g in grids])
     best = {
@@ -168,7 +173,7 @@ def _bias(
     bias: dict[str, float] = {}
     for suffix, size in (("", sizes), ("_centred", sizes * shift)):
         bias |= {name + suffix: value for name, value in _replayed(law, grids, size, budgets).items()}
-    return bias, []
+    return bias
 
 
 def _first(budgets: Array, grids: list[_Grid]) -> Array:
@@ -208,8 +213,6 @@ def _doubts(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
         doubts.append(
             f"sizes off centre: the best lie {abs(off):.1f} octaves from the middle of those tested, which are too {side}"
         )
-    if not bias:
-        return doubts
     centred = max(abs(bias.get("n_params_centred", 0)), abs(bias.get("n_params_beyond_centred", 0)))
     if "n_params" not in bias:
         doubts.append(

@@ -80,6 +80,16 @@ def test_what_has_no_minimum_among_its_sizes_is_left_out() -> None:
         two(isoflops(EVEN).iloc[:7])
 
 
+def test_untuned_and_unannealed_rows_are_left_out() -> None:
+    runs = isoflops(EVEN).assign(regret=0.0, annealed=True)
+    runs.loc[3, ["loss", "regret"]] = [9.0, 0.02]
+    runs.loc[12, "loss"] = 9.0
+    runs.loc[12, "annealed"] = False
+    result = two(runs)
+    assert result.params_exponent == pytest.approx(0.5, abs=2e-3)
+    assert result.warnings[0].startswith("2 rows were left out, the first because: predicted regret 2.000% is above")
+
+
 def test_marins_parabolas_are_told_to_be_wide(public_table: Callable[[str], pd.DataFrame]) -> None:
     """Measured here: a .432 by parabolas, .368 by the law, of which .032 is the parabolas' own bias."""
     table = public_table("marin_dclm")
