@@ -79,7 +79,7 @@ def step_law() -> None:
     optima_table = pd.DataFrame(records, columns=["n_params", "n_tokens", "rate", "batch_tokens"])
     for name, cells in (("best points", best), ("fitted optima", optima_table)):
         for of in ("rate", "batch"):
-            law = fit_step_law(cells, of=of)  # type: ignore[arg-type]
+            law = fit_step_law(cells, of=of)
             told = "; ".join(f"{key} {ends(row)}" for key, row in law.intervals().iterrows())
             print(f"step law, {name}, {of}: {told}; scatter {law.scatter:.2f} octaves")
 
