@@ -16,7 +16,7 @@ from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import SearchBox, fit_response
 from scaling.batch import PRIOR as BATCH_WITH_TOKENS
 from scaling.horizon import PRIOR as RATE_WITH_TOKENS
-from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Ordinal, Simplex, Space
+from search_spaces import Choice, Config, Distribution, Fixed, Integer, Ordinal, Simplex, Space, is_log
 
 N_PARAMS, N_TOKENS = "n_params", "n_tokens"
 RATE, BATCH = "learning_rate", "batch_tokens"
@@ -161,10 +161,6 @@ def _scale(row: dict[str, Any]) -> dict[str, float]:
     return {name: float(row[name]) for name in (N_PARAMS, N_TOKENS)}
 
 
-def _is_log(distribution: Distribution) -> bool:
-    return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
-
-
 def _octaves(distribution: Distribution) -> float:
     """Octaves in a unit of the box, the mean of those between an ordinal's ranks; 0 where they don't rise like that."""
     if isinstance(distribution, Ordinal):
@@ -172,13 +168,13 @@ def _octaves(distribution: Distribution) -> float:
         if isinstance(first, str) or isinstance(last, str) or not 0 < first < last:
             return 0.0
         return math.log2(last / first) / (len(distribution.values) - 1)
-    return float(_is_log(distribution))
+    return float(is_log(distribution))
 
 
 def _place(distribution: Distribution, value: Any) -> float:
     if isinstance(distribution, Ordinal):
         return float(distribution.values.index(value))
-    return float(np.log2(value)) if _is_log(distribution) else float(value)
+    return float(np.log2(value)) if is_log(distribution) else float(value)
 
 
 def _value(distribution: Distribution, place: Any) -> Any:
@@ -186,7 +182,7 @@ def _value(distribution: Distribution, place: Any) -> Any:
         return place
     if isinstance(distribution, Ordinal):
         return distribution.values[min(max(round(place), 0), len(distribution.values) - 1)]
-    value = 2.0**place if _is_log(distribution) else place
+    value = 2.0**place if is_log(distribution) else place
     if isinstance(distribution, Integer):
         value = round(value)
     low, high = distribution.decode([0.0]), distribution.decode([1.0])
