@@ -12,7 +12,7 @@ Measured on their curves (25M, 100M, 400M parameters; fitted to cosine and const
 there; six other schedules, up to three times as long, held out): mean relative error .14, .17, .21 %, R² .9974, .9969, .9966,
 worst .6, .8, .8 % in the mean over schedules; their own numbers, on the same rows, .12, .16, .18 %, .9982, .9975, .9970 and
 .8, 1.0, 1.4 %.
-On the fitted curves our error is half theirs and less, so C, beta and gamma are not what three schedules tell.
+On the fitted curves our error is about half theirs or less, so C, beta and gamma are not what three schedules tell.
 """
 
 from __future__ import annotations
