@@ -3,10 +3,10 @@
     L(t) = L0 + A·(S1(t) + S_W)^−alpha − LD(t),      LD(t) = B·Σ_k (eta_{k−1} − eta_k)·G(eta_k^−gamma · S_k(t))
     S1(t) = Σ_{τ ≤ t} eta_τ,   S_k(t) = Σ_{k ≤ τ ≤ t} eta_τ,   G(x) = 1 − (1 + C·x)^−beta,   S_W the warmup's own sum
 
-(Luo et al. 2503.12811, sec. 3.) The first terms are what a constant rate gives, LD is what its decay gains: fitted to a few
+(Luo et al. 2503.12811.) The first terms are what a constant rate gives, LD is what its decay gains: fitted to a few
 schedules it predicts others. It says nothing of other sizes, batches or peak rates than those of its curves. The warmup counts
-as a rise, a drop below 0, which adds little but a constant near B·peak: with it the authors' published numbers give the errors
-that they publish.
+as a rise, a drop below 0, which adds little but a constant near B·peak: with it the authors' published numbers give nearly the
+errors that they publish.
 
 Measured on their curves (25M, 100M, 400M parameters; fitted to cosine and constant of 24,000 steps and a two-stage schedule, as
 there; six other schedules, up to three times as long, held out): mean relative error .14, .17, .21 %, R² .9974, .9969, .9966,
@@ -69,7 +69,7 @@ class ScheduleLaw(Result):
     """
 
     formula: ClassVar[str] = "L0 + A·(S1 + S_W)^−alpha − B·Σ_k (eta_{k−1} − eta_k)·(1 − (1 + C·eta_k^−gamma·S_k)^−beta)"
-    source: ClassVar[str] = "Luo et al. 2503.12811, sec. 3"
+    source: ClassVar[str] = "Luo et al. 2503.12811"
 
     L0: float
     A: float

@@ -5,7 +5,7 @@ the estimate, each fit starting from its neighbour, by fits with one more observ
 minimises Q + h(g) minimises Q at its own value of g, so every fit is an exact point of the profile, if a little off v.
 
 The interval holds the v with  2·(Q(v) − Q(best)) ≤ scale · t²,  t Student's quantile for runs less parameters (Bates and Watts,
-Nonlinear Regression Analysis, 1988, sec. 6.1, where the scale is the variance of the residuals). Huber's objective is no
+Nonlinear Regression Analysis, 1988, ch. 6, where the scale is the variance of the residuals). Huber's objective is no
 likelihood, and its ratio is distributed as a multiple of chi-squared that isn't known beforehand (Heritier and Ronchetti,
 JASA 89 (1994) 897); rows of one run hang together besides. So the scale is found by resampling runs: under the weights of each
 draw, 2·(Q*(best) − Q*(refit)) is on average the scale times the number of parameters. In few runs it is less, as a fit's residuals

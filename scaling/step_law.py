@@ -1,4 +1,4 @@
-"""The best rate and the best batch as powers of parameters and tokens at once (Step Law, 2503.04715, sec. 1).
+"""The best rate and the best batch as powers of parameters and tokens at once (Step Law, 2503.04715, abstract).
 
     eta = c · N^a · D^b   (c 1.79, a −.713, b .307 there),      B = d · N^f · D^e  tokens   (d .58, e .571, f none there)
 

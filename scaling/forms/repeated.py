@@ -33,7 +33,7 @@ class RepeatedData(Form):
 
     name = "repeated"
     formula = "E + A/N'^alpha + B/D'^beta, D' = U·(1 + rd_star·(1 − exp(−(D/U − 1)/rd_star))), N' likewise"
-    source = "Muennighoff et al. 2305.16264, sec. 3.1 and app. A (R*_D, R*_N there)"
+    source = "Muennighoff et al. 2305.16264, sec. 3 and app. A (R*_D, R*_N there)"
     columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens", "unique_tokens")
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
         "E": _POSITIVE,
