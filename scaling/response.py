@@ -21,6 +21,7 @@ from scaling.presentation import Result, lines
 from scaling.process import Observations, Process
 from scaling.search_box import Point, SearchBox
 from scaling.table import losses, require_columns
+from scaling.threads import single_threaded
 
 NEAR = 0.01
 """Nothing is tried that the surface itself takes to be this much worse (of log loss) than its minimum.
@@ -100,6 +101,7 @@ class ResponseSurface(Result):
         moved = self.process.shape.drift[: len(widths)] * widths[:, None]
         return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.scales))
 
+    @single_threaded
     def predict(self, points: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Mean and standard deviation, [n] each, of log loss above the best run told at the same scale, without noise.
 
@@ -115,6 +117,7 @@ class ResponseSurface(Result):
         s = self.box.octaves(points)
         return self.process.predict(self.box.encode(points), s - self.centre, self._cells_of(s))
 
+    @single_threaded
     def optimum(self, scale: Mapping[str, float] | None = None, *, level: float = 0.9) -> ResponseOptimum:
         """The best point at a scale, told or not, with an interval over the surface's own uncertainty.
 
@@ -148,6 +151,7 @@ class ResponseSurface(Result):
             n_here=self.n_finite[cell] if cell >= 0 else 0,
         )
 
+    @single_threaded
     def suggest(
         self,
         scale: Mapping[str, float] | None = None,
@@ -266,6 +270,7 @@ class ResponseSurface(Result):
         return lines(told | {"noise": f"{self.noise:.2%} of the loss", "runs": runs})
 
 
+@single_threaded
 def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     """Fit the surface to the runs of all scales; none at all is allowed, and gives what is assumed beforehand.
 
