@@ -22,6 +22,13 @@ GRID = np.geomspace(0.05, 2.0, 24)
 SHAPE_BOUNDS = (0.2, 5.0)
 """Of the joint form's g: towards 0 its loss is the larger of two terms, and g can't be told from the data."""
 _POSITIVE = (1e-300, 1e300)
+_NUMBERS = {
+    "E": _POSITIVE,
+    "A": _POSITIVE,
+    "B": _POSITIVE,
+    "alpha": EXPONENT_BOUNDS,
+    "beta": EXPONENT_BOUNDS,
+}
 
 
 class Chinchilla(Form):
@@ -30,13 +37,7 @@ class Chinchilla(Form):
     name = "chinchilla"
     formula = "E + A/N^alpha + B/D^beta"
     source = "Hoffmann et al. 2203.15556, sec. 3.3 and app. D.3"
-    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "E": _POSITIVE,
-        "A": _POSITIVE,
-        "B": _POSITIVE,
-        "alpha": EXPONENT_BOUNDS,
-        "beta": EXPONENT_BOUNDS,
-    }
+    parameters = _NUMBERS
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
         """Expected loss, nats per token."""
@@ -59,10 +60,7 @@ class TiedChinchilla(Form):
     formula = "E + A/N^alpha + B/D^alpha"
     source = "Hoffmann et al. 2203.15556, sec. 3.3, with alpha = beta"
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "E": _POSITIVE,
-        "A": _POSITIVE,
-        "B": _POSITIVE,
-        "alpha": EXPONENT_BOUNDS,
+        name: bounds for name, bounds in _NUMBERS.items() if name != "beta"
     }
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
@@ -88,14 +86,7 @@ class Joint(Form):
     name = "joint"
     formula = "E + (A^(1/g)·N^(−alpha/g) + B^(1/g)·D^(−beta/g))^g"
     source = "Kaplan et al. 2001.08361, eq. 1.5, with E and a free exponent of tokens"
-    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "E": _POSITIVE,
-        "A": _POSITIVE,
-        "B": _POSITIVE,
-        "alpha": EXPONENT_BOUNDS,
-        "beta": EXPONENT_BOUNDS,
-        "g": SHAPE_BOUNDS,
-    }
+    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {**_NUMBERS, "g": SHAPE_BOUNDS}
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
         """Expected loss, nats per token."""
@@ -121,10 +112,7 @@ class Kaplan(Form):
     formula = "((N_c/N)^(alpha/beta) + D_c/D)^beta, A = N_c^alpha, B = D_c^beta"
     source = "Kaplan et al. 2001.08361, eq. 1.5 (alpha_N, alpha_D there)"
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "A": _POSITIVE,
-        "B": _POSITIVE,
-        "alpha": EXPONENT_BOUNDS,
-        "beta": EXPONENT_BOUNDS,
+        name: bounds for name, bounds in _NUMBERS.items() if name != "E"
     }
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
