@@ -1,6 +1,9 @@
 """Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
+    decide(fit, Budget.of_dollars(…))              size and tokens for a budget, or the least for a loss -> Decision
+    next_runs(fit, n_params, n_tokens, …)          what to train next for a surer forecast       -> NextRuns
+    simulate(design, law, …)                       what a ladder's forecasts would be worth      -> Simulation
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -16,7 +19,10 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
 
+from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.batch import BatchLaw, fit_batch_law
+from scaling.decision import Decision
+from scaling.decisions import decide
 from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
@@ -25,6 +31,8 @@ from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.importance import Importance, hyperparameter_importance
 from scaling.law import Allocation, Law, compute_flops
 from scaling.leaders import Leaders, compare_leaders
+from scaling.memory import MemoryLimit
+from scaling.next_run import NextRuns, candidate_runs, next_runs
 from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
 from scaling.pareto import pareto_front, plot_pareto
@@ -36,9 +44,13 @@ from scaling.transfer import Transfer, fit_transfer
 from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
+    "ACCELERATORS",
+    "Accelerator",
     "Allocation",
     "BatchLaw",
+    "Budget",
     "Chinchilla",
+    "Decision",
     "Forecast",
     "Form",
     "HorizonLaw",
@@ -47,6 +59,8 @@ __all__ = [
     "Kaplan",
     "Law",
     "Leaders",
+    "MemoryLimit",
+    "NextRuns",
     "Optimum",
     "RegretSurface",
     "ResponseOptimum",
@@ -58,8 +72,11 @@ __all__ = [
     "TiedChinchilla",
     "Transfer",
     "Verdict",
+    "accelerator",
+    "candidate_runs",
     "compare_leaders",
     "compute_flops",
+    "decide",
     "fit",
     "fit_batch_law",
     "fit_horizon_law",
@@ -69,6 +86,7 @@ __all__ = [
     "fit_transfer",
     "fit_verdict",
     "hyperparameter_importance",
+    "next_runs",
     "pareto_front",
     "plot_pareto",
     "seed_noise",

@@ -1,0 +1,308 @@
+"""The next runs of a ladder: those that make the forecast of one target most certain for what they cost.
+
+The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = JᵀJ/sigma² + P, J the Jacobian of
+the log losses of the runs made, sigma their residual and P the prior's precision. A run whose log loss has the gradient j and
+the noise variance v takes (gᵀSj)² / (v + jᵀSj) off the variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj)
+(Chaloner and Verdinelli 1995, sec. 2, with Sherman and Morrison's update). Neither needs the run's loss, so a batch is
+chosen run by run before any of it is made; after it, fit again and ask again.
+
+v = sigma² + (1 %·h)², h decades of compute above the largest run made: a form is trusted less the further it is stretched.
+Of the criteria compared on public pools (tests/benchmarks/next_run.py, RESULTS.md) the largest drop in variance among the
+runs that can still be paid for did best; the drop per FLOP buys too many tiny runs.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.ensemble import PRIOR, Ensemble
+from scaling.forecast import RATIO_MARGIN, Forecast, _reasons, interval_factor, log_scale
+from scaling.forms.form import Array
+from scaling.forms.powers import Joint, JointPowers
+from scaling.law import compute_flops
+from scaling.presentation import Result, lines
+from scaling.result import ScalingFit
+from scaling.table import numbers, require_columns
+
+MISFIT_PER_DECADE = 0.01
+"""Standard deviation of a log loss for each decade above the largest run, as the form is not the truth (18 public ladders)."""
+LEAST_NOISE = 5e-4
+"""Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
+Criterion = Literal["variance", "variance per FLOP"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NextRuns(Result):
+    """Runs to make next, in the order in which they were chosen.
+
+    Attributes:
+        runs: the candidates' rows, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
+            parameters' variance at the target) and `width` (expected full width of the interval over the forecast).
+        now: the forecast of the target as the fit stands.
+        stopped: why no further run was chosen.
+        reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
+    """
+
+    runs: pd.DataFrame = field(repr=False)
+    now: Forecast
+    stopped: str
+    reasons: tuple[str, ...]
+
+    @property
+    def cost_flops(self) -> float:
+        """What the runs cost together."""
+        return float(self.runs["cost_flops"].sum())
+
+    @property
+    def width_now(self) -> float:
+        """Full width of the interval over the forecast, before them."""
+        return (self.now.high - self.now.low) / self.now.loss
+
+    @property
+    def width_then(self) -> float:
+        """The same, as expected after them."""
+        return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
+
+    def __str__(self) -> str:
+        """The target, the runs, and what they do to its interval."""
+        target = f"{self.now.n_params:.4g} parameters, {self.now.n_tokens:.4g} tokens"
+        formats = {"variance_left": "{:.1%}", "width": "{:.2%}"}
+        shown = self.runs.apply(lambda column: column.map(formats.get(str(column.name), "{:.4g}").format))
+        about = lines(
+            {
+                "target": f"{target}: {self.now.loss:.4f} nats per token",
+                "interval": f"{self.now.level:.0%}, full width {self.width_now:.2%} of the loss now, "
+                f"{self.width_then:.2%} expected after {len(self.runs)} more runs of {self.cost_flops:.3g} FLOPs",
+                "stopped": self.stopped,
+                "then": "supported" if not self.reasons else "still unsupported: " + "; ".join(self.reasons),
+            }
+        )
+        return f"{about}\n{shown.to_string(index=False)}" if len(shown) else about
+
+
+def next_runs(
+    fit: ScalingFit,
+    n_params: float,
+    n_tokens: float,
+    *,
+    affordable_flops: float,
+    candidates: pd.DataFrame | None = None,
+    n_runs: int = 4,
+    width: float | None = None,
+    level: float = 0.9,
+) -> NextRuns:
+    """Choose the runs that shrink the variance of one forecast most.
+
+    Args:
+        fit: of the runs made so far.
+        n_params, n_tokens: the target.
+        affordable_flops: what the runs may cost together.
+        candidates: one row per run that could be made: `n_params`, `n_tokens`, and `cost_flops` if it is not 6·N·D; each is
+            made at most once. By default `candidate_runs`.
+        n_runs: at most so many.
+        width: stop as soon as the expected full width of the interval over the forecast is no more than this, and the
+            forecast would be within what was tested.
+        level: of that interval.
+
+    Raises:
+        ValueError: an argument breaks its rule.
+        ScalingError: the fit is of a law that depends on more than N and D.
+    """
+    if not (math.isfinite(affordable_flops) and affordable_flops > 0):
+        raise ValueError(f"affordable_flops must be finite and above 0, got {affordable_flops!r}")
+    if n_runs < 1:
+        raise ValueError(f"n_runs must be at least 1, got {n_runs}")
+    if width is not None and not width > 0:
+        raise ValueError(f"width must be above 0, got {width!r}")
+    now = fit.forecast(n_params, n_tokens, level)
+    if candidates is None:
+        candidates = candidate_runs(fit, n_params, n_tokens, affordable_flops=affordable_flops)
+    require_columns(candidates, ("n_params", "n_tokens"))
+    size, tokens = numbers(candidates, "n_params"), numbers(candidates, "n_tokens")
+    cost = numbers(candidates, "cost_flops") if "cost_flops" in candidates else compute_flops(size, tokens)
+
+    ensemble = fit.ensemble
+    design = Design.of(ensemble, fit.rows, n_params, n_tokens)
+    before, chosen, records = design.variance, [], []
+    stopped = f"{n_runs} runs were asked for"
+    reasons, reached = now.reasons, 2 * math.sinh(interval_factor(level) * now.log_scale)
+    picks = design.greedy(size, tokens, cost, affordable_flops)
+    while len(chosen) < n_runs:
+        if width is not None and reached <= width and not reasons:
+            stopped = f"the interval is at most {width:.2%} wide and within what was tested"
+            break
+        if (pick := next(picks, None)) is None:
+            stopped = "no candidate is left that can be paid for"
+            break
+        index, after = pick
+        chosen.append(index)
+        then = _with_runs(fit, size[chosen], tokens[chosen])
+        share = after.variance / before
+        scale = float(log_scale(_Later.of(ensemble, share, then.compute_range), n_params, n_tokens))
+        reached = 2 * math.sinh(interval_factor(level) * scale)
+        reasons = _reasons(then, n_params, n_tokens)
+        records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
+    runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
+    extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
+    return NextRuns(runs=pd.concat([runs, extra], axis=1), now=now, stopped=stopped, reasons=reasons)
+
+
+def candidate_runs(
+    fit: ScalingFit, n_params: float, n_tokens: float, *, affordable_flops: float, per_decade: int = 6
+) -> pd.DataFrame:
+    """Runs that could be made: sizes from the smallest fitted to the target's, each with the ratios of the fit and the target.
+
+    Args:
+        fit: of the runs made so far; D/N is taken within its range and up to twice beyond it.
+        n_params, n_tokens: the target, above which no candidate lies, in N or in compute.
+        affordable_flops: most that one run may cost.
+        per_decade: sizes in each decade; of ratios, D/N, half as many.
+
+    Returns:
+        Columns n_params, n_tokens, cost_flops.
+    """
+    low, high = fit.tokens_per_param_range
+    sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
+    ratios = _spaced(low / RATIO_MARGIN, high * RATIO_MARGIN, per_decade / 2)
+    size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, np.append(ratios, n_tokens / n_params), indexing="ij"))
+    cost = compute_flops(size, size * ratio)
+    fits = cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))
+    return pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "cost_flops": cost})[fits].reset_index(drop=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Design:
+    """What is known of the base fit's parameters, linearised, and how far that tells the target.
+
+    Attributes:
+        law: the base fit at the runs made, for its gradients elsewhere.
+        theta: its estimate, [P].
+        covariance: of theta, [P, P].
+        target: gradients of the log loss at the targets, [T, P].
+        noise: standard deviation of a log loss.
+        most_flops: compute of the largest run made.
+    """
+
+    law: JointPowers
+    theta: Array
+    covariance: Array
+    target: Array
+    noise: float
+    most_flops: float
+
+    @classmethod
+    def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
+        """From the forecast's fits, the rows (n_params, n_tokens, loss) that they are of, and one or several targets."""
+        law = JointPowers.at(
+            rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
+        )
+        theta = _theta(ensemble, law)
+        noise = max(ensemble.residual, LEAST_NOISE)
+        jacobian = law.linearise(theta[None])[1][0]
+        prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0.0 for name in Joint.parameters])
+        return cls(
+            law=law,
+            theta=theta,
+            covariance=np.linalg.inv(jacobian.T @ jacobian / noise**2 + prior),
+            target=_gradient(law, theta, n_params, n_tokens),
+            noise=noise,
+            most_flops=ensemble.compute_range[1],
+        )
+
+    @property
+    def variance(self) -> float:
+        """Of the log loss at the target, from the parameters alone; the mean over several targets."""
+        return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
+
+    def noise_variance(self, compute: ArrayLike) -> Array:
+        """Of the log loss of a run of this compute, FLOPs."""
+        beyond = np.maximum(np.log10(np.asarray(compute, np.float64) / self.most_flops), 0)
+        return np.asarray(self.noise**2 + (MISFIT_PER_DECADE * beyond) ** 2)
+
+    def gains(self, gradient: Array, noise_variance: Array) -> Array:
+        """What each run, [K, P] and [K], takes off the variance at the target, [K]."""
+        known = gradient @ self.covariance
+        total = noise_variance + np.einsum("ki,ki->k", known, gradient)
+        return np.asarray((((self.target @ known.T) ** 2).mean(axis=0)) / total)
+
+    def with_run(self, gradient: Array, noise_variance: float) -> "Design":
+        """What will be known once a run, [P], is made."""
+        known = self.covariance @ gradient
+        covariance = self.covariance - np.outer(known, known) / (noise_variance + gradient @ known)
+        return replace(self, covariance=(covariance + covariance.T) / 2)
+
+    def greedy(
+        self,
+        n_params: Array,
+        n_tokens: Array,
+        cost: Array,
+        affordable: float,
+        criterion: Criterion = "variance",
+    ) -> Iterator[tuple[int, "Design"]]:
+        """Runs of K, [K] each, one by one while one can be paid for: its index, and what will be known with it."""
+        gradient = _gradient(self.law, self.theta, n_params, n_tokens)
+        noise_variance = self.noise_variance(compute_flops(n_params, n_tokens))
+        design, left, open_ = self, affordable, np.ones(len(cost), dtype=bool)
+        while (payable := open_ & (cost <= left * (1 + 1e-12))).any():
+            gains = design.gains(gradient, noise_variance) / (cost if criterion == "variance per FLOP" else 1.0)
+            best = int(np.argmax(np.where(payable, gains, -np.inf)))
+            design = design.with_run(gradient[best], float(noise_variance[best]))
+            left, open_[best] = left - cost[best], False
+            yield best, design
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Later(Ensemble):
+    """The fits as they will be: both their spreads are taken to shrink as the linearised standard deviation does."""
+
+    share: float
+
+    @classmethod
+    def of(cls, now: Ensemble, share: float, compute_range: tuple[float, float]) -> "_Later":
+        return cls(**(vars(now) | {"share": share, "compute_range": compute_range}))
+
+    def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        return super().form_spread(n_params, n_tokens) * math.sqrt(self.share)
+
+    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)
+
+
+def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
+    """The base fit's numbers in the coordinates of the form at the rows."""
+    E, A, B, alpha, beta, g = next(iter(ensemble.variants.values())).parameters.values()
+    log_n, log_d = law.terms.centre
+    return np.array(
+        [math.log(E), math.log(A) - alpha * log_n, math.log(B) - beta * log_d, *map(math.log, (alpha, beta, g))]
+    )
+
+
+def _gradient(law: JointPowers, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+    """Of the log loss in theta at other (N, D), [K, P]."""
+    x, y = (
+        np.atleast_1d(np.log(np.asarray(values, np.float64)) - centre)
+        for values, centre in zip((n_params, n_tokens), law.terms.centre, strict=True)
+    )
+    elsewhere = replace(law, terms=replace(law.terms, x=x, y=y))
+    return np.asarray(elsewhere.linearise(theta[None])[1][0])
+
+
+def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:
+    """The fit as far as its support goes, with further runs: their losses are not known, and not looked at."""
+    from scaling.fitting import _doubts_about_rows
+
+    stems = [f"next {i}" for i in range(len(n_params))]
+    added = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "stem": stems})
+    rows = pd.concat([fit.rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
+    # Whether the fit itself will be doubtful is only known once it is made.
+    return replace(fit, rows=rows, warnings=tuple(_doubts_about_rows(rows)))
+
+
+def _spaced(low: float, high: float, per_decade: float) -> Array:
+    steps = max(round(math.log10(high / low) * per_decade), 1)
+    return np.geomspace(low, high, steps + 1)
