@@ -40,6 +40,7 @@ from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
+from scaling.simulation import Simulation, isoflop_design, ladder_design, simulate
 from scaling.transfer import Transfer, fit_transfer
 from scaling.verdict import Verdict, fit_verdict
 
@@ -69,6 +70,7 @@ __all__ = [
     "ScalingFit",
     "SearchBox",
     "SeedNoise",
+    "Simulation",
     "TiedChinchilla",
     "Transfer",
     "Verdict",
@@ -86,8 +88,11 @@ __all__ = [
     "fit_transfer",
     "fit_verdict",
     "hyperparameter_importance",
+    "isoflop_design",
+    "ladder_design",
     "next_runs",
     "pareto_front",
     "plot_pareto",
     "seed_noise",
+    "simulate",
 ]
