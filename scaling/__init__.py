@@ -1,9 +1,10 @@
 """Scaling laws: fit the loss of small runs, forecast a large one, and find how the best learning rate moves with size.
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
-    decide(fit, Budget.of_dollars(…))              size and tokens for a budget, or the least for a loss -> Decision
-    next_runs(fit, n_params, n_tokens, …)          what to train next for a surer forecast       -> NextRuns
-    simulate(design, law, …)                       what a ladder's forecasts would be worth      -> Simulation
+    backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
+    decide(fit, Budget.of_dollars(…))        the size and tokens for what can be spent     -> Decision
+    next_runs(fit, n_params, n_tokens, …)    what to train next for a surer forecast       -> NextRuns
+    simulate(ladder_design(…), law, …)       what a ladder's forecasts would be worth      -> Simulation
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
@@ -20,6 +21,7 @@ Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per 
 """
 
 from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
+from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
 from scaling.decision import Decision
 from scaling.decisions import decide
@@ -48,6 +50,7 @@ __all__ = [
     "ACCELERATORS",
     "Accelerator",
     "Allocation",
+    "Backtest",
     "BatchLaw",
     "Budget",
     "Chinchilla",
@@ -75,6 +78,7 @@ __all__ = [
     "Transfer",
     "Verdict",
     "accelerator",
+    "backtest",
     "candidate_runs",
     "compare_leaders",
     "compute_flops",

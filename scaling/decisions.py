@@ -86,11 +86,13 @@ def decide(
     asked = math.nan if budget is None else budget.compute_flops
     if budget is None:
         budget = Budget(compute_flops=_least(spending, values, float(loss or 0)))
+    fit = law if isinstance(law, ScalingFit) else None
     answer = _answers(spending, values, np.array([budget.compute_flops])).iloc[0]
     if not math.isfinite(answer["loss"]):
         raise ScalingError(
             f"serving {served_tokens:.4g} tokens alone costs more than {budget.compute_flops:.4g} FLOPs at every size"
         )
+    forecasts = {*point.form.columns} == {"n_params", "n_tokens"}
     return Decision(
         law=point,
         n_params=answer["n_params"],
@@ -103,10 +105,10 @@ def decide(
         config=None if chosen is None else chosen[float(answer["n_params"])],
         near=_near(spending, values, answer, budget.compute_flops, tolerance),
         tolerance=tolerance,
-        intervals=_intervals(law, spending, asked, loss, answer, level) if isinstance(law, ScalingFit) else None,
-        size_by_fit=_size_by_fit(law, spending, budget.compute_flops) if _has_forecast(law) else None,
+        intervals=_intervals(fit, spending, asked, loss, answer, level) if fit else None,
+        size_by_fit=_size_by_fit(fit, spending, budget.compute_flops) if fit and forecasts else None,
         level=level,
-        forecast=law.forecast(answer["n_params"], answer["n_tokens"], level) if _has_forecast(law) else None,
+        forecast=fit.forecast(answer["n_params"], answer["n_tokens"], level) if fit and forecasts else None,
         limits=_limits(spending, answer, memory),
         assumptions=_assumptions(law, spending, budget, memory),
     )
@@ -225,10 +227,6 @@ def _intervals(
     # Ends are draws themselves: between two infinite ones there is nothing to interpolate.
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0, method="nearest")
     return pd.DataFrame({"estimate": answer.to_numpy(), "low": low, "high": high}, index=[*QUANTITIES])
-
-
-def _has_forecast(law: Law | ScalingFit) -> bool:
-    return isinstance(law, ScalingFit) and {*law.law.form.columns} == {"n_params", "n_tokens"}
 
 
 def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Series:

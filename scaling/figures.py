@@ -1,4 +1,4 @@
-"""Figures, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
+"""Figures of optima and their laws, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
 Every table has a column `series` that says what a row is, so that it can be drawn with other means as well.
 """
@@ -10,14 +10,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from scaling.forecast import Forecast, interval_factor, log_scale
-
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from scaling.batch import BatchLaw
     from scaling.horizon import HorizonLaw
-    from scaling.result import ScalingFit
     from scaling.transfer import Transfer
     from scaling.verdict import Verdict
 
@@ -25,82 +22,6 @@ LOSS = "loss (nats per token)"
 COMPUTE = "training compute 6·N·D (FLOPs)"
 COLOURS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#d8c219")
 BAND = "rgba(42, 120, 142, 0.2)"
-
-
-def fit_data(fit: "ScalingFit") -> pd.DataFrame:
-    """One row per fitted run: n_params, n_tokens, compute_flops, loss, predicted, residual (% of the prediction)."""
-    table = fit.residuals()
-    table["residual"] = 100 * np.expm1(table["log_residual"])
-    return table[["n_params", "n_tokens", "compute_flops", "loss", "predicted", "residual"]].assign(series="run")
-
-
-def draw_fit(data: pd.DataFrame) -> "go.Figure":
-    """Actual against predicted loss, and the residuals against compute, coloured by log10 N."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(cols=2, subplot_titles=("actual against predicted", "residuals"))
-    marker = {
-        "color": np.log10(data["n_params"]),
-        "colorscale": "Viridis",
-        "colorbar": {"title": "log10 N"},
-        "size": 6,
-    }
-    hover = [f"N {n:.3g}, D {d:.3g}" for n, d in zip(data["n_params"], data["n_tokens"], strict=True)]
-    common = {"mode": "markers", "marker": marker, "text": hover, "showlegend": False}
-    figure.add_trace(go.Scatter(x=data["predicted"], y=data["loss"], **common), row=1, col=1)
-    ends = [data[["loss", "predicted"]].min().min(), data[["loss", "predicted"]].max().max()]
-    diagonal = {"mode": "lines", "line": {"color": "grey", "dash": "dot"}, "showlegend": False, "hoverinfo": "skip"}
-    figure.add_trace(go.Scatter(x=ends, y=ends, **diagonal), row=1, col=1)
-    figure.add_trace(go.Scatter(x=data["compute_flops"], y=data["residual"], **common), row=1, col=2)
-    figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=1, col=2)
-    figure.update_xaxes(title="predicted " + LOSS, row=1, col=1)
-    figure.update_yaxes(title="actual " + LOSS, row=1, col=1)
-    figure.update_xaxes(title=COMPUTE, type="log", exponentformat="power", row=1, col=2)
-    figure.update_yaxes(title="residual (% of the prediction)", row=1, col=2)
-    return figure
-
-
-def frontier_data(fit: "ScalingFit", target: Forecast | None = None, level: float = 0.9) -> pd.DataFrame:
-    """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs.
-
-    The frontier's sizes are the law's, its losses the forecasts there.
-    """
-    runs = fit.residuals()[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run")
-    low, high = fit.compute_range
-    frontier = fit.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
-    at = frontier["n_params"], frontier["n_tokens"]
-    loss, reach = np.exp(fit.ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(fit.ensemble, *at))
-    frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
-    parts = [runs, frontier]
-    if target is not None:
-        columns = ("compute_flops", "n_params", "n_tokens", "loss", "low", "high")
-        parts.append(pd.DataFrame([{column: getattr(target, column) for column in columns} | {"series": "forecast"}]))
-    return pd.concat(parts, ignore_index=True)
-
-
-def draw_frontier(data: pd.DataFrame) -> "go.Figure":
-    """Loss against compute: runs, the best loss of each budget with its interval, the forecast."""
-    import plotly.graph_objects as go
-
-    runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "forecast"))
-    figure = go.Figure()
-    _add_band(figure, frontier["compute_flops"], frontier["low"], frontier["high"])
-    figure.add_scatter(
-        x=frontier["compute_flops"], y=frontier["loss"], mode="lines", name="best N and D", line={"color": COLOURS[2]}
-    )
-    figure.add_scatter(
-        x=runs["compute_flops"], y=runs["loss"], mode="markers", name="runs", marker={"color": "grey", "size": 5}
-    )
-    if len(target):
-        bars = {"array": target["high"] - target["loss"], "arrayminus": target["loss"] - target["low"]}
-        star = {"symbol": "star", "size": 12, "color": COLOURS[0]}
-        figure.add_scatter(
-            x=target["compute_flops"], y=target["loss"], error_y=bars, mode="markers", name="forecast", marker=star
-        )
-    figure.update_xaxes(title=COMPUTE, type="log", exponentformat="power")
-    figure.update_yaxes(title=LOSS, type="log")
-    return figure
 
 
 def transfer_data(transfer: "Transfer") -> pd.DataFrame:
@@ -232,7 +153,7 @@ def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
 
     law = data[data["series"] == "law"]
     figure = go.Figure()
-    _add_band(figure, law["n_tokens"], law["low"], law["high"])
+    add_band(figure, law["n_tokens"], law["low"], law["high"])
     figure.add_scatter(x=law["n_tokens"], y=law[name], mode="lines", name="law", line={"color": COLOURS[2]})
     for i, (group, part) in enumerate(data[data["series"] == "optimum"].groupby("group")):
         bars = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
@@ -245,7 +166,8 @@ def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
     return figure
 
 
-def _add_band(figure: "go.Figure", x: "pd.Series[float]", low: "pd.Series[float]", high: "pd.Series[float]") -> None:
+def add_band(figure: "go.Figure", x: "pd.Series[float]", low: "pd.Series[float]", high: "pd.Series[float]") -> None:
+    """Shade what lies between two lines."""
     figure.add_scatter(
         x=pd.concat([x, x[::-1]]),
         y=pd.concat([high, low[::-1]]),

@@ -110,7 +110,7 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
         level=level,
         log_scale=scale,
         extrapolation=float(compute_flops(n_params, n_tokens)) / fit.compute_range[1],
-        reasons=_reasons(fit, n_params, n_tokens),
+        reasons=reasons_against(fit, n_params, n_tokens),
     )
 
 
@@ -141,7 +141,8 @@ def interval_factor(level: float) -> float:
     return float(1.93 * stdtrit(8, (1 + level) / 2) / stdtrit(8, 0.95))
 
 
-def _reasons(fit: "ScalingFit", n_params: float, n_tokens: float) -> tuple[str, ...]:
+def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tuple[str, ...]:
+    """Why a forecast at (N, D) is outside the declared support, what the method was tested on; empty inside."""
     reasons = list(fit.warnings)
     low, high = fit.compute_range
     flops = float(compute_flops(n_params, n_tokens))

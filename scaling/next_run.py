@@ -1,39 +1,25 @@
 """The next runs of a ladder: those that make the forecast of one target most certain for what they cost.
 
-The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = JᵀJ/sigma² + P, J the Jacobian of
-the log losses of the runs made, sigma their residual and P the prior's precision. A run whose log loss has the gradient j and
-the noise variance v takes (gᵀSj)² / (v + jᵀSj) off the variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj)
-(Chaloner and Verdinelli 1995, sec. 2, with Sherman and Morrison's update). Neither needs the run's loss, so a batch is
-chosen run by run before any of it is made; after it, fit again and ask again.
-
-v = sigma² + (1 %·h)², h decades of compute above the largest run made: a form is trusted less the further it is stretched.
-Of the criteria compared on public pools (tests/benchmarks/next_run.py, RESULTS.md) the largest drop in variance among the
-runs that can still be paid for did best; the drop per FLOP buys too many tiny runs.
+Chosen one by one by the variance that they take off the linearised forecast (`scaling.design`) among those that can still be
+paid for. That needs no losses, so a batch is chosen before any of it is made; after it, fit again and ask again. Of the
+criteria compared on public pools (tests/benchmarks/next_run.py, RESULTS.md) this did best.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from scaling.ensemble import PRIOR, Ensemble
-from scaling.forecast import RATIO_MARGIN, Forecast, _reasons, interval_factor, log_scale
+from scaling.design import Design
+from scaling.ensemble import Ensemble
+from scaling.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
 from scaling.forms.form import Array
-from scaling.forms.powers import Joint, JointPowers
 from scaling.law import compute_flops
 from scaling.presentation import Result, lines
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
-
-MISFIT_PER_DECADE = 0.01
-"""Standard deviation of a log loss for each decade above the largest run, as the form is not the truth (18 public ladders)."""
-LEAST_NOISE = 5e-4
-"""Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
-Criterion = Literal["variance", "variance per FLOP"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +114,9 @@ def next_runs(
 
     ensemble = fit.ensemble
     design = Design.of(ensemble, fit.rows, n_params, n_tokens)
-    before, chosen, records = design.variance, [], []
+    before = design.variance
+    chosen: list[int] = []
+    records: list[dict[str, float]] = []
     stopped = f"{n_runs} runs were asked for"
     reasons, reached = now.reasons, 2 * math.sinh(interval_factor(level) * now.log_scale)
     picks = design.greedy(size, tokens, cost, affordable_flops)
@@ -145,7 +133,7 @@ def next_runs(
         share = after.variance / before
         scale = float(log_scale(_Later.of(ensemble, share, then.compute_range), n_params, n_tokens))
         reached = 2 * math.sinh(interval_factor(level) * scale)
-        reasons = _reasons(then, n_params, n_tokens)
+        reasons = reasons_against(then, n_params, n_tokens)
         records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
     runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
     extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
@@ -176,87 +164,6 @@ def candidate_runs(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Design:
-    """What is known of the base fit's parameters, linearised, and how far that tells the target.
-
-    Attributes:
-        law: the base fit at the runs made, for its gradients elsewhere.
-        theta: its estimate, [P].
-        covariance: of theta, [P, P].
-        target: gradients of the log loss at the targets, [T, P].
-        noise: standard deviation of a log loss.
-        most_flops: compute of the largest run made.
-    """
-
-    law: JointPowers
-    theta: Array
-    covariance: Array
-    target: Array
-    noise: float
-    most_flops: float
-
-    @classmethod
-    def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
-        """From the forecast's fits, the rows (n_params, n_tokens, loss) that they are of, and one or several targets."""
-        law = JointPowers.at(
-            rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
-        )
-        theta = _theta(ensemble, law)
-        noise = max(ensemble.residual, LEAST_NOISE)
-        jacobian = law.linearise(theta[None])[1][0]
-        prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0.0 for name in Joint.parameters])
-        return cls(
-            law=law,
-            theta=theta,
-            covariance=np.linalg.inv(jacobian.T @ jacobian / noise**2 + prior),
-            target=_gradient(law, theta, n_params, n_tokens),
-            noise=noise,
-            most_flops=ensemble.compute_range[1],
-        )
-
-    @property
-    def variance(self) -> float:
-        """Of the log loss at the target, from the parameters alone; the mean over several targets."""
-        return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
-
-    def noise_variance(self, compute: ArrayLike) -> Array:
-        """Of the log loss of a run of this compute, FLOPs."""
-        beyond = np.maximum(np.log10(np.asarray(compute, np.float64) / self.most_flops), 0)
-        return np.asarray(self.noise**2 + (MISFIT_PER_DECADE * beyond) ** 2)
-
-    def gains(self, gradient: Array, noise_variance: Array) -> Array:
-        """What each run, [K, P] and [K], takes off the variance at the target, [K]."""
-        known = gradient @ self.covariance
-        total = noise_variance + np.einsum("ki,ki->k", known, gradient)
-        return np.asarray((((self.target @ known.T) ** 2).mean(axis=0)) / total)
-
-    def with_run(self, gradient: Array, noise_variance: float) -> "Design":
-        """What will be known once a run, [P], is made."""
-        known = self.covariance @ gradient
-        covariance = self.covariance - np.outer(known, known) / (noise_variance + gradient @ known)
-        return replace(self, covariance=(covariance + covariance.T) / 2)
-
-    def greedy(
-        self,
-        n_params: Array,
-        n_tokens: Array,
-        cost: Array,
-        affordable: float,
-        criterion: Criterion = "variance",
-    ) -> Iterator[tuple[int, "Design"]]:
-        """Runs of K, [K] each, one by one while one can be paid for: its index, and what will be known with it."""
-        gradient = _gradient(self.law, self.theta, n_params, n_tokens)
-        noise_variance = self.noise_variance(compute_flops(n_params, n_tokens))
-        design, left, open_ = self, affordable, np.ones(len(cost), dtype=bool)
-        while (payable := open_ & (cost <= left * (1 + 1e-12))).any():
-            gains = design.gains(gradient, noise_variance) / (cost if criterion == "variance per FLOP" else 1.0)
-            best = int(np.argmax(np.where(payable, gains, -np.inf)))
-            design = design.with_run(gradient[best], float(noise_variance[best]))
-            left, open_[best] = left - cost[best], False
-            yield best, design
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Later(Ensemble):
     """The fits as they will be: both their spreads are taken to shrink as the linearised standard deviation does."""
 
@@ -271,25 +178,6 @@ class _Later(Ensemble):
 
     def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)
-
-
-def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
-    """The base fit's numbers in the coordinates of the form at the rows."""
-    E, A, B, alpha, beta, g = next(iter(ensemble.variants.values())).parameters.values()
-    log_n, log_d = law.terms.centre
-    return np.array(
-        [math.log(E), math.log(A) - alpha * log_n, math.log(B) - beta * log_d, *map(math.log, (alpha, beta, g))]
-    )
-
-
-def _gradient(law: JointPowers, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-    """Of the log loss in theta at other (N, D), [K, P]."""
-    x, y = (
-        np.atleast_1d(np.log(np.asarray(values, np.float64)) - centre)
-        for values, centre in zip((n_params, n_tokens), law.terms.centre, strict=True)
-    )
-    elsewhere = replace(law, terms=replace(law.terms, x=x, y=y))
-    return np.asarray(elsewhere.linearise(theta[None])[1][0])
 
 
 def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:

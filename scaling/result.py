@@ -139,13 +139,13 @@ class ScalingFit(Result):
 
     def plot(self) -> "go.Figure":
         """Predicted against actual loss, and the residuals against compute."""
-        from scaling.figures import draw_fit, fit_data
+        from scaling.law_figures import draw_fit, fit_data
 
         return draw_fit(fit_data(self))
 
     def plot_frontier(self, target: Forecast | None = None) -> "go.Figure":
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
-        from scaling.figures import draw_frontier, frontier_data
+        from scaling.law_figures import draw_frontier, frontier_data
 
         return draw_frontier(frontier_data(self, target))
 

@@ -154,7 +154,8 @@ def simulate(
     best_size = law.allocate(flops).n_params
     expected, truth = np.log(law.loss(size, tokens)), float(law.loss(n_params, n_tokens))
     generator = np.random.default_rng(seed)
-    records, reasons = [], []
+    records: list[dict[str, float]] = []
+    reasons: list[str] = []
     for _ in range(n_trials):
         shared = stem_noise * generator.standard_normal(stems.max() + 1)[stems]
         drawn = runs.assign(loss=np.exp(expected + shared + noise * generator.standard_normal(len(runs))))
@@ -220,7 +221,7 @@ def ladder_design(
         sorted({require_positive(name, float(v)) for v in values})
         for name, values in (("n_params", n_params), ("tokens_per_param", tokens_per_param))
     )
-    records = []
+    records: list[dict[str, float]] = []
     for i, size in enumerate(sizes):
         trained = 0.0
         for ratio in ratios:
@@ -232,7 +233,7 @@ def ladder_design(
                 added, stem = tokens - trained, i
                 trained = (1 - cooldown) * tokens
             records.append(
-                {"n_params": size, "n_tokens": tokens, "stem": stem, "cost_flops": compute_flops(size, added)}
+                {"n_params": size, "n_tokens": tokens, "stem": stem, "cost_flops": float(compute_flops(size, added))}
             )
     if not records:
         raise ValueError(f"no run of {len(sizes)} sizes and {len(ratios)} ratios is within max_flops={max_flops!r}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from scaling.forms.form import Array, Form, Values
 from scaling.law import FLOPS_PER_PARAM_TOKEN
@@ -95,7 +95,7 @@ class Spending:
     def least_budget(self, values: Values, loss: float, n_laws: int) -> Array:
         """FLOPs, serving included, with which each of J laws first reaches the loss; infinite where none does, [J]."""
 
-        def reached(log_budget: Array) -> Array:
+        def reached(log_budget: Array) -> NDArray[np.bool_]:
             budget = np.exp(log_budget)
             return np.asarray(self.at(values, self.best(values, budget)[:, None], budget[:, None])[:, 0] <= loss)
 

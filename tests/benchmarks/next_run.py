@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).parent))
-from ladders import Ladder, ladders
-
 from scaling import compute_flops
+from scaling.design import Criterion, Design
 from scaling.ensemble import Ensemble, fit_ensemble
-from scaling.next_run import Design
+from tests.benchmarks.ladders import Ladder, ladders
 
 SHARES = (0.03, 0.10, 0.30)
 FIRST, MOST_FIRST = 8, 13
@@ -85,7 +82,7 @@ class Pool:
         made, held = self.runs.iloc[sorted(chosen)], self.held_out
         design = Design.of(self.fitted(chosen), made, held["n_params"].to_numpy(), held["n_tokens"].to_numpy())
         could = self.runs.iloc[rest]
-        criterion = "variance per FLOP" if way == "per FLOP" else "variance"
+        criterion: Criterion = "variance per FLOP" if way == "per FLOP" else "variance"
         picks = design.greedy(
             could["n_params"].to_numpy(), could["n_tokens"].to_numpy(), self.cost[rest], left, criterion
         )

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from scaling import Law, ScalingFit, candidate_runs, compute_flops, fit, next_runs
+from scaling.design import LEAST_NOISE, MISFIT_PER_DECADE, Design
 from scaling.ensemble import PRIOR
 from scaling.forms.powers import Joint, JointPowers
-from scaling.next_run import LEAST_NOISE, MISFIT_PER_DECADE, Design
 
 TARGET = (2e9, 4e10)
 

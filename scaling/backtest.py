@@ -1,0 +1,168 @@
+"""How well a ladder would have forecast its own largest runs: fitted below a cut, held against what lies above.
+
+A backtest tells how far to trust; it chooses nothing. A form picked by its held-out error would be hindsight, and its interval
+too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.fitting import fit
+from scaling.forecast import interval_factor, log_scale, reasons_against
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
+from scaling.forms.form import Array
+from scaling.law import compute_flops
+from scaling.presentation import Result
+from scaling.result import ScalingFit
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+DEFAULT = "forecast"
+"""The name, among those of the forms, of what `ScalingFit.forecast` says."""
+LEVELS = (0.9, 0.95)
+N_BOOTSTRAP = 100
+TOP = 2.0
+"""Largest compute over that of the runs that count as the top."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Backtest(Result):
+    """Forecasts of runs that the fit had not seen.
+
+    Attributes:
+        predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
+            predicted, log_error (of the prediction), and for each level low_… and high_…; supported (of `forecast` only).
+        too_few: cuts below which too few runs lie to fit anything, and why.
+    """
+
+    predictions: pd.DataFrame = field(repr=False)
+    too_few: dict[float, str]
+
+    def table(self) -> pd.DataFrame:
+        """A row for each cut and method.
+
+        Columns: held_out (runs), mean_error and top_error (mean |log error| of all and of those within a factor of two of
+        the largest, in %), bias (mean log error, in %), and for each level coverage_… (share of runs within) and
+        width_… (median full width, % of the loss); supported (share of the runs).
+        """
+        rows = []
+        for (cut, method), part in self.predictions.groupby(["cut", "method"], sort=False):
+            top = part["compute_flops"] >= part["compute_flops"].max() / TOP
+            error = part["log_error"]
+            row: dict[str, Any] = {
+                "cut": cut,
+                "method": method,
+                "held_out": len(part),
+                "mean_error": 100 * error.abs().mean(),
+                "top_error": 100 * error[top].abs().mean(),
+                "bias": 100 * error.mean(),
+                "supported": part["supported"].mean(),
+            }
+            for level in LEVELS:
+                low, high = part[f"low_{level:g}"], part[f"high_{level:g}"]
+                row[f"coverage_{level:g}"] = part["loss"].between(low, high).mean()
+                row[f"width_{level:g}"] = 100 * (high / low - 1).median()
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def plot(self) -> go.Figure:
+        """Predicted against measured, with the default's intervals."""
+        from scaling.law_figures import backtest_data, draw_backtest
+
+        return draw_backtest(backtest_data(self))
+
+    def __str__(self) -> str:
+        """The table, and what could not be cut."""
+        told = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
+        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items())])
+
+
+def backtest(
+    runs: pd.DataFrame,
+    *,
+    n_params_convention: str,
+    cuts: Sequence[float] = (10, 30),
+    forms: Sequence[Form] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan()),
+    seed: int = 0,
+    **options: Any,
+) -> Backtest:
+    """Fit the runs with C < Cmax/cut, and predict those above.
+
+    The interval of a form by itself is of its bootstrap with residual noise, as it is usually given.
+
+    Args:
+        runs: as `fit` takes them.
+        n_params_convention: what N counts.
+        cuts: Cmax over the compute below which runs are fitted.
+        forms: compared beside the default.
+        seed: of the resampling.
+        options: further ones of `fit`.
+
+    Raises:
+        ValueError: the runs can't be fitted at all, or a cut is not above 1.
+    """
+    if any(not cut > 1 for cut in cuts):
+        raise ValueError(f"cuts must be above 1, got {list(cuts)}")
+    options = {"n_params_convention": n_params_convention, **options}
+    whole = fit(runs, n_bootstrap=2, **options).rows
+    flops = compute_flops(whole["n_params"], whole["n_tokens"])
+    tables, too_few = [], {}
+    for cut in cuts:
+        below = flops < flops.max() / cut
+        try:
+            tables += [
+                table.assign(cut=cut) for table in _predictions(whole[below], whole[~below], forms, seed, options)
+            ]
+        except ValueError as error:
+            too_few[cut] = str(error)
+    columns = ["cut", "method"]
+    found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+    return Backtest(predictions=found[[*columns, *found.columns.difference(columns, sort=False)]], too_few=too_few)
+
+
+def _predictions(
+    known: pd.DataFrame, unknown: pd.DataFrame, forms: Sequence[Form], seed: int, options: dict[str, Any]
+) -> Iterator[pd.DataFrame]:
+    """What each form, and the default, say of the unknown runs."""
+    held_out = unknown[["n_params", "n_tokens", "loss"]].assign(
+        compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
+    )
+    at = held_out["n_params"].to_numpy(), held_out["n_tokens"].to_numpy()
+    fits = [fit(known, form=form, n_bootstrap=N_BOOTSTRAP, seed=seed, **options) for form in forms or (Chinchilla(),)]
+    ensemble = fits[0].ensemble
+    supported = [not reasons_against(fits[0], n, d) for n, d in zip(*at, strict=True)]
+    yield _table(held_out, DEFAULT, ensemble.log_loss(*at), log_scale(ensemble, *at), interval_factor, supported)
+    for result in fits[: len(forms)]:
+        scale = np.hypot(_spread(result, *at), result.residual_std)
+        yield _table(held_out, result.law.form.name, np.log(result.predict(*at)), scale, _normal, True)
+
+
+def _table(
+    held_out: pd.DataFrame, method: str, log_loss: Array, scale: Array, factor: Any, supported: Any
+) -> pd.DataFrame:
+    table = held_out.assign(method=method, predicted=np.exp(log_loss), supported=supported)
+    table["log_error"] = log_loss - np.log(held_out["loss"])
+    for level in LEVELS:
+        reach = factor(level) * scale
+        table[f"low_{level:g}"], table[f"high_{level:g}"] = np.exp(log_loss - reach), np.exp(log_loss + reach)
+    return table
+
+
+def _spread(result: ScalingFit, n_params: Array, n_tokens: Array) -> Array:
+    """Standard deviation of log loss over the bootstrap draws, [K]."""
+    values = dict(zip(result.law.form.parameters, result.draws.T[:, :, None], strict=True))
+    rows = {"n_params": n_params, "n_tokens": n_tokens}
+    return np.asarray(np.log(result.law.form.loss(values, rows)).std(axis=0))
+
+
+def _normal(level: float) -> float:
+    from scipy.special import ndtri
+
+    return float(ndtri((1 + level) / 2))

@@ -1,0 +1,81 @@
+"""A backtest sees only what lies below its cut, and counts what its intervals hold."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import Chinchilla, Kaplan, Law, backtest, fit
+from scaling.backtest import DEFAULT
+
+Ladder = Callable[..., pd.DataFrame]
+
+
+@pytest.fixture
+def runs(ladder: Ladder) -> pd.DataFrame:
+    return ladder(noise=0.004)
+
+
+def test_what_lies_above_the_cut_does_not_tell(runs: pd.DataFrame) -> None:
+    flops = runs["n_params"] * runs["n_tokens"]
+    above = flops >= flops.max() / 10
+    wild = runs.assign(loss=np.where(above, 3.0, runs["loss"]))
+    tables = [backtest(rows, n_params_convention="total", cuts=[10]).predictions for rows in (runs, wild)]
+    np.testing.assert_array_equal(tables[0]["predicted"], tables[1]["predicted"])
+    assert set(tables[0]["n_params"] * tables[0]["n_tokens"]) == set(flops[above])
+
+
+def test_it_says_what_the_fit_below_the_cut_would_have_said(runs: pd.DataFrame) -> None:
+    found = backtest(runs, n_params_convention="total", cuts=[10], forms=[Chinchilla()])
+    flops = runs["n_params"] * runs["n_tokens"]
+    below = fit(runs[flops < flops.max() / 10], n_params_convention="total")
+    for row in found.predictions.to_dict("records"):
+        target = row["n_params"], row["n_tokens"]
+        if row["method"] == DEFAULT:
+            forecast = below.forecast(*target)
+            assert row["predicted"] == pytest.approx(forecast.loss, rel=1e-9)
+            assert (row["low_0.9"], row["high_0.9"]) == pytest.approx((forecast.low, forecast.high), rel=1e-9)
+            assert row["supported"] == forecast.supported
+        else:
+            assert row["predicted"] == pytest.approx(float(below.predict(*target)), rel=1e-9)
+
+
+def test_the_table_counts(runs: pd.DataFrame) -> None:
+    found = backtest(runs, n_params_convention="total", cuts=[10], forms=[Kaplan()])
+    table = found.table().set_index("method")
+    part = found.predictions[found.predictions["method"] == "kaplan"]
+    error = np.abs(np.log(part["predicted"] / part["loss"]))
+    assert table.loc["kaplan", "mean_error"] == pytest.approx(100 * error.mean())
+    top = part["compute_flops"] >= part["compute_flops"].max() / 2
+    assert table.loc["kaplan", "top_error"] == pytest.approx(100 * error[top].mean())
+    inside = (part["low_0.95"] <= part["loss"]) & (part["loss"] <= part["high_0.95"])
+    assert table.loc["kaplan", "coverage_0.95"] == pytest.approx(inside.mean())
+    assert table.loc[DEFAULT, "mean_error"] < table.loc["kaplan", "mean_error"]
+    assert "kaplan" in str(found)
+
+
+def test_a_true_form_is_covered_about_as_often_as_it_says(ladder: Ladder, planted: Law) -> None:
+    found = [
+        backtest(ladder(0.004, seed), n_params_convention="total", cuts=[10], forms=[Chinchilla()]).predictions
+        for seed in range(8)
+    ]
+    pooled = pd.concat(found)
+    covered = pooled["loss"].between(pooled["low_0.9"], pooled["high_0.9"]).groupby(pooled["method"]).mean()
+    assert covered[DEFAULT] > 0.9
+    assert covered["chinchilla"] > 0.7
+
+
+def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
+    found = backtest(runs, n_params_convention="total", cuts=[10, 1000])
+    assert set(found.too_few) == {1000}
+    assert "need at least" in found.too_few[1000]
+    assert "C < Cmax/1000: need at least" in str(found)
+    with pytest.raises(ValueError, match="cuts must be above 1"):
+        backtest(runs, n_params_convention="total", cuts=[0.5])
+
+
+def test_figure(runs: pd.DataFrame) -> None:
+    figure = backtest(runs, n_params_convention="total", cuts=[5, 10], forms=[]).plot()
+    assert len(figure.data) == 2
+    assert figure.layout.yaxis.title.text == "measured loss above its forecast (%)"
