@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from scaling.accelerators import require_positive
 from scaling.design import Design
 from scaling.ensemble import Ensemble
 from scaling.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
@@ -99,12 +100,11 @@ def next_runs(
         ValueError: an argument breaks its rule.
         ScalingError: the fit is of a law that depends on more than N and D.
     """
-    if not (math.isfinite(affordable_flops) and affordable_flops > 0):
-        raise ValueError(f"affordable_flops must be finite and above 0, got {affordable_flops!r}")
+    require_positive("affordable_flops", affordable_flops)
     if n_runs < 1:
         raise ValueError(f"n_runs must be at least 1, got {n_runs}")
-    if width is not None and not width > 0:
-        raise ValueError(f"width must be above 0, got {width!r}")
+    if width is not None:
+        require_positive("width", width)
     now = fit.forecast(n_params, n_tokens, level)
     if candidates is None:
         candidates = candidate_runs(fit, n_params, n_tokens, affordable_flops=affordable_flops)
@@ -143,21 +143,26 @@ def next_runs(
 def candidate_runs(
     fit: ScalingFit, n_params: float, n_tokens: float, *, affordable_flops: float, per_decade: int = 6
 ) -> pd.DataFrame:
-    """Runs that could be made: sizes from the smallest fitted to the target's, each with the ratios of the fit and the target.
+    """Runs that could be made: sizes from the smallest fitted to the target's, each with ratios D/N as the fit has them.
 
     Args:
         fit: of the runs made so far; D/N is taken within its range and up to twice beyond it.
-        n_params, n_tokens: the target, above which no candidate lies, in N or in compute.
+        n_params, n_tokens: the target; no candidate is of more compute.
         affordable_flops: most that one run may cost.
         per_decade: sizes in each decade; of ratios, D/N, half as many.
 
     Returns:
         Columns n_params, n_tokens, cost_flops.
+
+    Raises:
+        ValueError: a number is not finite and above 0.
     """
+    for name, value in (("n_params", n_params), ("n_tokens", n_tokens), ("affordable_flops", affordable_flops)):
+        require_positive(name, value)
     low, high = fit.tokens_per_param_range
     sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
     ratios = _spaced(low / RATIO_MARGIN, high * RATIO_MARGIN, per_decade / 2)
-    size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, np.append(ratios, n_tokens / n_params), indexing="ij"))
+    size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, ratios, indexing="ij"))
     cost = compute_flops(size, size * ratio)
     fits = cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))
     return pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "cost_flops": cost})[fits].reset_index(drop=True)

@@ -66,7 +66,7 @@ def test_errors_grow_with_the_noise_and_with_shared_stems(planted: Law) -> None:
     design = ladder_design(SIZES, RATIOS, schedule="branches")
 
     def at_the_target(noise: float, stem_noise: float = 0.0) -> Simulation:
-        return simulate(design, planted, n_params=2e9, n_tokens=4e10, noise=noise, stem_noise=stem_noise, n_trials=12)
+        return simulate(design, planted, n_params=2e9, n_tokens=4e10, noise=noise, stem_noise=stem_noise, n_trials=6)
 
     quiet, loud, shared = at_the_target(0.001), at_the_target(0.006), at_the_target(0.001, 0.006)
     assert quiet.rms_error < loud.rms_error
