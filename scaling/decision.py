@@ -23,6 +23,7 @@ class Decision(Result):
         loss: the law's at (N, D), nats per token.
         served_tokens: over the model's life.
         serving_price: of a FLOP of serving, in FLOPs of training.
+        unique_tokens: in the corpus, None if it was not said.
         budget: what was to be spent, or the least that reaches the loss.
         target_loss: the loss asked for, None if a budget was given.
         config: the configuration chosen, where some were given.
@@ -44,6 +45,7 @@ class Decision(Result):
     loss: float
     served_tokens: float
     serving_price: float
+    unique_tokens: float | None
     budget: Budget
     target_loss: float | None
     config: Any
@@ -60,6 +62,11 @@ class Decision(Result):
     def tokens_per_param(self) -> float:
         """D / N."""
         return self.n_tokens / self.n_params
+
+    @property
+    def epochs(self) -> float | None:
+        """Times that each unique token is seen, None if their number was not said."""
+        return None if self.unique_tokens is None else self.n_tokens / self.unique_tokens
 
     @property
     def training_flops(self) -> float:
@@ -94,6 +101,7 @@ class Decision(Result):
             "loss": float(self.loss),
             "training_flops": self.training_flops,
             "serving_flops": self.serving_flops,
+            "epochs": self.epochs,
             "target_loss": self.target_loss,
             "budget_flops": self.budget.compute_flops,
             "gpu_hours": self.cost.gpu_hours,
@@ -135,6 +143,8 @@ class Decision(Result):
             rows["forecast"] = (
                 f"{self.forecast.loss:.4f}, {self.level:.0%} within {self.forecast.low:.4f} to {self.forecast.high:.4f}, {status}"
             )
+        if self.epochs is not None:
+            rows["data"] = f"{self.epochs:.3g} epochs of {self.unique_tokens:.4g} unique tokens"
         if self.limits:
             rows["held by"] = "; ".join(self.limits)
         return "\n- ".join([f"{lines(rows)}\nassumed", *self.assumptions])

@@ -100,6 +100,7 @@ def decide(
         loss=answer["loss"],
         served_tokens=served_tokens,
         serving_price=serving_price,
+        unique_tokens=unique_tokens,
         budget=budget,
         target_loss=loss,
         config=None if chosen is None else chosen[float(answer["n_params"])],
@@ -269,7 +270,9 @@ def _assumptions(
     if math.isfinite(spending.unique_tokens):
         repeats = UNIQUE in spending.form.columns
         said.append(
-            "the law tells what repeats are worth" if repeats else "no token is seen twice: the law knows no repeats"
+            "the law tells what repeats of a token are worth"
+            if repeats
+            else "no token is seen twice: the law knows no repeats"
         )
     if memory:
         said += [f"memory of {limit}" for limit in memory]

@@ -160,6 +160,8 @@ def test_repeated_data_where_the_law_knows_of_it() -> None:
     assert scarce.loss == pytest.approx(law.loss(n, 1e23 / 6 / n, unique_tokens=1e11).min(), rel=1e-8)
     twice = decide(law, 1e23, unique_tokens=1e11, max_epochs=2)
     assert twice.n_tokens == pytest.approx(2e11)
+    assert twice.epochs == pytest.approx(2)
+    assert "2 epochs of 1e+11 unique tokens" in str(twice)
     assert twice.limits == ("data: all 1e+11 unique tokens are used, 2 times each",)
     with pytest.raises(
         ValueError, match="max_epochs wants a law of unique_tokens: chinchilla knows nothing of repeats"
