@@ -1,11 +1,12 @@
 """What the runs made tell of one forecast, linearised, and what further runs would add.
 
-The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = JᵀJ/sigma² + P, J the Jacobian of
-the log losses of the runs made, sigma their residual and P the prior's precision. A run whose log loss has the gradient j and
-the noise variance v takes (gᵀSj)² / (v + jᵀSj) off the variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj)
-(Bayesian linear design: Chaloner and Verdinelli 1995, sec. 2; the update is Sherman and Morrison's).
+The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = Σ j jᵀ/v + P over the runs made, j
+the gradient of a run's log loss, v its variance and P the prior's precision. A further run takes (gᵀSj)² / (v + jᵀSj) off the
+variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj) (Bayesian linear design: Chaloner and Verdinelli 1995, sec. 2;
+the update is Sherman and Morrison's).
 
-v = sigma² + (1 %·h)², h decades of compute above the largest run made: a form is trusted less the further it is stretched.
+v = sigma² + (1 %·h)², sigma the residual of the fit and h the decades of compute from the run up to the target: the form is not
+the truth, and the further below the target a run lies, the less it says of it.
 """
 
 import math
@@ -23,7 +24,7 @@ from scaling.forms.powers import Joint, JointPowers
 from scaling.law import compute_flops
 
 MISFIT_PER_DECADE = 0.01
-"""Standard deviation of a log loss for each decade above the largest run, as the form is not the truth (18 public ladders)."""
+"""What a run says of a target loses for each decade between them, as a standard deviation of log loss (public ladders)."""
 LEAST_NOISE = 5e-4
 """Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
 Criterion = Literal["variance", "variance per FLOP"]
@@ -39,7 +40,7 @@ class Design:
         covariance: of theta, [P, P].
         target: gradients of the log loss at the targets, [T, P].
         noise: standard deviation of a log loss.
-        most_flops: compute of the largest run made.
+        target_flops: compute of the target, of several the geometric mean.
     """
 
     law: JointPowers
@@ -47,7 +48,7 @@ class Design:
     covariance: Array
     target: Array
     noise: float
-    most_flops: float
+    target_flops: float
 
     @classmethod
     def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
@@ -56,17 +57,18 @@ class Design:
             rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
         )
         theta = _theta(ensemble, law)
-        noise = max(ensemble.residual, LEAST_NOISE)
         jacobian = law.linearise(theta[None])[1][0]
         prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0.0 for name in Joint.parameters])
-        return cls(
+        blank = cls(
             law=law,
             theta=theta,
-            covariance=np.linalg.inv(jacobian.T @ jacobian / noise**2 + prior),
+            covariance=prior,
             target=gradient_of(law, theta, n_params, n_tokens),
-            noise=noise,
-            most_flops=ensemble.compute_range[1],
+            noise=max(ensemble.residual, LEAST_NOISE),
+            target_flops=float(np.exp(np.log(compute_flops(n_params, n_tokens)).mean())),
         )
+        variance = blank.noise_variance(compute_flops(rows["n_params"], rows["n_tokens"]))
+        return replace(blank, covariance=np.linalg.inv(jacobian.T @ (jacobian / variance[:, None]) + prior))
 
     @property
     def variance(self) -> float:
@@ -74,9 +76,9 @@ class Design:
         return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
 
     def noise_variance(self, compute: ArrayLike) -> Array:
-        """Of the log loss of a run of this compute, FLOPs."""
-        beyond = np.maximum(np.log10(np.asarray(compute, np.float64) / self.most_flops), 0)
-        return np.asarray(self.noise**2 + (MISFIT_PER_DECADE * beyond) ** 2)
+        """Of the log loss of a run of this compute, FLOPs, as evidence for the target."""
+        below = np.maximum(np.log10(self.target_flops / np.asarray(compute, np.float64)), 0)
+        return np.asarray(self.noise**2 + (MISFIT_PER_DECADE * below) ** 2)
 
     def gains(self, gradient: Array, noise_variance: Array) -> Array:
         """What each run, [K, P] and [K], takes off the variance at the target, [K]."""

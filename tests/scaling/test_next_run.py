@@ -71,7 +71,9 @@ def test_variance_is_that_of_least_squares_with_a_prior(fitted: ScalingFit, desi
     )
     prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0 for name in Joint.parameters])
     noise = max(fitted.ensemble.residual, LEAST_NOISE)
-    covariance = np.linalg.inv(jacobian.T @ jacobian / noise**2 + prior)
+    decades = np.log10(compute_flops(*TARGET) / compute_flops(rows["n_params"], rows["n_tokens"]))
+    variance = noise**2 + (MISFIT_PER_DECADE * decades) ** 2
+    covariance = np.linalg.inv(jacobian.T @ np.diag(1 / variance) @ jacobian + prior)
     gradient = numeric_gradient(fitted, design.law, *TARGET)
     assert design.variance == pytest.approx(gradient @ covariance @ gradient, rel=1e-4)
 
@@ -86,11 +88,11 @@ def test_a_run_adds_its_information(fitted: ScalingFit, design: Design) -> None:
     assert gain == pytest.approx(design.variance - after.variance, rel=1e-8)
 
 
-def test_noise_grows_with_the_decades_beyond_the_largest_run(fitted: ScalingFit, design: Design) -> None:
-    largest = fitted.compute_range[1]
+def test_noise_grows_with_the_decades_below_the_target(fitted: ScalingFit, design: Design) -> None:
+    target = compute_flops(*TARGET)
     noise = fitted.ensemble.residual
-    assert design.noise_variance([largest / 100, largest]) == pytest.approx([noise**2] * 2)
-    assert design.noise_variance(100 * largest) == pytest.approx(noise**2 + (2 * MISFIT_PER_DECADE) ** 2)
+    assert design.noise_variance([target, 10 * target]) == pytest.approx([noise**2] * 2)
+    assert design.noise_variance(target / 100) == pytest.approx(noise**2 + (2 * MISFIT_PER_DECADE) ** 2)
 
 
 def test_the_first_run_is_the_best_of_all_that_can_be_paid_for(fitted: ScalingFit, design: Design) -> None:
