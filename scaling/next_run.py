@@ -22,6 +22,9 @@ from scaling.presentation import Result, lines
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
 
+WORTH = 0.02
+"""Assumed: a run that takes less than this share off the variance that is left is not worth its place in a queue."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NextRuns(Result):
@@ -29,7 +32,8 @@ class NextRuns(Result):
 
     Attributes:
         runs: the candidates' rows, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
-            parameters' variance at the target) and `width` (expected full width of the interval over the forecast).
+            parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
+            run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
         now: the forecast of the target as the fit stands.
         stopped: why no further run was chosen.
         reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
@@ -114,12 +118,12 @@ def next_runs(
 
     ensemble = fit.ensemble
     design = Design.of(ensemble, fit.rows, n_params, n_tokens)
+    picks = design.greedy(size, tokens, cost, affordable_flops)
     before = design.variance
     chosen: list[int] = []
     records: list[dict[str, float]] = []
     stopped = f"{n_runs} runs were asked for"
     reasons, reached = now.reasons, 2 * math.sinh(interval_factor(level) * now.log_scale)
-    picks = design.greedy(size, tokens, cost, affordable_flops)
     while len(chosen) < n_runs:
         if width is not None and reached <= width and not reasons:
             stopped = f"the interval is at most {width:.2%} wide and within what was tested"
@@ -128,9 +132,13 @@ def next_runs(
             stopped = "no candidate is left that can be paid for"
             break
         index, after = pick
+        if after.variance > (1 - WORTH) * design.variance:
+            stopped = f"no run that can still be paid for takes {WORTH:.0%} off the variance that is left"
+            break
+        design = after
         chosen.append(index)
         then = _with_runs(fit, size[chosen], tokens[chosen])
-        share = after.variance / before
+        share = design.variance / before
         scale = float(log_scale(_Later.of(ensemble, share, then.compute_range), n_params, n_tokens))
         reached = 2 * math.sinh(interval_factor(level) * scale)
         reasons = reasons_against(then, n_params, n_tokens)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling import compute_flops
+from scaling import compute_flops, fit, next_runs
 from scaling.design import Criterion, Design
 from scaling.ensemble import Ensemble, fit_ensemble
 from tests.benchmarks.ladders import Ladder, ladders
@@ -130,18 +131,39 @@ def spent_to_reach(table: pd.DataFrame, wanted: float) -> pd.DataFrame:
     return reached.reindex(every, fill_value=1.0).reset_index().assign(wanted=wanted)
 
 
+def widths(pool: Pool) -> list[dict[str, object]]:
+    """What `next_runs` expects of the interval at the largest run held out, and what the next fit makes of it."""
+    sizes, tokens = pool.points(pool.held_out)
+    largest = int(np.argmax(compute_flops(sizes, tokens)))
+    n_params, n_tokens = float(sizes[largest]), float(tokens[largest])
+    records = []
+    for n_made, share in product((16, 24), (0.1, 0.3)):
+        made, rest = pool.runs[:n_made], pool.runs[n_made:]
+        fitted = fit(made, n_params_convention="as the table has it", n_bootstrap=20)
+        affordable, could = share * float(pool.cost.sum()), rest[["n_params", "n_tokens"]]
+        found = next_runs(fitted, n_params, n_tokens, affordable_flops=affordable, candidates=could)
+        if len(found.runs):
+            more = pd.concat([made, rest.loc[found.runs.index]])
+            then = fit(more, n_params_convention="as the table has it", n_bootstrap=20).forecast(n_params, n_tokens)
+            actual = (then.high - then.low) / then.loss
+            ratio = {"expected / actual": found.width_then / actual, "actual / now": actual / found.width_now}
+            records.append({"pool": pool.name, "annealed": pool.annealed, **ratio})
+    return records
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--random", type=int, default=4, help="seeds of the random choice")
     parser.add_argument("--csv", type=Path, help="write every campaign to this file")
     options = parser.parse_args()
-    tables, started = [], time.process_time()
+    tables, expected, started = [], list[dict[str, object]](), time.process_time()
     for ladder in ladders():
         pool = Pool(ladder)
         if len(pool.cost) < FEWEST:
             print(f"{pool.name}: {len(pool.cost)} runs are too few", flush=True)
             continue
+        expected += widths(pool)
         tables.append(measured(pool, options.random))
         spent = time.process_time() - started
         print(
@@ -157,6 +179,10 @@ def main() -> None:
         print("share of the pool's FLOPs to an error of so many times the whole pool's")
         reached = pd.concat([spent_to_reach(part, wanted) for wanted in WANTED])
         print(summary(reached, "wanted", "share").round(3).to_string())
+    told = pd.DataFrame(expected)
+    for name, part in (("all pools", told), ("annealed", told[told["annealed"]])):
+        print(f"\n{name}: width of the interval after a batch of four, {len(part)} batches")
+        print(part.drop(columns=["pool", "annealed"]).quantile([0.1, 0.25, 0.5, 0.75, 0.9]).round(2).to_string())
     by_pool = table.assign(value=np.log(table["relative"]))
     print("\nof each pool")
     print(np.exp(by_pool.pivot_table(index="pool", columns=["way", "share"], values="value")).round(2).to_string())

@@ -122,6 +122,14 @@ def test_batches_keep_within_what_is_affordable_and_shrink_the_interval(fitted: 
     assert f"{found.width_then:.2%} expected after {len(found.runs)} more runs" in text
 
 
+def test_it_stops_when_no_run_is_worth_it(fitted: ScalingFit) -> None:
+    """A run amid those made, far below the target, says next to nothing new."""
+    candidates = pd.DataFrame({"n_params": [1e9, 3e7], "n_tokens": [2e10, 9e8]})
+    found = next_runs(fitted, *TARGET, affordable_flops=1e21, candidates=candidates)
+    assert found.runs.index.tolist() == [0]
+    assert found.stopped == "no run that can still be paid for takes 2% off the variance that is left"
+
+
 def test_it_stops_when_narrow_enough_and_supported(fitted: ScalingFit) -> None:
     now = next_runs(fitted, *TARGET, affordable_flops=1e20, n_runs=1)
     already = next_runs(fitted, 2e8, 4e9, affordable_flops=1e19, width=10.0)
@@ -163,7 +171,7 @@ def test_costs_given_are_what_is_paid(fitted: ScalingFit) -> None:
     cheap = next_runs(fitted, *TARGET, affordable_flops=4.0, candidates=candidates)
     assert cheap.runs.index.tolist() == ["x"]
     assert cheap.stopped == "no candidate is left that can be paid for"
-    assert sorted(next_runs(fitted, *TARGET, affordable_flops=6.0, candidates=candidates).runs.index) == ["x", "y"]
+    assert next_runs(fitted, *TARGET, affordable_flops=5.0, candidates=candidates).runs.index.tolist() == ["y"]
 
 
 def test_errors_name_the_rule_and_the_value(fitted: ScalingFit, ladder: Callable[..., pd.DataFrame]) -> None:
