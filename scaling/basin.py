@@ -2,8 +2,9 @@
 
 For a run at u (hyperparameters, the box being the unit cube) and s (log2 of the scales, octaves) of cell c (one scale):
 
-    w = level_c + q(z) + f(z, s) + noise,    z = u − drift · s
+    w = level_c + stray_c · (z − ½) + q(z) + f(z, s) + noise,    z = u − drift · s
 
+    stray_c   a slope of the cell's own, so that its optimum strays from a straight drift
     q   a full quadratic with Gaussian coefficients, its squares expected positive; its slopes may change a little with s
     f   a process of covariance (shared² + own² · exp(−|Δs|² / 2 reach²)) · Matérn-5/2(|Δz / lengths|)
 
@@ -36,7 +37,13 @@ LENGTH, LENGTH_SPREAD = 0.5, 0.5
 REACH, REACH_SPREAD = 4.0, 0.5
 """Median octaves of scale over which what is own to a cell stays correlated."""
 DRIFT_SPREAD = 0.05
-"""Standard deviation of the optimum's drift, in box widths per octave of scale; its mean is none."""
+"""Standard deviation of the optimum's drift where nothing is stated of it (`SearchBox.drift`), in box widths per octave of
+scale; its mean is none."""
+STRAY = 1e-4
+"""Mean log loss, for each number, that a cell's optimum lies off a straight drift, in a basin that is all quadratic: .15 to .2
+octaves of rate or batch, by which optima scatter (`horizon.OPTIMUM_SCATTER`, measured here; `batch.BATCH_SCATTER`), at Step
+Law's .0057 of log loss per octave². Set from these before it was tried on Step Law's 17 cells: there the density of all
+runs is highest, and flat, from 3e-5 to 1e-4, and with any one cell left out from 1e-5 to 1e-4."""
 LEVEL = 0.05
 """Standard deviation of a cell's level: how far the best run told may lie above the cell's floor."""
 SLOPES, SQUARES, CROSSES, TILTS = 1.0, 0.7, 0.5, 0.02
@@ -48,11 +55,19 @@ Points = tuple[Array, Array, Integers, Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which columns of u are what: the first `n_numeric` are numeric; `groups` numbers each column's length."""
+    """Which columns of u are what, and what is expected of the drift.
+
+    Attributes:
+        n_numeric: the first columns, which are numbers.
+        groups: number of each column's length.
+        n_scales: columns of s.
+        drifts: prior mean and standard deviation of each numeric column's drift with each scale, box widths per octave.
+    """
 
     n_numeric: int
     groups: tuple[int, ...]
     n_scales: int
+    drifts: tuple[tuple[float, float], ...]
 
     @property
     def n_lengths(self) -> int:
@@ -65,13 +80,13 @@ class Layout:
         scales = np.log([NOISE, BASIN, SHARED, OWN])
         spreads = [NOISE_SPREAD, AMPLITUDE_SPREAD, AMPLITUDE_SPREAD, AMPLITUDE_SPREAD]
         length = math.log(LENGTH * math.sqrt(self.n_lengths / 2))
-        drifts = self.n_numeric * self.n_scales
-        mean = np.concatenate([scales, np.full(self.n_lengths, length), [math.log(REACH)], np.zeros(drifts)])
+        drifts = np.array(self.drifts, np.float64).reshape(-1, 2)
+        mean = np.concatenate([scales, np.full(self.n_lengths, length), [math.log(REACH)], drifts[:, 0]])
         spread = [
             np.array(spreads),
             np.full(self.n_lengths, LENGTH_SPREAD),
             np.array([REACH_SPREAD]),
-            np.full(drifts, DRIFT_SPREAD),
+            drifts[:, 1],
         ]
         return mean, np.concatenate(spread)
 
@@ -126,11 +141,18 @@ def quadratic_slopes(z: Array, s: Array, basin: float, layout: Layout, to_featur
     return np.asarray(basin * (out - 2 * weights[:, None] * t))
 
 
-def covariance_of(shape: Shape, a: Points, b: Points) -> Array:
+def covariance_of(shape: Shape, a: Points, b: Points, layout: Layout) -> Array:
     correlation, _ = matern(squared_distances(a[0] / shape.lengths, b[0] / shape.lengths))
     near = np.exp(-squared_distances(a[1], b[1]) / (2 * shape.reach**2))
-    levels = LEVEL**2 * (a[2][:, None] == b[2])
-    return np.asarray(a[3] @ b[3].T + correlation * (shape.shared**2 + shape.own**2 * near) + levels)
+    d = layout.n_numeric
+    slopes = stray_variance(shape.basin) * ((a[0][:, :d] - 0.5) @ (b[0][:, :d] - 0.5).T)
+    own = (LEVEL**2 + slopes) * (a[2][:, None] == b[2])
+    return np.asarray(a[3] @ b[3].T + correlation * (shape.shared**2 + shape.own**2 * near) + own)
+
+
+def stray_variance(basin: float) -> float:
+    """Variance of a cell's own slope by each number: to ignore a slope a on top of basin · t² costs a² / (4 basin)."""
+    return 4 * STRAY * basin
 
 
 def squared_distances(a: Array, b: Array) -> Array:

@@ -22,7 +22,7 @@ def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
     """What would decide an undecided transfer, a row for each thing to add; no rows where it passed or failed.
 
     Columns: along, over; add: in words; settings: key and new value in the terms of muscale's [transfer] table; new_runs
-    and n_tokens: runs to this transfer at the longest horizon, and their tokens; half_width: expected of the drift's 90 %
+    and n_tokens: runs to this transfer at its longest horizon, and their tokens; half_width: expected of the drift's 90 %
     interval, octaves, NaN where the noise is unknown; decides: whether that is narrow enough, if the estimate stays.
 
     The expectation is that of parabolas with the median curvature found, at the tested values and those to be added, under

@@ -8,6 +8,7 @@ minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,10 @@ from scaling.newton import minimize, objective
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
 
-N_STARTS = 6
+N_STARTS, N_FINALISTS = 6, 3
+"""Minimised under a wide Huber threshold, and of these under the last."""
+MANY_ROWS = 2000
+"""Of more, a part tells where the minima lie."""
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) can't be told apart."""
 MIN_RUNS = 15
@@ -74,8 +78,7 @@ def fit(
     weights = _noise_weights(rows)
     deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
-    starts = _screen(problem, log_loss, weights, deltas[0])
-    thetas, values, converged = minimize(problem, log_loss, np.tile(weights, (len(starts), 1)), starts, deltas)
+    thetas, values, converged = _minima(problem, log_loss, weights, deltas)
     best = int(np.argmin(values))
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
@@ -105,26 +108,27 @@ def _select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataF
     """The rows to fit, in an order of their own, and the rows left out with a `reason`."""
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *form.columns, "loss")))
     require_columns(runs, needed)
-    wanted = (*needed, "noise") if "noise" in runs else needed
-    rows = pd.DataFrame({c: numbers(runs, c) for c in wanted}, index=runs.index)
-    rows["stem"] = runs["stem"] if "stem" in runs else np.arange(len(runs))
-    if rows["stem"].isna().any():
-        raise ValueError(f"stem must name a training run in every row, got {rows['stem'].isna().sum()} empty values")
+    columns: dict[str, Any] = {c: numbers(runs, c) for c in ((*needed, "noise") if "noise" in runs else needed)}
+    stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
+    if stem.isna().any():
+        raise ValueError(f"stem must name a training run in every row, got {stem.isna().sum()} empty values")
+    rows = pd.DataFrame({**columns, "stem": stem.array}, index=runs.index)
 
-    reason = pd.Series("", index=runs.index, dtype="str")
+    reason = np.full(len(runs), "", dtype=object)
     if "regret" in runs:
         regret = numbers(runs, "regret", inclusive=True)
         for i in np.flatnonzero(regret > max_regret):
-            reason.iloc[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
+            reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
     if "annealed" in runs:
         annealed = runs["annealed"]
         if not annealed.isin([True, False]).all():
             raise ValueError(f"annealed must be True or False in every row, got {annealed.unique().tolist()}")
         reason[~annealed.astype(bool).to_numpy()] = "not annealed: a loss in mid-schedule lies on another surface"
 
-    kept = (reason == "").to_numpy()
-    left_out = rows[~kept].assign(reason=reason[~kept])
-    rows = rows[kept].sort_values(["n_params", "n_tokens", "loss"], kind="stable")
+    kept = reason == ""
+    left_out = rows[~kept].assign(reason=pd.array(reason[~kept], dtype="str"))
+    order = np.lexsort([columns[name][kept] for name in ("loss", "n_tokens", "n_params")])
+    rows = rows.iloc[np.flatnonzero(kept)[order]]
     _require_points(rows, form, left_out)
     return rows, left_out
 
@@ -135,16 +139,17 @@ def _require_points(rows: pd.DataFrame, form: Form, left_out: pd.DataFrame) -> N
         if len(left_out)
         else ""
     )
-    points, wanted = len(rows[list(form.columns)].drop_duplicates()), len(form.parameters) + 1
+    columns = [rows[name].to_numpy() for name in form.columns]
+    points, wanted = len(np.unique(np.stack(columns), axis=1).T), len(form.parameters) + 1
     if points < wanted:  # as many as there are parameters are met exactly, and leave no residual
         raise ValueError(
             f"need at least {wanted} distinct ({', '.join(form.columns)}) for {wanted - 1} parameters, got {points}{also}"
         )
     for column in ("n_params", "n_tokens"):
-        if rows[column].nunique() < MIN_LEVELS:
+        if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
             raise ValueError(
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
-                f"got {rows[column].nunique()}{also}"
+                f"got {levels}{also}"
             )
 
 
@@ -154,11 +159,25 @@ def _noise_weights(rows: pd.DataFrame) -> Array:
     return np.asarray(weights / weights.mean())
 
 
-def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float) -> Array:
-    """The most promising starts, [N_STARTS, P]."""
-    starts = problem.starts(log_loss)
-    values = objective(problem, log_loss, weights, starts, delta)
-    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:N_STARTS]])
+def _minima(
+    problem: Problem, log_loss: Array, weights: Array, deltas: tuple[float, ...]
+) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """The best minima: theta [N_FINALISTS, P], objective, converged.
+
+    Of many rows a part tells where the minima lie, and only the best are polished on all of them.
+    """
+    every = max(1, len(log_loss) // MANY_ROWS)
+    part = problem if every == 1 else problem.part(slice(None, None, every))
+    some, w = log_loss[::every], weights[::every]
+    starts = part.starts(some)
+    values = np.nan_to_num(objective(part, some, w, starts, deltas[0]), nan=np.inf)
+    starts = starts[np.argsort(values)[:N_STARTS]]
+    thetas, values, _ = minimize(part, some, np.tile(w, (len(starts), 1)), starts, deltas[:1])
+    best = thetas[np.argsort(values)[:N_FINALISTS]]
+    thetas, values, converged = minimize(
+        problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[1:] or deltas
+    )
+    return thetas, values, converged
 
 
 def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:
@@ -166,7 +185,7 @@ def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:
     n_runs = rows["stem"].nunique()
     if n_runs < MIN_RUNS:
         doubts.append(f"{n_runs} independent runs: intervals were found honest from {MIN_RUNS} on")
-    compute = rows["n_params"] * rows["n_tokens"]
+    compute = rows["n_params"].to_numpy() * rows["n_tokens"].to_numpy()
     decades = float(np.log10(compute.max() / compute.min()))
     if decades < MIN_DECADES:
         doubts.append(f"the runs span {decades:.2f} decades of compute: at least {MIN_DECADES:g} is wanted")

@@ -8,6 +8,7 @@ of a bootstrap. Measured on the reference problem (240 rows): 4 starts reach the
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.forms.form import Array, Problem
 
@@ -50,7 +51,7 @@ def minimize(
     start: Array,
     deltas: tuple[float, ...],
     prior: Prior | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, NDArray[np.bool_]]:
     """Minimise from each start, through each delta in turn (wide ones smooth the way for the last).
 
     Args:
@@ -72,7 +73,7 @@ def minimize(
 
 def _descend(
     problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, NDArray[np.bool_]]:
     theta, unit = theta.copy(), np.eye(theta.shape[1])
     value = objective(problem, log_loss, weights, theta, delta, prior)
     damping = np.full(len(theta), 0.1)

@@ -18,6 +18,7 @@ from scaling.basin import (
     quadratic_slopes,
     shape_of,
     squared_distances,
+    stray_variance,
 )
 from scaling.forms.form import Array
 
@@ -122,7 +123,7 @@ class Process:
         """Mean [m] and covariance [m, m] of w without noise."""
         mean, features, _ = self._prior_at(u, s)
         z = u - s @ self.shape.drift.T
-        covariance = covariance_of(self.shape, (z, s, cell, features), (z, s, cell, features))
+        covariance = covariance_of(self.shape, (z, s, cell, features), (z, s, cell, features), self.layout)
         if not len(self.data.w):
             return mean, covariance
         factor, weights, _ = self._factored
@@ -160,7 +161,7 @@ class Process:
         z = data.u - data.s @ shape.drift.T
         features, mean = quadratic(z, data.s, shape.basin, self.layout)
         at = (z, data.s, data.cell, features)
-        covariance = covariance_of(shape, at, at)
+        covariance = covariance_of(shape, at, at, self.layout)
         covariance[np.diag_indices(len(z))] += _scatter(data, shape.noise)
         factor = np.linalg.cholesky(covariance)
         return np.asarray(factor), np.asarray(cho_solve((factor, True), data.w - mean)), at
@@ -168,11 +169,13 @@ class Process:
     def _prior_at(self, u: Array, s: Array) -> tuple[Array, Array, Array]:
         z = u - s @ self.shape.drift.T
         features, mean = quadratic(z, s, self.shape.basin, self.layout)
-        return mean, features, (features**2).sum(1) + self.shape.shared**2 + self.shape.own**2 + LEVEL**2
+        t = z[:, : self.layout.n_numeric] - 0.5
+        own = LEVEL**2 + stray_variance(self.shape.basin) * (t**2).sum(1)
+        return mean, features, (features**2).sum(1) + self.shape.shared**2 + self.shape.own**2 + own
 
     def _covariance(self, u: Array, s: Array, cell: Integers, features: Array) -> Array:
         z = u - s @ self.shape.drift.T
-        return covariance_of(self.shape, (z, s, cell, features), self._factored[2])
+        return covariance_of(self.shape, (z, s, cell, features), self._factored[2], self.layout)
 
 
 def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tuple[float, Array]:
@@ -188,7 +191,10 @@ def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tu
     apart = squared_distances(data.s, data.s) / shape.reach**2
     near = np.exp(-apart / 2)
     amplitude = shape.shared**2 + shape.own**2 * near
-    covariance = features @ features.T + correlation * amplitude + LEVEL**2 * (data.cell[:, None] == data.cell)
+    t = z[:, : layout.n_numeric] - 0.5
+    same = data.cell[:, None] == data.cell
+    strays = stray_variance(shape.basin) * same
+    covariance = features @ features.T + correlation * amplitude + LEVEL**2 * same + strays * (t @ t.T)
     covariance[np.diag_indices(n)] += _scatter(data, shape.noise)
     factor = np.linalg.cholesky(covariance)
     inverse = dpotri(factor, lower=1)[0]
@@ -203,7 +209,8 @@ def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tu
     gradient = np.zeros_like(theta)
     gradient[0] = 2 * shape.noise**2 * np.diag(slope)[~data.exact].sum()
     to_features = 2 * slope @ features
-    gradient[1] = (to_features * features).sum() - weights @ mean
+    by_stray = slope * strays
+    gradient[1] = (to_features * features).sum() - weights @ mean + (by_stray * (t @ t.T)).sum()
     by_process = slope * correlation
     by_own = by_process * near
     gradient[2] = 2 * shape.shared**2 * by_process.sum()
@@ -213,7 +220,9 @@ def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tu
     laplacian = by_distance.sum(1)[:, None] * scaled - by_distance @ scaled
     gradient[4 : first_drift - 1] = np.bincount(layout.groups, -4 * (scaled * laplacian).sum(0))
     to_z = 4 * laplacian / shape.lengths
-    to_z[:, : layout.n_numeric] += quadratic_slopes(z, data.s, shape.basin, layout, to_features, weights)
+    to_z[:, : layout.n_numeric] += (
+        quadratic_slopes(z, data.s, shape.basin, layout, to_features, weights) + 2 * by_stray @ t
+    )
     gradient[first_drift:] = -(to_z[:, : layout.n_numeric].T @ data.s).ravel()
     return float(value), gradient + off / spread
 

@@ -118,8 +118,10 @@ class ResponseSurface(Result):
     def optimum(self, scale: Mapping[str, float] | None = None, *, level: float = 0.9) -> ResponseOptimum:
         """The best point at a scale, told or not, with an interval over the surface's own uncertainty.
 
-        The interval holds what runs leave open in the drift, the basin's shape and the noise; not that the drift might
-        bend. On Step Law's grid, told all smaller cells, nine in ten was 10 of 16 for the rate and 12 of 16 for the batch.
+        The interval holds what runs leave open in the drift, the basin's shape and the noise, and how far a cell's optimum
+        strays from a straight drift (`basin.STRAY`); not that the drift might bend. On Step Law's grid nine in ten was 15
+        of 16 for the rate and 13 of 16 for the batch, told all smaller cells; 15 of 17 for either, told all others. `STRAY`
+        was not fitted to that, but its size was known from the same table.
 
         Raises:
             ValueError: a scale is missing or not above 0, or the level is not between 0 and 1.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scaling.basin import Layout
+from scaling.basin import DRIFT_SPREAD, Layout
 from scaling.forms.form import Array
 from scaling.table import numbers, require_columns
 
@@ -24,14 +24,18 @@ class SearchBox:
         bounds: lowest and highest value of each numeric coordinate.
         choices: the values of each category.
         scales: columns that tell a run's scale, e.g. n_params and n_tokens; above 0, and known before the run.
+        drift: how far a numeric coordinate's optimum is expected to move per doubling of a scale, before any run: mean and
+            standard deviation in the coordinate's own unit. Where nothing is stated, none ± `DRIFT_SPREAD` box widths.
 
     Raises:
-        ValueError: there is no coordinate, a name occurs twice, bounds don't rise or a category has no two choices.
+        ValueError: there is no coordinate, a name occurs twice, bounds don't rise, a category has no two choices, or a drift
+            is of no such coordinate or scale, or not a finite mean with a deviation above 0.
     """
 
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     choices: Mapping[str, tuple[Hashable, ...]] = field(default_factory=dict)
     scales: tuple[str, ...] = ()
+    drift: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the rules."""
@@ -44,6 +48,14 @@ class SearchBox:
         for name, values in self.choices.items():
             if len(set(values)) < max(2, len(values)):
                 raise ValueError(f"choices of {name} must be two or more different ones, got {values!r}")
+        for name, by_scale in self.drift.items():
+            for scale, (mean, spread) in by_scale.items():
+                if name not in self.bounds or scale not in self.scales:
+                    raise ValueError(f"drift must be of a numeric coordinate with a scale, got {name} with {scale}")
+                if not (math.isfinite(mean) and 0 < spread < math.inf):
+                    raise ValueError(
+                        f"drift of {name} with {scale} must be finite, its deviation above 0, got {mean!r} ± {spread!r}"
+                    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,7 +68,17 @@ class SearchBox:
         groups = list(range(len(self.bounds)))
         for number, values in enumerate(self.choices.values(), start=len(groups)):
             groups += [number] * len(values)
-        return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=len(self.scales))
+        drifts = tuple(
+            self._drift(name, scale, high - low) for name, (low, high) in self.bounds.items() for scale in self.scales
+        )
+        return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=len(self.scales), drifts=drifts)
+
+    def _drift(self, name: str, scale: str, width: float) -> tuple[float, float]:
+        """What is expected of one drift, in box widths."""
+        if scale not in (stated := self.drift.get(name, {})):
+            return 0.0, DRIFT_SPREAD
+        mean, spread = stated[scale]
+        return mean / width, spread / width
 
     def encode(self, points: pd.DataFrame) -> Array:
         """Unit cube for numbers (points outside the box lie outside of it), 0 or √½ for categories, [n, q].

@@ -27,9 +27,10 @@ class Verdict(Result):
     """Whether what is tuned small holds when large.
 
     Attributes:
-        transfers: one for each scale and hyperparameter that was asked for, at the longest horizon; the first is what
-            `drift_octaves` and `interval` are of (in a study, the rate along the width).
-        n_tokens: the longest horizon, tokens.
+        transfers: one for each scale and hyperparameter that was asked for, at its grid's longest horizon; the first is
+            what `drift_octaves` and `interval` are of (in a study, the rate along the width).
+        n_tokens: the longest horizon of all, tokens.
+        horizons: tokens of each transfer's runs, its own longest horizon; as many as transfers.
         horizon: the best rate against tokens, or None.
         batch: the best batch against tokens, or None; None for both where no such grid was run.
         missing: why a transfer or a law has no answer, by its name, such as `rate along depth` or `horizon law`.
@@ -37,6 +38,7 @@ class Verdict(Result):
 
     transfers: tuple[Transfer, ...]
     n_tokens: float
+    horizons: tuple[float, ...]
     horizon: HorizonLaw | None = None
     batch: BatchLaw | None = None
     missing: dict[str, str]
@@ -81,7 +83,7 @@ class Verdict(Result):
     @cached_property
     def next_runs(self) -> pd.DataFrame:
         """What to run to decide, a row for each thing to add; see `evidence.runs_to_decide` for the columns."""
-        parts = [runs_to_decide(transfer, self.n_tokens) for transfer in self.transfers]
+        parts = [runs_to_decide(*each) for each in zip(self.transfers, self.horizons, strict=True)]
         found = [part for part in parts if len(part)] if self.verdict == "not enough evidence" else []
         return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=COLUMNS)
 
@@ -133,6 +135,7 @@ class Verdict(Result):
             "next_runs": following.where(following.notna(), None).to_dict("records"),
             "options": self.options,
             "n_tokens": self.n_tokens,
+            "horizons": list(self.horizons),
             "transfers": [transfer.to_dict() for transfer in self.transfers],
             "horizon": self.horizon and self.horizon.to_dict(),
             "batch": self.batch and self.batch.to_dict(),
@@ -145,6 +148,8 @@ class Verdict(Result):
         return cls(
             transfers=tuple(map(Transfer.from_dict, data["transfers"])),
             n_tokens=data["n_tokens"],
+            # Earlier versions wrote none: there the longest of all was taken for each.
+            horizons=tuple(data.get("horizons", [data["n_tokens"]] * len(data["transfers"]))),
             horizon=data["horizon"] and HorizonLaw.from_dict(data["horizon"]),
             batch=data["batch"] and BatchLaw.from_dict(data["batch"]),
             missing=dict(data["missing"]),
@@ -198,11 +203,12 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     if sized.empty:
         raise ValueError(f"along must name a scale beside batch, got {sorted(rows['along'].unique())}")
     longest = float(sized["n_tokens"].max())
-    transfers, missing = [], {}
+    transfers, horizons, missing = [], [], {}
     for (along, over), grid in sized.groupby(["along", "over"], sort=False):
         at_longest = grid[grid["n_tokens"] == grid["n_tokens"].max()]
         try:
             transfers.append(fit_transfer(_named(at_longest, along, over), along=along, over=over))
+            horizons.append(float(grid["n_tokens"].max()))
         except ScalingError as error:
             missing[f"{over} along {along}"] = str(error)
     laws: dict[str, Any] = {}
@@ -222,7 +228,7 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
             laws["batch"] = fit_batch_law(batches)
         except ScalingError as error:
             missing["batch law"] = str(error)
-    return Verdict(transfers=tuple(transfers), n_tokens=longest, missing=missing, **laws)
+    return Verdict(transfers=tuple(transfers), n_tokens=longest, horizons=tuple(horizons), missing=missing, **laws)
 
 
 def _named(grid: pd.DataFrame, along: str, over: str) -> pd.DataFrame:

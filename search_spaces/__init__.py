@@ -23,7 +23,7 @@ from search_spaces.catalogue import (
 )
 from search_spaces.condition import Condition, OneOf, Range
 from search_spaces.constraints import Constraint, register_constraint
-from search_spaces.distributions import Integer, LogUniform, Uniform
+from search_spaces.distributions import Integer, LogUniform, Uniform, is_log
 from search_spaces.errors import SpaceError
 from search_spaces.kinds import distribution_from_dict
 from search_spaces.listed import Choice, Fixed, Ordinal
@@ -64,6 +64,7 @@ __all__ = [
     "batch",
     "classic",
     "distribution_from_dict",
+    "is_log",
     "mixture",
     "mup_adamw",
     "mup_adamw_full",

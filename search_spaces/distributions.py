@@ -175,6 +175,11 @@ class Integer(Line):
         return f"{self.low} … {self.high}{' (log)' if self.log else ''}"
 
 
+def is_log(distribution: Distribution) -> bool:
+    """Whether a distribution has a logarithmic scale."""
+    return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
+
+
 def is_real(value: object) -> TypeGuard[float]:
     """Whether `value` is a real number; true and false are none."""
     return isinstance(value, Real) and not isinstance(value, bool)

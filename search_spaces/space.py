@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from html import escape
 from itertools import product
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +22,8 @@ from search_spaces.relations import RESERVED, Relations
 from search_spaces.simplex import Simplex
 
 Config: TypeAlias = dict[str, Value]
+T = TypeVar("T")
+U = TypeVar("U")
 
 MOST_DRAWS = 1_000
 """How often one configuration is drawn before its constraints are taken to leave no room: at an acceptance of 1 % one in
@@ -216,7 +218,7 @@ class Space(Mapping[str, Distribution]):
         if missing := [name for name in numeric if name not in by_name]:
             raise SpaceError(f"a grid needs a number of points for {', '.join(missing)}")
         # Distributions that take no points ignore the number.
-        values = [distribution.grid(by_name.get(name, 1)) for name, distribution in self.items()]
+        values = [_naming(name, distribution.grid, by_name.get(name, 1)) for name, distribution in self.items()]
         whole = (dict(zip(self, combination, strict=True)) for combination in product(*values))
         distinct = {tuple(config.items()): config for config in map(self._only_active, whole)}
         grid = [config for config in distinct.values() if not any(self._between.broken(config))]
@@ -275,7 +277,8 @@ class Space(Mapping[str, Distribution]):
         Raises:
             SpaceError: If the shape is another, or a coordinate is not in [0, 1].
         """
-        return self._only_active({name: self[name].decode(places) for name, places in self._split(point).items()})
+        parts = self._split(point).items()
+        return self._only_active({name: _naming(name, self[name].decode, places) for name, places in parts})
 
     def from_prior(self, point: ArrayLike) -> NDArray[np.float64]:
         """Where a point of a uniform draw, or a quasi-random one, goes so that it follows the priors; shape as `decode`'s.
@@ -319,6 +322,14 @@ class Space(Mapping[str, Distribution]):
         rows += [(key, "constraint", str(constraint)) for key, constraint in self.constraints.items()]
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         return f"<table><tr><th>hyperparameter</th><th>distribution</th><th>values</th></tr>{body}</table>"
+
+
+def _naming(name: str, call: Callable[[T], U], argument: T) -> U:
+    """What a distribution answers; what it refuses, with the name of its hyperparameter."""
+    try:
+        return call(argument)
+    except SpaceError as error:
+        raise SpaceError(f"{name}: {error}") from error
 
 
 def _generator(seed: int, index: int, name: str, attempt: int) -> np.random.Generator:

@@ -119,8 +119,10 @@ def sweep(
 
     Args:
         study: The study file.
-        narrow: Once that is done, search as much again in the space around the best region, in the same table.
-        learn_from: Another study of the same corpus and family whose runs inform the searcher; may be repeated.
+        narrow: Where nothing of it is left to do, search as much again around the best region, in the same table; else
+            only finish it.
+        learn_from: Another study of the same corpus and family whose runs inform the searcher: its file, its directory or
+            its ledger.sqlite; may be repeated.
     """
     return _stage(study, options, lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from), "sweep")
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
+from muscale.layout import STUDY_FILE
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
@@ -26,7 +27,7 @@ from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
-from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError
+from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -196,6 +197,8 @@ class StudyConfig(_Table):
             values = tomllib.loads(path.read_text())
         except FileNotFoundError as error:
             raise StudyFileError(f"{path}: no such file; `muscale init {path.parent}` writes one to edit") from error
+        except IsADirectoryError as error:
+            raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
         for override in overrides:
@@ -216,7 +219,7 @@ class StudyConfig(_Table):
                 tables[key] = _build(build, table, f"{where}: {key}", problems)
         if isinstance(sweep := tables.get("sweep"), dict) and "space" in sweep:
             try:
-                sweep["space"] = Space.from_dict(values["sweep"]["space"], where=f"{where}: sweep.space")
+                sweep["space"] = _space(values["sweep"]["space"], f"{where}: sweep.space")
             except SpaceError as error:
                 problems.append(str(error))
                 del sweep["space"]
@@ -232,6 +235,16 @@ class StudyConfig(_Table):
 
 
 _FAULTY: Any = object()  # stands for a table whose problems were told already
+
+
+def _space(table: Any, where: str) -> Space:
+    """The space of a table, or the ready-made one of a name."""
+    if not isinstance(table, str):
+        return Space.from_dict(table, where=where)
+    try:
+        return ready_made(table)
+    except SpaceError as error:
+        raise SpaceError(f"{where}: {error}") from error
 
 
 def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
@@ -274,7 +287,7 @@ def _explain(detail: dict[str, Any], where: str, allowed: Sequence[str] | None =
         return f"{where}{separator}{key}: unknown key (value {value!r}){_did_you_mean(str(name), allowed or _keys_at(tables))}"
     if detail["type"] == "missing":
         return f"{where}{separator}{key}: missing, a value is required"
-    rule = detail["msg"].removeprefix("Value error, ")
+    rule = "Input should be a list" if detail["type"] == "tuple_type" else detail["msg"].removeprefix("Value error, ")
     location = f"{where}{separator}{key}" if key else where
     return f"{location}: {rule}, got {value!r}" if not isinstance(value, dict) else f"{location}: {rule}"
 

@@ -75,7 +75,8 @@ def contradictions(config: StudyConfig) -> list[str]:
         problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
     searched = dataclasses.replace(h, batch_tokens=config.largest_batch)
     problems += config.sweep.contradictions(searched, config.rung_tokens())
-    if smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
+    too_short = any(problem.startswith("sweep.n_tokens:") for problem in problems)
+    if not too_short and smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
         problems.append(
             f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "
             f"the warmup; got {config.sweep.n_tokens}"

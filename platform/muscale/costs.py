@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from muscale import ladder, transfer
@@ -26,7 +28,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         stages_by_fraction=config.corpus.stages_by_fraction,
     )
     sweep_tokens = budget(config, trial_plan(config, numerics)).most_tokens
-    rows: list[tuple[str, int, float, float]] = [
+    rows: list[tuple[str, int, Any, float]] = [
         ("sweep", config.sweep.trials, sweep_tokens, 6.0 * model.n_params * sweep_tokens)
     ]
     grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
@@ -38,8 +40,8 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]
     rows.append(("ladder", len(steps), *_trained(steps)))
-    rows.append(("promote", 1, float("nan"), config.plan.compute_flops))
-    return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"])
+    rows.append(("promote", 1, pd.NA, config.plan.compute_flops))  # how it is spent is the plan's to say
+    return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"]).astype({"n_tokens": "Int64"})
 
 
 def _trained(chains: list[Chain]) -> tuple[int, float]:

@@ -12,12 +12,23 @@ STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Both wait for the end of the block: around imports of Ray, whose compiled modules swallow them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPS))
+    """Both wait for the end of the block: around imports of Ray, where import machinery and compiled modules swallow them.
+
+    They are noted rather than masked: a mask holds for one thread, the system gives a signal to any, and Python then raises it
+    in the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no handler runs here
+        return
+    heard: list[int] = []
+    before = {which: signal.signal(which, lambda number, _frame: heard.append(number)) for which in STOPS}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for which, handler in before.items():
+            signal.signal(which, handler)
+        if heard:
+            signal.raise_signal(heard[0])
 
 
 @contextmanager

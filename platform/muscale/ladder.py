@@ -24,7 +24,7 @@ from proxy_models.recipe import Recipe
 from proxy_models.segments import branch
 from proxy_models.segments import chain as chain_of
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
-from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
+from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 
 MAX_WARMUP = 2.1
 """Warmup of a run that tells the law, in units of the study's own fraction: a branch at half its stem's length has twice
@@ -149,8 +149,7 @@ def _numeric(space: Space) -> dict[str, Distribution]:
 
 
 def _place(value: float, distribution: Distribution) -> float:
-    logarithmic = isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
-    return float(np.log2(value)) if logarithmic else float(value)
+    return float(np.log2(value)) if is_log(distribution) else float(value)
 
 
 def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:

@@ -1,37 +1,44 @@
 """A lease keeps two workers from training the same line at once, and a dead one's lease does not outlive it for long.
 
 The owner raises a counter; whoever waits judges by its own monotonic clock, so no two machines' clocks are compared. Each
-new owner gets a larger fencing token, and a result is accepted only with the current one. While the ledger does not answer,
-nobody is judged: the owner could not beat either.
+new owner gets a larger fencing token, and a result is accepted only with the current one. Time in which the ledger does not
+answer counts against nobody: the owner could not beat either.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import sqlalchemy as sa
 
 from muscale.errors import MuscaleError
 from muscale.ledger import Ledger, check_token, find, insert_once, stamped
+from muscale.storage import P, T
 from muscale.tables import leases, segments
 
 BEAT_SECONDS = 2.0
 EXPIRES_SECONDS = 20.0  # without a beat; a dead process of this machine is noticed at once
 _POLL_SECONDS = 0.2
-_ANSWERS_SECONDS = 1.0  # a poll that takes longer has waited for the ledger
+_TELLS_SECONDS = 3.0  # of waiting, before a person is told for whom
+_ANSWER_SECONDS = 1.0  # what a call takes beyond that was spent waiting for the ledger
+_TRIES_WRITING = 0.8  # of the time without a beat
 
 _log = logging.getLogger(__name__)
+
+Standing: TypeAlias = tuple[str, int, int]
+"""Name, token and beat of a lease: the same again later means that nobody has beaten."""
 
 
 @contextmanager
@@ -71,33 +78,96 @@ def all_leases(connection: sa.Connection) -> list[dict[str, Any]]:
     return find(connection, "leases")
 
 
+def expired_leases(ledger: Ledger) -> frozenset[Standing]:
+    """The leases of other processes that stand still for `EXPIRES_SECONDS`: their owners died on another machine, or hang.
+
+    It watches for that long where there are any, and where all owners live only until each has beaten.
+    """
+    clock, mine = _LedgerClock(), f"{_me()}/"
+    still: frozenset[Standing] | None = None
+    since = clock.now()
+    while True:
+        held = [row for row in clock.timed(ledger.read, all_leases) if row["owner"] and not is_dead(row["owner"])]
+        seen = frozenset(standing_of(row) for row in held if not row["owner"].startswith(mine))
+        if still is None:
+            still, since = seen, clock.now()
+        still &= seen
+        if not still or clock.now() - since > EXPIRES_SECONDS:
+            return still
+        time.sleep(_POLL_SECONDS)
+
+
+def standing_of(row: Mapping[str, Any]) -> Standing:
+    """What identifies a lease as it stands."""
+    return row["name"], int(row["token"]), int(row["beat"])
+
+
+def is_held(row: Mapping[str, Any], expired: Collection[Standing]) -> bool:
+    """Whether a lease has an owner who is not known to be dead, given those that have expired."""
+    return row["owner"] is not None and not is_dead(row["owner"]) and standing_of(row) not in expired
+
+
+def held_leases(ledger: Ledger, expired: Collection[Standing]) -> list[str]:
+    """Names of the leases that somebody holds, given those that have expired (`expired_leases`)."""
+    return [row["name"] for row in ledger.read(all_leases) if is_held(row, expired)]
+
+
+class _LedgerClock:
+    """Seconds in which the ledger answered, by this process's monotonic clock.
+
+    Of each call `_ANSWER_SECONDS` count at most. So an owner who can't beat while the ledger is away is not judged, and one
+    who died is judged even on a ledger that is always slow.
+    """
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() - self._waited
+
+    def timed(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        begun = time.monotonic()
+        found = call(*args, **kwargs)
+        self._waited += max(0.0, time.monotonic() - begun - _ANSWER_SECONDS)
+        return found
+
+
 def _acquire(ledger: Ledger, name: str) -> int:
     me = f"{_me()}/{secrets.token_hex(4)}"  # of this attempt, so that one whose answer was lost is recognized as ours
-    judged: tuple[int, int] | None = None
-    seen, seen_at = None, time.monotonic()
+    clock = _LedgerClock()
+    seen: Standing | None = None
+    since, tried = clock.now(), False
+    tells_at = since + _TELLS_SECONDS
     while True:
-        asked_at = time.monotonic()
-        held = ledger.write(_take, name, me, judged)
-        if held["owner"] == me:
-            return int(held["token"])
-        now = time.monotonic()
-        standing = (int(held["token"]), int(held["beat"]))
-        if standing != seen or now - asked_at > _ANSWERS_SECONDS:
-            seen, seen_at = standing, now
-        judged = standing if now - seen_at > EXPIRES_SECONDS or is_dead(held["owner"]) else None
-        if judged is None:
-            time.sleep(_POLL_SECONDS)
+        row = next(iter(clock.timed(ledger.read, find, "leases", {"name": name})), None)
+        standing = standing_of(row) if row else None
+        if standing != seen:
+            seen, since, tried = standing, clock.now(), False
+        silent = clock.now() - since
+        free = row is None or row["owner"] is None or is_dead(row["owner"]) or silent > EXPIRES_SECONDS
+        # Where reads are answered while writes wait, the owner can't beat: a write of ours has to go through before its time.
+        if free or (silent > _TRIES_WRITING * EXPIRES_SECONDS and not tried):
+            held = clock.timed(ledger.write, _take, name, me, standing if free else None)
+            if held["owner"] == me:
+                return int(held["token"])
+            tried = True
+        elif row and clock.now() > tells_at:
+            host = row["owner"].rsplit("/", 3)[0].split(":")[0]
+            who = f"process {process_of(row['owner'])} on {host}"
+            _log.warning("%s: %s is at work on it; waiting until it ends", name, who)
+            tells_at = math.inf
+        time.sleep(_POLL_SECONDS)
 
 
-def _take(connection: sa.Connection, name: str, me: str, judged: tuple[int, int] | None) -> dict[str, Any]:
+def _take(connection: sa.Connection, name: str, me: str, judged: Standing | None) -> dict[str, Any]:
     """Take the lease if it is free, or stands where its owner was judged to be gone; returns it as it is then."""
-    row = connection.execute(sa.select(leases).where(leases.c.name == name)).mappings().first()
+    row = next(iter(find(connection, "leases", {"name": name})), None)
     if row is None:
         first = {"name": name, "token": 1, "owner": me, "beat": 0}
         insert_once(connection, "leases", [first])
         return first
-    if row["owner"] is not None and (row["token"], row["beat"]) != judged:
-        return dict(row)
+    if row["owner"] is not None and standing_of(row) != judged:
+        return row
     taken = {"token": row["token"] + 1, "owner": me, "beat": row["beat"] + 1}
     connection.execute(sa.update(leases).where(leases.c.name == name).values(**taken))
     return {**row, **taken}
@@ -146,8 +216,3 @@ def is_dead(owner: str) -> bool:
         return f"{process.create_time():.2f}" != created or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def held_leases(ledger: Ledger) -> list[str]:
-    """Names of the leases that somebody holds who is not known to be dead."""
-    return [row["name"] for row in ledger.read(all_leases) if row["owner"] is not None and not is_dead(row["owner"])]

@@ -1,8 +1,8 @@
 """Merges another ledger of the same study into ours: a colleague's, or one that was begun on another machine.
 
-Everything is inserted once, so a merge can be repeated. Where both know a key, ours stays, and other losses are told. Of a
-sweep that is known here nothing is taken but its trainings: two orders of arrival don't mix. The source is only read, its
-training states are copied as files, and nothing in it is unpickled.
+Everything is inserted once, so a merge can be repeated. Where both know a key, ours stays, and what differs is told. Of a
+sweep that is known here nothing is taken but its trainings: two orders of arrival don't mix. The source is only read, in one
+snapshot, its training states are copied as files, and nothing in it is unpickled.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
+from muscale.differing import Conflict, first_difference, same, shown
 from muscale.errors import StudyDirectoryError
 from muscale.layout import CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, differences, find, insert_once
@@ -29,9 +31,9 @@ from muscale.storage import first_line, require_schema, sqlite_schema
 from muscale.tables import segments, trials
 from proxy_models.content_key import content_key
 
-SAME_LOSS = 1e-3  # relative: machines and thread counts sum in another order
 _AT_ONCE = 500  # rows in one transaction
 _PLAIN = ("runs", "results", "forecasts")
+_KNOWN_BY = {"results": ("stage", "key"), "forecasts": ("plan",)}  # whose other values are compared
 _OF_A_SWEEP = ("rounds", "trials", "rungs", "decisions")
 
 Read = Callable[..., Any]  # a storage's `read`
@@ -45,14 +47,16 @@ class MergeResult:
         source: Where from.
         added: New rows by table, and copied files as "states" and "curves".
         known_sweeps: Sweeps of the source that were known here, whose trials and rungs were left out.
-        conflicts: Keys that both know with different losses: (key, ours, theirs), None after a divergence.
-        refused: Keys of the source's segments that don't fit what they describe; they were left out.
+        conflicts: What both know differently: (name, ours, theirs). Of a segment the name is its key, the values are its
+            losses, None after a divergence; of a stage's result or a forecast the name tells the first value that differs.
+        refused: Keys of the source's segments that don't fit what they describe; they were left out, and of sweeps whatever
+            follows from them.
     """
 
     source: str
     added: dict[str, int]
     known_sweeps: tuple[str, ...]
-    conflicts: tuple[tuple[str, float | None, float | None], ...]
+    conflicts: tuple[Conflict, ...]
     refused: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,10 +69,9 @@ class MergeResult:
             lines.append(
                 f"  trials of {len(self.known_sweeps)} sweeps that are known here were left out, not their trainings"
             )
-        lines += [
-            f"  conflict: {key}: {_loss(ours)} here stays, {_loss(theirs)} there"
-            for key, ours, theirs in self.conflicts
-        ]
+        for name, *values in self.conflicts:
+            ours, theirs = (shown(value, none="nothing" if ": " in name else "diverged") for value in values)
+            lines.append(f"  conflict: {name}: {ours} here stays, {theirs} there")
         lines += [f"  refused: {key}: does not fit what it describes" for key in self.refused]
         return "\n".join(lines)
 
@@ -93,16 +96,23 @@ def merge(ledger: Ledger, source: Path) -> MergeResult:
             raise StudyDirectoryError(f"{name}: the ledger is no study's yet")
         if theirs != ours:
             raise StudyDirectoryError(f"{name}: the ledger is another study's: {differences(ours, theirs)}")
+        here, there = ledger.read(_corpora), read(_corpora)
+        if here and there and not here & there:
+            raise StudyDirectoryError(
+                f"{name}: the ledger is another study's: its corpus has the same name, but other text: key "
+                f"{', '.join(sorted(here))} here but {', '.join(sorted(there))} there"
+            )
         added = dict.fromkeys(("segments", *_PLAIN, "sweeps", *_OF_A_SWEEP, "states", "curves"), 0)
         conflicts, refused = _merge_segments(ledger, read, directory, added)
         for table in _PLAIN:
             rows = [row for row in read(find, table) if row.get("key") not in refused]
+            conflicts += _conflicts(table, ledger.read(find, table), rows)
             for batch in _batches(rows):
                 added[table] += ledger.write(insert_once, table, batch)
         known = ledger.read(_sweeps)
         sweeps = read(_sweeps)
         for sweep in sorted(sweeps - known):
-            its = {table: read(find, table, {"sweep": sweep}) for table in _OF_A_SWEEP}
+            its = _without(set(refused), {table: read(find, table, {"sweep": sweep}) for table in _OF_A_SWEEP})
             for table, count in ledger.write(_add_sweep, sweep, its).items():
                 added[table] += count
         return MergeResult(
@@ -116,10 +126,12 @@ def merge(ledger: Ledger, source: Path) -> MergeResult:
 
 def _merge_segments(
     ledger: Ledger, read: Read, directory: Path, added: dict[str, int]
-) -> tuple[list[tuple[str, float | None, float | None]], list[str]]:
+) -> tuple[list[Conflict], list[str]]:
     ours: dict[str, float | None] = ledger.read(_losses)
     theirs: dict[str, float | None] = read(_losses)
-    conflicts = [(key, ours[key], loss) for key, loss in theirs.items() if key in ours and not _same(ours[key], loss)]
+    conflicts: list[Conflict] = [
+        (key, ours[key], loss) for key, loss in theirs.items() if key in ours and not same(ours[key], loss)
+    ]
     refused = []
     for keys in _batches([key for key in theirs if key not in ours]):
         new = []
@@ -135,6 +147,22 @@ def _merge_segments(
             new.append(row)
         added["segments"] += ledger.write(insert_once, "segments", new)
     return conflicts, refused
+
+
+def _conflicts(table: str, ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Iterator[Conflict]:
+    """Results or forecasts that both know, by the first value that differs."""
+    keys = _KNOWN_BY.get(table, ())
+    known = {tuple(row[key] for key in keys): row for row in ours}
+    for row in theirs if keys else ():
+        name = tuple(row[key] for key in keys)
+        if name in known and (found := first_difference(_values(known[name]), _values(row))):
+            place, here, there = found
+            yield f"{' '.join((table.removesuffix('s'), *name))}: {place}", here, there
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says: its payload in one with the other columns, but for the time."""
+    return {**row, **row["payload"], "payload": None, "created_at": None, "registered_at": None}
 
 
 def _fits(row: Mapping[str, Any]) -> bool:
@@ -167,11 +195,13 @@ def _copied(source: Path, target: Path, file: str, added: dict[str, int], kind: 
 @contextmanager
 def opened(source: Path) -> Iterator[tuple[str, Read]]:
     """Read access to the ledger of a directory, or to an SQLite file."""
+    source = source.absolute()  # SQLite's URIs know no other
     place = read_place(source) if source.is_dir() else None
     if place and place["ledger"] == "postgresql":
         storage = PostgresStorage(None, place["schema"], read_only=True)
         try:
-            yield storage.name, storage.read
+            with storage.snapshot() as read:
+                yield storage.name, read
         finally:
             storage.close()
         return
@@ -185,15 +215,29 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
     # A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
     uri = f"{path.as_uri()}?mode=ro" + ("" if unwritten else "&immutable=1")
     engine = sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(uri, uri=True), poolclass=sa.pool.StaticPool)
+    told = partial(_told, path)
     try:
-        with engine.connect() as connection:
-            connection.exec_driver_sql("BEGIN")  # one snapshot for all that is read
-            require_schema(str(path), sqlite_schema(connection))
-            yield str(path), lambda function, *args: function(connection, *args)
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
-        raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
+        with told(engine.connect) as connection:
+            told(connection.exec_driver_sql, "BEGIN")  # one snapshot for all that is read
+            require_schema(str(path), told(sqlite_schema, connection))
+            yield str(path), lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
     finally:
         engine.dispose()
+
+
+def _corpora(connection: sa.Connection) -> set[str]:
+    """Keys of the corpora that were trained on."""
+    return {
+        numerics["corpus_key"] for numerics in connection.execute(sa.select(segments.c.numerics).distinct()).scalars()
+    }
+
+
+def _told(path: Path, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call finds in the source; what fails in our own ledger meanwhile is not the source's fault."""
+    try:
+        return call(*args, **kwargs)
+    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
+        raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
 
 
 def _losses(connection: sa.Connection) -> dict[str, float | None]:
@@ -218,14 +262,26 @@ def _add_sweep(
     return {"sweeps": 1} | {table: insert_once(connection, table, rows[table]) for table in _OF_A_SWEEP}
 
 
-def _same(ours: float | None, theirs: float | None) -> bool:
-    if ours is None or theirs is None:
-        return ours is theirs
-    return math.isclose(ours, theirs, rel_tol=SAME_LOSS)
+def _without(refused: set[str], rows: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """A sweep without the rungs of refused segments and what follows from them.
 
-
-def _loss(value: float | None) -> str:
-    return "diverged" if value is None else f"{value:.6g}"
+    That is the trial's later rungs, and decisions to go on from there: its own, or those of others from its state. A sweep
+    that is run again goes on from what is left.
+    """
+    gone: dict[int, int] = {}  # by trial, the first rung that is left out
+    kept: dict[str, list[dict[str, Any]]] = {table: list(rows[table]) for table in ("rounds", "trials")}
+    kept |= {"rungs": [], "decisions": []}
+    events = [(row["sequence"], table, row) for table in ("rungs", "decisions") for row in rows[table]]
+    for _, table, row in sorted(events, key=lambda event: event[0]):
+        trial, rung = row["trial"], row["rung"]
+        if table == "rungs" and row["segment"] in refused:
+            gone[trial] = min(rung, gone.get(trial, rung))
+        elif table == "decisions" and row["donor"] is not None and rung >= gone.get(row["donor"], math.inf):
+            gone[trial] = min(rung + 1, gone.get(trial, rung + 1))
+            continue
+        if rung < gone.get(trial, math.inf):
+            kept[table].append(row)
+    return kept
 
 
 def _batches(rows: Sequence[Any]) -> Iterator[list[Any]]:

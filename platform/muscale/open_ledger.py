@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from muscale.ledger_actor import ActorStorage
 from muscale.postgresql import PostgresStorage
 from muscale.storage import SqliteStorage
 
+_MARK_SECONDS = 10.0  # assumed: far longer than a rename takes
+_POLL_SECONDS = 0.05
 _RAYS_COPIES = "runtime_resources"  # the folder of a Ray session that working directories of jobs are unpacked in
 
 
@@ -95,16 +98,55 @@ def _begin(settings: StorageSettings, directory: Path, name: str) -> dict[str, A
         place = {"ledger": "postgresql", "schema": f"study_{slug}_{secrets.token_hex(4)}"}
         begun = PostgresStorage(None, place["schema"])
     begun.read(_nothing)
-    begun.close()
-    unfinished = directory / f"{LEDGER_PLACE}.{secrets.token_hex(4)}.unfinished"
-    unfinished.write_text(json.dumps(place, indent=1) + "\n")
     try:
-        os.link(unfinished, directory / LEDGER_PLACE)
-    except FileExistsError:
-        return read_place(directory) or place
+        return _note(directory, place)
     finally:
-        unfinished.unlink()
-    return place
+        if isinstance(begun, PostgresStorage) and read_place(directory) != place:
+            begun.drop_unclaimed()  # another process was first, and nobody else knows this schema's name
+        begun.close()
+
+
+def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
+    """Write down where the ledger lies, whole or not at all, unless another process did so first; returns what stands there."""
+    noted = directory / LEDGER_PLACE
+    unfinished = directory / f"{LEDGER_PLACE}.{secrets.token_hex(4)}.unfinished"
+    try:
+        unfinished.write_text(json.dumps(place, indent=1) + "\n")
+        try:
+            os.link(unfinished, noted)
+        except FileExistsError:
+            pass  # another was first
+        except OSError:  # a file system without hard links
+            _rename_first(unfinished, noted)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return read_place(directory) or place
+
+
+def _rename_first(unfinished: Path, noted: Path) -> None:
+    """Rename a file to a name that nothing has: only the process that made the mark beside it may, the others wait.
+
+    Raises:
+        StudyDirectoryError: If a process that made the mark did not finish.
+    """
+    mark = noted.with_name(f"{noted.name}.begun")
+    given_up = time.monotonic() + _MARK_SECONDS
+    while not noted.exists():
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            if time.monotonic() > given_up:
+                raise StudyDirectoryError(
+                    f"{mark}: another process has begun the ledger for more than {_MARK_SECONDS:.0f} s; if none is at it "
+                    "any more, remove this file and run the same command again"
+                ) from None
+            time.sleep(_POLL_SECONDS)
+            continue
+        try:
+            if not noted.exists():  # else another made it between our look and our mark
+                unfinished.rename(noted)
+        finally:
+            mark.unlink(missing_ok=True)
 
 
 def _nothing(_connection: object) -> None:

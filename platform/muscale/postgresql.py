@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Concatenate
 
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError
 from muscale.storage import P, Storage, T, first_line, persist, require_schema
-from muscale.tables import SCHEMA, metadata
+from muscale.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"
 _DRIVERS = ("postgresql", "postgres", "postgresql+psycopg")
@@ -150,6 +151,30 @@ class PostgresStorage(Storage):
 
         return self._persist(attempt)
 
+    @contextmanager
+    def snapshot(self) -> Iterator[Callable[..., Any]]:
+        """A `read` that finds one state of the database, however often and for how long it is called.
+
+        Raises:
+            LedgerUnavailableError: If the server can't be reached; from the `read`, if it is lost on the way.
+        """
+
+        def told(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            try:
+                return call(*args, **kwargs)
+            except sa.exc.OperationalError as error:
+                raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+
+        with told(lambda: self._engine.connect()) as connection:
+            connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            # It holds up nobody's writes, and ours may take long between two reads.
+            told(connection.exec_driver_sql, "SET LOCAL idle_in_transaction_session_timeout = 0")
+            yield lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
+
+    def drop_unclaimed(self) -> None:
+        """Remove the schema, unless it is a study's."""
+        self.write(_drop_unclaimed, self.schema)
+
     def _persist(self, attempt: Callable[[], T]) -> T:
         """Outlast a server that is away for a while; one that never answered is told at once."""
 
@@ -169,6 +194,11 @@ class PostgresStorage(Storage):
         """Close the connections; the next call opens new ones."""
         if engine := self.__dict__.pop("_engine", None):
             engine.dispose()
+
+
+def _drop_unclaimed(connection: sa.Connection, schema: str) -> None:
+    if connection.execute(sa.select(studies)).first() is None:
+        connection.execute(sa.schema.DropSchema(schema, cascade=True))
 
 
 def _is_passing(error: Exception) -> bool:

@@ -32,11 +32,14 @@ class Display:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _lines(self, name: str) -> Update:
-        """An update for logs: a line for every tenth of the way."""
-        told = -1
+        """An update for logs: a line for every tenth of the way, and again of the next where one stage has several."""
+        told, before = -1, (0.0, 0.0)
 
         def update(done: float, total: float, note: str) -> None:
-            nonlocal told
+            nonlocal told, before
+            if done < before[0] or total != before[1]:
+                told = -1
+            before = done, total
             if (tenth := int(10 * done / total)) > told:
                 told = tenth
                 self.line(f"{name:<9} {done:,.0f} of {total:,.0f}  {note}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ import pandas as pd
 import sqlalchemy as sa
 
 from muscale.layout import CURVES, STATES
-from muscale.lease import is_dead, process_of
+from muscale.lease import Standing, expired_leases, is_held, process_of
 from muscale.ledger import Ledger
 from muscale.tables import decisions, leases, retrained, rungs, runs, segments, trials
 
@@ -73,17 +73,22 @@ class Pruning:
         return "\n".join(lines)
 
 
-def prune(ledger: Ledger, *, top_k: int = 3, dry_run: bool = False) -> Pruning:
+def prune(
+    ledger: Ledger, *, top_k: int = 3, dry_run: bool = False, expired: Collection[Standing] | None = None
+) -> Pruning:
     """Remove the states that no rule keeps, and files that no row knows.
 
     Args:
         ledger: Of the study.
         top_k: Trials of each rung whose states are kept.
         dry_run: Only tell what would go.
+        expired: Leases whose owners are gone; by default they are looked for, which may take as long as a lease lasts.
     """
+    if expired is None:
+        expired = expired_leases(ledger)
     facts = ledger.read(_facts, top_k)
     folder = ledger.directory / STATES
-    live = [lease for lease in facts["leases"] if not is_dead(lease["owner"])]
+    live = [lease for lease in facts["leases"] if is_held(lease, expired)]
     reasons = _reasons(facts, {lease["name"] for lease in live})
     kept: Counter[str] = Counter()
     going: dict[str, list[Path]] = {}
@@ -174,7 +179,7 @@ def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
     ranked = sa.select(r.segment, place).where(r.loss.is_not(None)).subquery()
     leaders = connection.execute(sa.select(ranked.c.segment).where(ranked.c.place <= top_k)).scalars()
     ladder = connection.execute(sa.select(runs.c.stem).where(runs.c.purpose == "ladder").distinct()).scalars()
-    taken = connection.execute(sa.select(leases.c.name, leases.c.owner).where(leases.c.owner.is_not(None))).mappings()
+    taken = connection.execute(sa.select(leases).where(leases.c.owner.is_not(None))).mappings()
     again = sa.select(sa.func.count(), sa.func.sum(retrained.c.tokens), sa.func.sum(retrained.c.seconds))
     return {
         "states": [dict(row) for row in states],

@@ -29,6 +29,7 @@ from muscale.progress import Display, following
 from muscale.promotion import Promotion
 from muscale.retention import Pruning, prune
 from muscale.rung_optima import for_horizon
+from muscale.search.lessons import told_lessons
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
@@ -175,21 +176,37 @@ class Study:
         return self._swept
 
     def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
-        trials = self.config.sweep.trials
-        best, seen = math.inf, set[int]()
+        sweep = replace(self.search, learn_from=learn_from)
+        record = sweep.record()
+        rounds, seen = len(record.rounds), {trial for trial, _ in record.arrivals}
+        best = min((known.loss for known in record.arrivals.values() if known.loss is not None), default=math.inf)
+        wanted = self.config.sweep.trials + (record.rounds[-1].first_trial if rounds else 0)
         with self.display.stage("sweep") as update:
 
             def on_arrival(arrival: Arrival) -> None:
-                nonlocal best
+                nonlocal best, wanted
                 seen.add(arrival.trial)
                 best = min(best, math.inf if arrival.loss is None else arrival.loss)
-                update(len(seen), trials, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
+                if arrival.trial >= wanted:  # a round was begun
+                    wanted += self.config.sweep.trials
+                update(len(seen), wanted, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
 
             def on_run(done: int, wanted: int, kind: str) -> None:
                 update(done, wanted, kind)
 
-            sweep = replace(self.search, learn_from=learn_from)
-            return run_sweep(sweep, on_arrival, on_run, narrower=narrower)
+            if not rounds:
+                for source in (
+                    *(self.directory / file for file in self.config.sweep.learn_from),
+                    *map(Path, learn_from),
+                ):
+                    told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
+                    self.display.line(told)
+            result = run_sweep(sweep, on_arrival, on_run, narrower=narrower)
+        if narrower and len(sweep.record().rounds) == max(rounds, 1):
+            self.display.line(
+                "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
+            )
+        return result
 
     @property
     def search(self) -> Sweep:

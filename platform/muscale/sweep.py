@@ -17,7 +17,7 @@ from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import interrupted_later
 from muscale.jobs import Job, cluster, dismiss_workers, staying_cluster
-from muscale.lease import held_leases, lease
+from muscale.lease import expired_leases, held_leases, lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
 from muscale.retention import prune
@@ -27,7 +27,7 @@ from muscale.search.leg import Ending
 from muscale.search.lessons import lessons, runs_of
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.observations import KnownOf
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Arrival, Record, Round
 from muscale.search.tune_run import run_legs
 from muscale.sweep_conclusion import make_result
 from muscale.sweep_result import SweepResult
@@ -73,7 +73,8 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
         rung_tokens=plan.rung_tokens,
         branch_tokens=tuple(branches),
         top_k=settings.top_k,
-        reserved_tokens=settings.leaders * settings.repeats * plan.run_tokens(plan.top),
+        leaders=settings.leaders,
+        repeat_tokens=settings.repeats * plan.run_tokens(plan.top),
         n_params=config.model.n_params,
         devices=resources.gpus_per_worker or resources.cpus_per_worker,
         max_tokens=settings.max_tokens,
@@ -107,17 +108,17 @@ class Sweep:
         """What the ledger has of it."""
         return Record(self.ledger, self.key)
 
-    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun) -> Engine:
-        """The search, where the record left it; a sweep that was not begun begins its first round."""
+    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, part: Round | None = None) -> Engine:
+        """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
             record.begin_round(resolve_searcher(settings, self.taught()), settings.space)
-        part = record.rounds[-1]
+        part = part or record.rounds[-1]
+        allowed = self._budget(record, part)
         n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
         sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
         rule = make_rule(settings, part.space)
         endings = partial(self.endings, record, on_run)
-        allowed = self._budget(record)
         return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, endings=endings)
 
     def endings(self, record: Record, on_run: OnRun) -> list[Ending]:
@@ -160,9 +161,9 @@ class Sweep:
         """Studies that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
-    def _budget(self, record: Record) -> Budget:
-        """What it may cost, up to the end of the last round."""
-        settings, part = self.config.sweep, record.rounds[-1]
+    def _budget(self, record: Record, part: Round) -> Budget:
+        """What it may cost, up to the end of a round."""
+        settings = self.config.sweep
         trials = settings.trials
         if part.searcher == "grid":
             trials = min(trials, len(part.space.grid(settings.grid_points)))
@@ -175,12 +176,8 @@ class Sweep:
         """Tokens of the repetitions that are known, of those who lead and of those who did."""
         annealed = annealed_runs(self, record)
         longest = annealed[annealed["n_tokens"] == annealed["n_tokens"].max()]
-        jobs = [
-            job
-            for _, job in self.repetitions(
-                record, list(zip(map(int, longest["trial"]), map(int, longest["rung"]), strict=True))
-            )
-        ]
+        led = [(int(row["trial"]), int(row["rung"])) for row in longest.to_dict("records")]
+        jobs = [job for _, job in self.repetitions(record, led)]
         known = self.ledger.run_losses([job.chain.key for job in jobs])
         return sum(job.chain.last.end for job in jobs if job.chain.key in known)
 
@@ -232,32 +229,34 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
         record = Record(sweep.ledger.under(name, token), sweep.key)
         engine = sweep.engine(record, on_arrival, on_run)
         if narrower and engine.is_finished:
-            if record.rounds[-1].first_trial < len(
-                record.configs
-            ):  # else it was narrowed, and there was no budget for more
-                _narrow(sweep, record)
-            engine = sweep.engine(record, on_arrival, on_run)
+            to_come = replace(record.rounds[-1], first_trial=len(record.configs))
+            engine = sweep.engine(record, on_arrival, on_run, to_come)
             if engine.is_finished:
                 raise StageError(
                     "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
                     "max_flops or max_device_hours"
                 )
+            if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
+                _narrow(sweep, record)
+            engine = sweep.engine(record, on_arrival, on_run)
         if not engine.is_finished:
             _search(sweep, engine)
             _prune(sweep)
         elif not record.configs:
             least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
             raise StageError(
-                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens with its annealed runs and the "
-                "repetitions of the leaders: raise sweep.max_tokens or max_flops, or lower sweep.repeats"
+                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
+                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the leaders: "
+                "raise sweep.max_tokens or max_flops, or lower sweep.repeats"
             )
         return collect(sweep, record)
 
 
 def _prune(sweep: Sweep) -> None:
     """Remove the states that nothing goes on from, unless somebody else is at work on this study."""
-    if set(held_leases(sweep.ledger)) <= {f"sweep {sweep.key}"}:
-        prune(sweep.ledger, top_k=sweep.config.sweep.top_k)
+    expired = expired_leases(sweep.ledger)
+    if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
+        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
 
 
 def _narrow(sweep: Sweep, record: Record) -> None:

@@ -60,7 +60,10 @@ def make_result(
         space=config.sweep.space,
         is_population=config.sweep.is_population,
         seed=config.sweep.seed,
-        notes=tuple(_notes(config, plan, leaders, comparable=leaders is not None or repeated.empty)),
+        narrowings=tuple(
+            {"first_trial": part.first_trial, **part.narrowed} for part in record.rounds if part.narrowed is not None
+        ),
+        notes=tuple(_notes(config, plan, record, leaders, comparable=leaders is not None or repeated.empty)),
     )
 
 
@@ -86,7 +89,10 @@ def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Le
     return int((np.log(losses) + cost_weight * np.log(seconds)).idxmin())
 
 
-def _notes(config: StudyConfig, plan: TrialPlan, leaders: Leaders | None, *, comparable: bool) -> Iterator[str]:
+def _notes(
+    config: StudyConfig, plan: TrialPlan, record: Record, leaders: Leaders | None, *, comparable: bool
+) -> Iterator[str]:
+    yield from _told_limits(config, plan, record)
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
     if searched != wanted:
         yield (
@@ -112,3 +118,17 @@ def _notes(config: StudyConfig, plan: TrialPlan, leaders: Leaders | None, *, com
     for trial, n_runs in done.items():
         if n_runs < repeats:
             yield f"trial {trial} was repeated over {n_runs} seeds of {repeats} that sweep.repeats asks for"
+
+
+def _told_limits(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
+    """That fewer trials were begun than asked for, with the limits that may be why."""
+    settings, part = config.sweep, record.rounds[-1]
+    named = {name: getattr(settings, name) for name in ("max_tokens", "max_flops", "max_device_hours")}
+    limits = [f"sweep.{name} = {value:g}" for name, value in named.items() if value is not None]
+    wanted = len(part.space.grid(settings.grid_points)) if part.searcher == "grid" else settings.trials
+    begun, wanted = len(record.configs) - part.first_trial, min(wanted, settings.trials)
+    if limits and begun < wanted:
+        leaders = min(settings.leaders, len(record.configs))
+        kept = leaders * settings.repeats * plan.run_tokens(plan.top)
+        why = f"; {kept:,} tokens are kept for {settings.repeats} seeds of {leaders} leaders" if kept else ""
+        yield f"{begun} of {wanted} trials were begun within {' and '.join(limits)}{why}"

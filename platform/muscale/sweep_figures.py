@@ -18,7 +18,7 @@ from muscale.sweep_tables import COST, config_of
 from scaling.figures import COLOURS, LOSS
 from scaling.optima import MAX_EXCESS
 from scaling.search_figures import GREY, draw_pareto, pareto_data
-from search_spaces import Integer, LogUniform, Ordinal, Space
+from search_spaces import Ordinal, Space, is_log
 
 if TYPE_CHECKING:
     from muscale.sweep_result import SweepResult
@@ -108,7 +108,7 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
     dimensions = [
         {"label": name, "values": data[name], **_axis(space, name)} for name in data if name not in ("trial", "loss")
     ]
-    dimensions.append({"label": LOSS, "values": data["loss"]})
+    dimensions.append({"label": "loss", "values": data["loss"]})  # a longer label is cut off at the edge
     # A few losses far up the wall would leave one colour for all the others.
     low, high = data["loss"].min(), data["loss"].quantile(0.8)
     line = {"color": data["loss"], "colorscale": "Viridis", "cmin": low, "cmax": high}
@@ -184,9 +184,8 @@ def draw_response(data: pd.DataFrame, name: str, space: Space) -> go.Figure:
                 showlegend=False,
                 **common,
             )
-    figure.update_xaxes(
-        title=f"{name.replace('_', ' ')} at the base shape", type="log" if _is_log(space, name) else None
-    )
+    logarithmic = name in space and is_log(space[name])
+    figure.update_xaxes(title=f"{name.replace('_', ' ')} at the base shape", type="log" if logarithmic else None)
     figure.update_yaxes(title=f"annealed {LOSS}")
     return figure
 
@@ -301,10 +300,5 @@ def _axis(space: Space, name: str) -> dict[str, Any]:
         texts = [str(value) for value in distribution.values]
         return {"range": [low, high], "tickvals": list(range(len(texts))), "ticktext": texts}
     places = np.linspace(low, high, _TICKS)
-    shown = 2**places if _is_log(space, name) else places
+    shown = 2**places if is_log(distribution) else places
     return {"range": [low, high], "tickvals": places.tolist(), "ticktext": [f"{value:.3g}" for value in shown]}
-
-
-def _is_log(space: Space, name: str) -> bool:
-    distribution = space.get(name)
-    return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)

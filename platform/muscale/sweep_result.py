@@ -14,7 +14,7 @@ import pandas as pd
 from muscale.errors import StageError
 from muscale.rung_optima import RungOptima, told_edges
 from muscale.sweep_importance import importance_of
-from muscale.sweep_tables import COST, config_of
+from muscale.sweep_tables import COST, config_of, told_narrowing, told_values
 from proxy_models.hyperparameters import Hyperparameters
 from scaling import Importance, Leaders, ScalingError, pareto_front
 from search_spaces import Space
@@ -44,6 +44,8 @@ class SweepResult:
         space: What was searched.
         is_population: Whether trials changed their values on the way.
         seed: Of the search.
+        narrowings: What each narrowing cut, and why, in the order of the rounds that followed: first_trial, and what
+            `search_spaces.Narrowed.to_dict` gives.
         notes: Warnings about how it was searched.
     """
 
@@ -57,6 +59,7 @@ class SweepResult:
     space: Space
     is_population: bool
     seed: int
+    narrowings: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -173,11 +176,15 @@ class SweepResult:
             f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
             f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
             f"{self.winner}",
+            f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
+            f"{self.trials['cost_seconds'].sum() / 3600:.3g} hours of their workers, beside annealing and repetitions",
+            f"hyperparameters of trial {self.winner}: {told_values(best, self.space, self.best)}",
             *([f"over seeds: {self.leaders.sentence}", str(self.leaders)] if self.leaders else []),
         ]
         if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
             told.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
+        told += [told_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
         return "\n".join([*told, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -205,6 +212,7 @@ class SweepResult:
             "rungs": _records(self.rungs),
             "annealed": _records(self.annealed),
             "copies": _records(self.copies),
+            "narrowings": list(self.narrowings),
         }
 
     @cached_property

@@ -13,6 +13,7 @@ from muscale.search.lessons import differs_in
 from muscale.search.observations import KnownOf
 from muscale.search.record import Record
 from muscale.trial import TrialPlan
+from proxy_models.hyperparameters import Hyperparameters
 from scaling import ScalingError, pareto_front, seed_noise
 from search_spaces import Config, Space
 
@@ -153,6 +154,26 @@ def config_of(row: Mapping[str, Any], space: Space) -> Config:
     """The searched values of a table's row; one that a condition left out is missing there."""
     values = {name: row[name] for name in space.searched if name in row}
     return {name: value for name, value in values.items() if not (isinstance(value, float) and math.isnan(value))}
+
+
+def told_values(row: Mapping[str, Any], space: Space, given: Hyperparameters) -> str:
+    """The searched values of a trial as a person reads them, with the stages that a population found."""
+    values = {name: getattr(given, name) for name in config_of(row, space)}
+    told = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+    return "; ".join([", ".join(told), *map(str, given.stages)])
+
+
+def told_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:
+    """What was cut for a round and what was not, a line for each hyperparameter, with the reason."""
+    table = narrowing["table"]
+    smaller = any(row["before"] != row["after"] for row in table)
+    where = "a narrower space" if smaller else "the same space, as nothing could be cut"
+    width = max(len(row["hyperparameter"]) for row in table)
+    lines = [f"round {number}, from trial {narrowing['first_trial']} on, in {where}"]
+    for row in table:
+        after = f" {row['after']}" if row["after"] else ""
+        lines.append(f"  {row['hyperparameter']:<{width}}  {row['action']}:{after}; {row['reason']}")
+    return "\n".join(lines)
 
 
 def _flops(plan: TrialPlan, tokens: float) -> float:

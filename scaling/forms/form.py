@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -111,6 +111,10 @@ class Problem(ABC):
     def natural(self, theta: Array) -> Array:
         """The form's parameters, in their order, [J, n], from theta [J, P]."""
 
+    @abstractmethod
+    def part(self, rows: slice) -> Problem:
+        """The same coordinates at some of the points."""
+
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
         """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, P, P], for weights [J, K]; here by differences of exact gradients."""
         hessian = np.empty((len(theta), theta.shape[1], theta.shape[1]))
@@ -164,6 +168,10 @@ class LogParameters(Problem):
         cube = Sobol(len(self.lower), rng=0).random(N_SCREENED)
         return np.asarray(self.lower + (self.upper - self.lower) * cube)
 
+    def part(self, rows: slice) -> Problem:
+        """The same coordinates at some of the points."""
+        return replace(self, rows={name: column[rows] for name, column in self.rows.items()})
+
     def natural(self, theta: Array) -> Array:
         """The parameters, [J, P]."""
         return np.asarray(np.exp(theta))
@@ -211,6 +219,10 @@ class Restricted(Problem):
         """The whole problem's, brought onto the subspace by least squares."""
         own = (self.whole.starts(log_loss) - self.offset) @ np.linalg.pinv(self.basis).T
         return np.asarray(np.clip(own, self.lower, self.upper))
+
+    def part(self, rows: slice) -> Problem:
+        """The same coordinates at some of the points."""
+        return replace(self, whole=self.whole.part(rows))
 
     def natural(self, theta: Array) -> Array:
         """The form's parameters, [J, n]."""

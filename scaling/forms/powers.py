@@ -8,7 +8,7 @@ so correlated with alpha and beta that quasi-Newton methods stop early and repor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -231,6 +231,10 @@ class SumOfPowers(Problem):
         theta = np.concatenate([np.log(np.maximum(coefficients, 1e-12)), exponents], axis=-1).reshape(-1, 5)
         return np.asarray(np.clip(theta, self.lower, self.upper))
 
+    def part(self, rows: slice) -> SumOfPowers:
+        """The same coordinates at some of the points."""
+        return replace(self, x=self.x[rows], y=self.y[rows])
+
     def natural(self, theta: Array) -> Array:
         """(E, A, B, alpha, beta), [J, 5], from theta [J, 5]."""
         e, a, b, alpha, beta = theta.T
@@ -291,6 +295,10 @@ class JointPowers(Problem):
         plain = np.concatenate([plain[:, :3], np.log(plain[:, 3:])], axis=1)
         shapes = np.log([0.5, 1.0, 2.0])
         return np.concatenate([np.insert(plain, 5, shape, axis=1) for shape in shapes])
+
+    def part(self, rows: slice) -> JointPowers:
+        """The same coordinates at some of the points."""
+        return replace(self, terms=self.terms.part(rows))
 
     def natural(self, theta: Array) -> Array:
         """(E, A, B, alpha, beta, g), [J, 6], from theta [J, 6]."""

@@ -8,7 +8,8 @@ it. Cells are ordered by compute. A search ends within .1 % of its cell's best l
 about .06 %: within .25 % is the robust tolerance.
 
     cold        nothing is known. TPE and the Gaussian process are Optuna's; the latter's losses are clipped at 1.1 × the best
-    zero-shot   the surface's optimum at a cell from every run of the smaller ones; and what copying or a power law gives
+    zero-shot   the surface's optimum at a cell from every run of the smaller ones; and what copying or a power law gives;
+                and the same with the cells in other orders, drawn at random
     warm        the surface told every run of the smaller cells, then searching
     campaign    all cells one after another, from its own trials only
 
@@ -23,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -46,6 +47,18 @@ WORKERS = 2
 WARM_SEEDS, FEW_SEEDS = 5, 10
 WITH_FEW_SEEDS = ("Gaussian process (Optuna), clipped", "ours, box 4 × 2 octaves wider")  # the slowest, and an extra
 ALLOCATIONS = {92: [12] + [5] * 16, 140: [12] + [8] * 16}
+ORDERS = 12
+EXPECTED_DRIFT = {
+    "log2_rate": {"n_params": (-0.36, 0.15)},
+    "log2_batch": {"n_params": (0.0, 0.15), "n_tokens": (0.47, 0.15)},
+}
+"""What is told of the drift beforehand, octaves per doubling, from other sources than this table and Step Law's fits to it;
+all spreads are assumed. The table's models are of standard parametrization.
+
+Rate with size: the mean of -.23 (arXiv 2409.19913, fixed batch), -.36 (2406.19146, at 20 tokens a parameter) and -.48 (fitted
+here to the best rates of the grid over rate and batch in Lingle's Scaling Laws for Optimal LR and Batch Size, part III, 18
+cells). Rate with tokens: nothing, as they differ in sign (-.32 at a fixed batch; .26). Batch with tokens: the mean of .38
+(2505.13738), .45 (2510.03871) and .57 (Lingle's grid); with size: none in all three (Lingle's: .05 ± .04)."""
 WIDER = {"log2_rate": (-3.0, 1.0), "log2_batch": (-1.5, 0.5)}  # octaves added to the box, more on one side
 
 Suggest = Callable[[pd.DataFrame], tuple[float, float]]
@@ -62,7 +75,7 @@ class Grid:
     def wider(self) -> SearchBox:
         """The same box, whose middle is not the middle of the grids."""
         bounds = {name: (low + WIDER[name][0], high + WIDER[name][1]) for name, (low, high) in self.box.bounds.items()}
-        return SearchBox(bounds=bounds, scales=self.box.scales)
+        return replace(self.box, bounds=bounds)
 
 
 @cache
@@ -77,7 +90,7 @@ def grid() -> Grid:
     cells = [cell[columns].reset_index(drop=True) for _, cell in rows.groupby(SCALES)]
     cells.sort(key=lambda cell: float(cell["n_params"].iloc[0]) * float(cell["n_tokens"].iloc[0]))
     bounds = {name: (float(rows[name].min()), float(rows[name].max())) for name in COORDINATES}
-    return Grid(cells=tuple(cells), box=SearchBox(bounds=bounds, scales=tuple(SCALES)))
+    return Grid(cells=tuple(cells), box=SearchBox(bounds=bounds, scales=tuple(SCALES), drift=EXPECTED_DRIFT))
 
 
 def regrets(cell: pd.DataFrame) -> NDArray[np.float64]:
@@ -195,12 +208,14 @@ def zero_shot(number: int) -> dict[str, Any]:
     cell, smaller = cells[number], cells[:number]
     scale = {name: float(cell[name].iloc[0]) for name in SCALES}
     optimum = fit_response(pd.concat(smaller), box=grid().box).optimum(scale)
+    untold = fit_response(pd.concat(smaller), box=replace(grid().box, drift={})).suggest(scale)
     best = [one.loc[one["loss"].idxmin()] for one in smaller]
     logs = np.array([[1.0, *np.log2([float(b[name]) for name in SCALES])] for b in best])
     argmins = np.array([[float(b[name]) for name in COORDINATES] for b in best])
     law, *_ = np.linalg.lstsq(logs, argmins, rcond=None)
     points = {
         "ours": [optimum.point[name] for name in COORDINATES],
+        "ours, nothing stated of the drift": [untold[name] for name in COORDINATES],
         "the previous cell's best": argmins[-1],
         "power law on the best of each cell": np.array([1.0, *np.log2(list(scale.values()))]) @ law,
     }
@@ -208,6 +223,19 @@ def zero_shot(number: int) -> dict[str, Any]:
     own = fit_response(cell, box=grid().box).optimum(scale)
     inside = {f"inside {n}": low <= own.point[n] <= high for n, (low, high) in optimum.intervals.items()}
     return {name: regret[nearest(cell, point, [])] for name, point in points.items()} | inside | {"cell": number}
+
+
+def other_order(task: tuple[int, int]) -> dict[str, Any]:
+    """Zero-shot regrets at one place of a random order of the cells, from all runs of those before it."""
+    seed, place = task
+    order = np.random.default_rng(seed).permutation(len(grid().cells))
+    cell, known = grid().cells[order[place]], pd.concat([grid().cells[number] for number in order[:place]])
+    scale = {name: float(cell[name].iloc[0]) for name in SCALES}
+    out: dict[str, Any] = {"order": seed, "known": place}
+    for name, drift in (("ours", EXPECTED_DRIFT), ("ours, nothing stated of the drift", {})):
+        point = fit_response(known, box=replace(grid().box, drift=drift)).suggest(scale)
+        out[name] = regrets(cell)[nearest(cell, [point[name] for name in COORDINATES], [])]
+    return out
 
 
 def campaign(task: tuple[int, int]) -> dict[str, Any]:
@@ -287,6 +315,8 @@ def main() -> None:
 
         show(console, "a fit and a suggestion", table("cost", cost, [100, sum(map(len, grid().cells))]))
         show_zero_shot(console, table("zero_shot", zero_shot, range(1, n)))
+        places = [(seed, place) for seed in range(3 if arguments.quick else ORDERS) for place in range(2, n)]
+        show_other_orders(console, table("other_orders", other_order, places))
         warms = table("warm", warm, [(i, seed) for seed in range(min(seeds, WARM_SEEDS)) for i in range(1, n)])
         group = pd.Series(np.where(warms["cell"] >= ENOUGH, f"{ENOUGH} or more", f"1 to {ENOUGH - 1}"))
         show(console, "warm: told all runs of the smaller cells", summary(warms, group.rename("smaller cells")))
@@ -317,6 +347,23 @@ def show_zero_shot(console: Console, zero: pd.DataFrame) -> None:
     show(console, "zero-shot: no run in the cell", pd.DataFrame(shots))
     inside = ", ".join(f"{name} {zero[f'inside {name}'].mean():.0%}" for name in COORDINATES)
     console.print(f"90 % intervals of the zero-shot optimum that hold the optimum of the cell's own runs: {inside}")
+
+
+def show_other_orders(console: Console, rows: pd.DataFrame) -> None:
+    """Regrets by the number of known cells."""
+    groups = {f"2 to {ENOUGH - 1}": rows[rows["known"] < ENOUGH], f"{ENOUGH} or more": rows[rows["known"] >= ENOUGH]}
+    shots = [
+        {
+            "zero-shot regret, %": f"{name}, {known} known cells",
+            "median": 100 * part[name].median(),
+            "mean": 100 * part[name].mean(),
+            "max": 100 * part[name].max(),
+            "above .25 %": f"{(part[name] > ROBUST).mean():.0%}",
+        }
+        for name in rows.columns.drop(["order", "known"])
+        for known, part in groups.items()
+    ]
+    show(console, f"zero-shot, {rows['order'].nunique()} random orders of the cells", pd.DataFrame(shots))
 
 
 def show_campaigns(console: Console, campaigns: pd.DataFrame) -> None:

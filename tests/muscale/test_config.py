@@ -1,6 +1,7 @@
 """The study file is read strictly: each fault is told with file, key, rule and value."""
 
 import json
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -11,8 +12,10 @@ from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, tra
 from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
+from muscale.sweep_settings import SweepSettings
 from proxy_models.stages import Stage
 from proxy_models.tokenizer import train_bpe
+from search_spaces import ready_made
 
 MakeStudy = Callable[..., Path]
 PBT = ["sweep.scheduler=pbt"]
@@ -84,6 +87,8 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ('storage={ledger="actor", path="x"}', "storage: storage.path must be absolute, .* got 'x'"),
         ("depth_exponent=0.4", "study.toml: depth_exponent: .*greater than or equal to 0.5, got 0.4"),
         ("decay_scaling=gain", "study.toml: decay_scaling: .*'timescale' or 'sublayer_gain', got 'gain'"),
+        ("sweep.n_tokens=10", "study.toml: sweep.n_tokens: a warmup of 256 tokens does not fit"),
+        ("sweep.learn_from=../other", "sweep.learn_from: Input should be a list, got '../other'"),
         ("extra.key=1", "study.toml: extra: unknown key"),
         ("name=", "study.toml: name: String should have at least 1 character, got ''"),
     ],
@@ -183,7 +188,7 @@ def test_stages_are_read_and_written(make_study: MakeStudy) -> None:
         (["hyperparameters.stages=[{after=true}]"], "hyperparameters.stages.0.after: .*valid number, got True"),
         (["hyperparameters.stages=[{after=0.5}]"], "hyperparameters.stages.0: the stage after 0.5 changes nothing"),
         (["hyperparameters.stages=[{after=2, beta1=0.8}]"], r"stages.0: a stage begins .* in \(0, 1\), got 2"),
-        (["hyperparameters.stages=3"], "hyperparameters.stages: Input should be a valid tuple, got 3"),
+        (["hyperparameters.stages=3"], "hyperparameters.stages: Input should be a list, got 3"),
         ([STAGES, "hyperparameters.schedule=linear"], 'stages is a setting of wsd and .*: schedule "linear" would'),
         ([STAGES, "sweep.schedule=linear"], "study.toml: sweep.schedule: stages is a setting of wsd"),
         (
@@ -266,9 +271,28 @@ def test_a_missing_key_and_a_missing_file_and_no_toml_are_told(make_study: MakeS
         StudyConfig.read(path)
     with pytest.raises(StudyFileError, match=r"nowhere.toml: no such file; `muscale init"):
         StudyConfig.read(tmp_path / "nowhere.toml")
+    with pytest.raises(StudyFileError, match=r"study: is a directory; give the study file in it, .*study/study.toml"):
+        StudyConfig.read(path.parent)
     path.write_text("name = [")
     with pytest.raises(StudyFileError, match=r"study.toml: can't be read as TOML"):
         StudyConfig.read(path)
+
+
+def test_a_ready_made_space_goes_by_its_name(make_study: MakeStudy) -> None:
+    assert StudyConfig.read(make_study(), ["sweep.space=mup_lion"]).sweep.space == ready_made("mup_lion")
+    with pytest.raises(StudyFileError, match=r"study.toml: sweep.space: unknown space 'mup_adam' \(did you mean"):
+        StudyConfig.read(make_study("b"), ["sweep.space=mup_adam"])
+
+
+def test_the_page_on_searching_names_every_key_and_its_space_is_valid(make_study: MakeStudy) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "searching.md").read_text()
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", page.split("## How")[1], re.M)
+    assert {key for row in rows for key in row.split(", ")} - {"key"} == set(SweepSettings.model_fields) - {"space"}
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    path = make_study()
+    whole = path.read_text()
+    path.write_text(whole[: whole.index("[sweep.space]")] + shown + whole[whole.index("[transfer]") :])
+    assert set(StudyConfig.read(path).sweep.space.constraints) == {"order", "product"}
 
 
 def test_every_fault_of_a_file_is_told_at_once(make_study: MakeStudy) -> None:

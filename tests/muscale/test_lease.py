@@ -1,10 +1,14 @@
 """One owner at a time; a dead owner's lease is taken over at once, a silent one's after its time."""
 
+import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -13,8 +17,9 @@ from muscale import lease as leases
 from muscale import tables
 from muscale.errors import LeaseLostError
 from muscale.layout import LEDGER
-from muscale.ledger import Ledger, check_token
+from muscale.ledger import Ledger, check_token, insert_once
 from muscale.search.record import Arrival, Record
+from muscale.storage import SqliteStorage
 
 
 @pytest.fixture
@@ -22,7 +27,10 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / LEDGER)
 
 
-def test_a_second_owner_waits_for_the_first_and_has_a_larger_token(ledger: Ledger) -> None:
+def test_a_second_owner_waits_for_the_first_tells_so_and_has_a_larger_token(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "_TELLS_SECONDS", 0.1)
     order: list[str] = []
 
     def second() -> None:
@@ -36,6 +44,8 @@ def test_a_second_owner_waits_for_the_first_and_has_a_larger_token(ledger: Ledge
         order.append(f"first with {token}")
     waiting.join(10)
     assert order == ["first with 1", "second with 2"]
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    assert caplog.messages == [f"line: {me} is at work on it; waiting until it ends"], "once"
 
 
 def test_the_lease_of_a_killed_process_is_taken_over_at_once(ledger: Ledger) -> None:
@@ -84,6 +94,84 @@ def test_an_owner_that_beats_is_not_expired(ledger: Ledger, monkeypatch: pytest.
         assert got == []
     waiting.join(10)
     assert got == [2]
+
+
+class Slow(SqliteStorage):
+    """A ledger that takes its time over every call, and counts them."""
+
+    reads = writes = 0
+
+    def read(self, *args: Any, **kwargs: Any) -> Any:
+        self.reads += 1
+        time.sleep(0.3)
+        return super().read(*args, **kwargs)
+
+    def write(self, *args: Any, **kwargs: Any) -> Any:
+        self.writes += 1
+        time.sleep(0.3)
+        return super().write(*args, **kwargs)
+
+
+def hold_elsewhere(ledger: Ledger, name: str) -> None:
+    """A lease whose owner died on another machine."""
+    ledger.write(insert_once, "leases", [{"name": name, "token": 1, "owner": "elsewhere/1/0.00/aa", "beat": 3}])
+
+
+def test_on_a_ledger_that_is_always_slow_a_dead_owner_is_judged_and_waiting_only_reads(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 1.0)
+    monkeypatch.setattr(leases, "_ANSWER_SECONDS", 0.1)
+    hold_elsewhere(ledger, "line")
+    storage = Slow(ledger.directory / LEDGER)
+    slow, got = Ledger(storage, ledger.directory), list[int]()
+    waiting = threading.Thread(target=lambda: got.append(leases._acquire(slow, "line")), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert got == [2]
+    assert storage.reads >= 4
+    assert storage.writes == 2, "one to see that a write goes through, one to take it"
+
+
+def test_an_owner_whose_beats_wait_for_another_writer_is_not_expired(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 1.5)
+    monkeypatch.setattr(leases, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "is_dead", lambda owner: False)
+    got: list[int] = []
+
+    def second() -> None:
+        with leases.lease(ledger, "line") as token:
+            got.append(token)
+
+    with leases.lease(ledger, "line") as token:
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        ledger.write(lambda connection: time.sleep(2.0))
+        time.sleep(0.5)
+        ledger.write(check_token, "line", token)
+        assert got == []
+    waiting.join(10)
+    assert got == [2]
+
+
+def test_a_dead_owner_elsewhere_holds_nothing_after_its_time_and_a_living_one_does(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 1.0)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    hold_elsewhere(ledger, "dead")
+    with ExitStack() as held:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(leases, "_me", lambda: "another-machine/1/0.00")
+            held.enter_context(leases.lease(ledger, "living"))
+        held.enter_context(leases.lease(ledger, "mine"))
+        assert set(leases.held_leases(ledger, ())) == {"dead", "living", "mine"}
+        expired = leases.expired_leases(ledger)
+        assert expired == {("dead", 1, 3)}
+        assert set(leases.held_leases(ledger, expired)) == {"living", "mine"}
 
 
 def test_a_driver_that_lost_its_sweep_writes_no_more_of_its_record(ledger: Ledger) -> None:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from muscale import StudyDirectoryError
 from muscale.config import StorageSettings
 from muscale.layout import CURVES, LEDGER, LEDGER_PLACE, STATES
-from muscale.ledger import Ledger
+from muscale.ledger import Ledger, find
 from muscale.lineage import Chain
-from muscale.merge import merge
+from muscale.merge import merge, opened
 from muscale.open_ledger import open_ledger
+from muscale.retention import prune
+from muscale.search.lessons import runs_of
+from muscale.search.record import Record
 from muscale.tables import forecasts, runs, segments, trials
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters
@@ -120,10 +124,15 @@ def test_what_is_new_is_added_once_and_what_is_known_stays(ledgers: tuple[Ledger
     assert {path: path.read_bytes() for path in theirs.directory.rglob("*") if path.is_file()} == files
 
 
-def test_a_ledger_that_is_being_written_is_read_too(ledgers: tuple[Ledger, Ledger]) -> None:
+def test_a_ledger_that_is_being_written_is_read_too(
+    ledgers: tuple[Ledger, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = ledgers
     add_run(theirs, 0, 2.0)
     assert (theirs.directory / f"{LEDGER}-wal").stat().st_size > 0
+    monkeypatch.chdir(theirs.directory.parent)
+    for source in (Path("theirs"), Path("theirs/study.toml"), Path("theirs") / LEDGER):
+        assert len(runs_of(source)) == 1, "a path from where one is will do"
     assert merge(ours, theirs.directory).added["runs"] == 1
 
 
@@ -154,6 +163,30 @@ def test_another_study_or_no_ledger_is_refused_with_what_differs(
         merge(ours, other / "text.sqlite")
 
 
+def test_a_corpus_of_the_same_name_with_other_text_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    add_run(theirs, 0, 2.0)
+    assert merge(ours, theirs.directory).added["runs"] == 1, "nothing was trained here yet"
+    other = replace(chain(1), numerics=replace(NUMERICS, corpus_key="other"))
+    values: dict[str, Any] = {"trained_from": 0, "source_losses": {}, "seconds": 1.0, "environment": {}}
+    third = Ledger(ours.directory.parent / "third.sqlite")
+    third.claim(IDENTITY, {})
+    third.insert(segments, **other.row(), loss=2.0, state=None, **values)
+    third.close()
+    with pytest.raises(StudyDirectoryError, match="its corpus has the same name, .* key none here but other there"):
+        merge(ours, third.directory / "third.sqlite")
+
+
+def test_what_fails_in_our_own_ledger_is_not_said_of_the_source(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    add_run(theirs, 0, 2.0)
+    with sqlite3.connect(ours.directory / LEDGER) as connection:
+        connection.execute("CREATE TRIGGER full BEFORE INSERT ON runs BEGIN SELECT RAISE(ABORT, 'ours is full'); END")
+    connection.close()
+    with pytest.raises(sa.exc.IntegrityError, match="ours is full"):
+        merge(ours, theirs.directory)
+
+
 def test_a_segment_whose_key_does_not_fit_is_refused(ledgers: tuple[Ledger, Ledger]) -> None:
     ours, theirs = ledgers
     forged = add_run(theirs, 0, 2.0)
@@ -164,6 +197,79 @@ def test_a_segment_whose_key_does_not_fit_is_refused(ledgers: tuple[Ledger, Ledg
     result = merge(ours, theirs.directory)
     assert result.refused == (forged,)
     assert (result.added["segments"], result.added["runs"]) == (1, 0)
+
+
+def test_a_sweep_comes_without_the_rungs_of_refused_segments_and_what_follows_from_them(
+    ledgers: tuple[Ledger, Ledger],
+) -> None:
+    """Trial 0 goes on from a forged rung, trial 1 copies it there, trial 2 has nothing to do with it."""
+    ours, theirs = ledgers
+    forged = add_run(theirs, 0, 2.0)
+    for number in range(3):
+        theirs.insert(trials, sweep="s", number=number, config={}, until=0)
+
+    def arrive(trial: int, rung: int, segment: str = "") -> None:
+        theirs.add_rung(sweep="s", trial=trial, rung=rung, tokens=1, segment=segment, loss=1.0, seconds=1.0)
+
+    def go_on(trial: int, rung: int, donor: int | None = None) -> None:
+        path = [[0, {}]]
+        theirs.add_decision(sweep="s", trial=trial, rung=rung, until=rung + 1, path=path, donor=donor)
+
+    for trial in range(3):
+        arrive(trial, 0)
+        go_on(trial, 0)
+    for trial in range(3):
+        arrive(trial, 1, forged if trial == 0 else "")
+    for trial in range(3):
+        go_on(trial, 1, 0 if trial == 1 else None)
+        arrive(trial, 2)
+    theirs.close()
+    with sqlite3.connect(theirs.directory / LEDGER) as connection:
+        connection.execute("UPDATE segments SET tokens = tokens + 1 WHERE key = ?", (forged,))
+    connection.close()
+    merge(ours, theirs.directory)
+    assert sorted((row["trial"], row["rung"]) for row in ours.rungs("s")) == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+    assert sorted((row["trial"], row["rung"]) for row in ours.decisions("s")) == [(0, 0), (1, 0), (2, 0), (2, 1)]
+    record = Record(ours, "s")
+    assert record.open == {0: 1}
+    assert [record.last_rung(trial) for trial in range(3)] == [0, 1, 2]
+    assert prune(ours).retrained == 0, "nothing in it points at what was left out"
+
+
+def test_results_and_forecasts_that_differ_are_told_and_ours_stay(ledgers: tuple[Ledger, Ledger]) -> None:
+    ours, theirs = ledgers
+    for ledger, drift, low in ((ours, 0.1, 1.9), (theirs, 0.4, 1.8)):
+        ledger.record_result("check", "same", {"passed": True, "losses": [2.0 * (1 + drift * 1e-5), float("nan")]})
+        ledger.record_result("transfer", "k", {"passed": True, "transfers": [{"drift": drift, "status": None}]})
+        ledger.insert(forecasts, plan="p", loss=2.0, low=low, high=2.1, level=0.9, payload={"low": low})
+    theirs.record_result("transfer", "theirs alone", {})
+    theirs.close()
+    result = merge(ours, theirs.directory)
+    assert result.conflicts == (("result transfer k: transfers.0.drift", 0.1, 0.4), ("forecast p: low", 1.9, 1.8))
+    assert "conflict: result transfer k: transfers.0.drift: 0.1 here stays, 0.4 there" in str(result)
+    assert result.added["results"] == 1
+    found = ours.result("transfer", "k")
+    assert found is not None
+    assert found["transfers"][0]["drift"] == 0.1
+
+
+def test_a_postgresql_source_is_read_in_one_snapshot(postgres: Any, tmp_path: Path) -> None:
+    database = open_ledger(StorageSettings(ledger="postgresql"), tmp_path, "s")
+    database.claim(IDENTITY, {})
+    with opened(tmp_path) as (_, read):
+        assert read(find, "results") == []
+        database.record_result("check", "k", {})
+        assert read(find, "results") == [], "what is written meanwhile is not seen"
+    with opened(tmp_path) as (_, read):
+        assert len(read(find, "results")) == 1
+    database.close()
 
 
 def test_a_postgresql_study_is_merged_in_and_out(ledgers: tuple[Ledger, Ledger], postgres: Any, tmp_path: Path) -> None:

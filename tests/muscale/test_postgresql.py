@@ -95,7 +95,8 @@ def test_sixteen_writers_at_once_share_one_sequence_without_gaps(ledger: Ledger)
 
 def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, postgres: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 1.5)
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 2.0)
+    monkeypatch.setattr(leases, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(leases, "is_dead", lambda owner: False)
     order: list[str] = []
     waiting_ledger = open_ledger(POSTGRESQL, ledger.directory, "s")

@@ -86,7 +86,7 @@ def test_the_plan_tells_values_of_every_kind(tmp_path: Path) -> None:
     text = page(tmp_path, plan=plan)
     stages_told = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
     for name, told in zip(values, ("0.01235", "lion", "True", stages_told), strict=True):
-        assert f"<td>{name}</td><td>{told}</td><td>as given</td>" in text
+        assert f'<td>{name}</td><td>{told}</td><td class="why">as given</td>' in text
 
 
 def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(tmp_path: Path) -> None:

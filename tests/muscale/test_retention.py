@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from muscale import Study
 from muscale import lease as leases
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
-from muscale.ledger import Ledger
+from muscale.ledger import Ledger, insert_once
 from muscale.lineage import Chain
 from muscale.retention import prune
+from muscale.sweep import _prune
 from muscale.tables import runs, segments, trials
 from muscale.worker import Worker
 from proxy_models.config import ModelConfig
@@ -96,6 +98,36 @@ def test_what_a_living_worker_may_need_stays(ledger: Ledger) -> None:
         assert recent.exists()
         assert writing.exists()
     assert prune(ledger).files == {"state that no rule keeps": 2, "unfinished file": 1}
+
+
+def test_a_worker_that_died_on_another_machine_keeps_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.3)
+    add(ledger, "leased", line="line")
+    ledger.write(insert_once, "leases", [{"name": "line", "token": 1, "owner": "elsewhere/1/0.00/aa", "beat": 3}])
+    assert prune(ledger, expired=()).kept == {"held by a worker": 100}
+    assert prune(ledger).files == {"state that no rule keeps": 1}
+
+
+def test_a_sweep_s_end_prunes_although_a_worker_died_elsewhere_but_not_while_one_lives(
+    make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.6)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    search = Study.open(make_study(), quiet=True).search
+    states = search.ledger.directory / STATES
+    states.mkdir()
+    dead = {"name": "line", "token": 1, "owner": "elsewhere/1/0.00/aa", "beat": 3}
+    search.ledger.write(insert_once, "leases", [dead])
+    orphan = aged(states / "orphan.pt")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(leases, "_me", lambda: "another-machine/1/0.00")
+        with leases.lease(search.ledger, "other line"):
+            elsewhere.undo()
+            _prune(search)
+            assert orphan.exists()
+    with leases.lease(search.ledger, f"sweep {search.key}"):
+        _prune(search)
+    assert not orphan.exists()
 
 
 def test_only_old_files_that_no_row_knows_go_and_curves_never(ledger: Ledger) -> None:

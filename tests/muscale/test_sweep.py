@@ -16,7 +16,8 @@ import pandas as pd
 import psutil
 import pytest
 
-from muscale import Study, StudyFileError
+from muscale import StageError, Study, StudyFileError
+from muscale.search.lessons import told_lessons
 from muscale.search.methods import resolve_searcher
 from muscale.sweep_settings import SweepSettings
 from proxy_models.hyperparameters import Hyperparameters
@@ -87,6 +88,11 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
     added = narrower.trials[narrower.trials["trial"] >= 12]
     assert all(space.contains({name: row[name] for name in space}) for row in added.to_dict("records"))
     assert len(Study.open(path, [*QUICK, *settings], quiet=True).sweep().trials) == 24
+    where = "a narrower" if space != study.config.sweep.space else "the same"
+    assert f"round 1, from trial 12 on, in {where} space" in str(narrower)
+    with pytest.raises(StageError, match="its budget is used up, so nothing can be searched in a narrower space"):
+        Study.open(path, [*QUICK, *settings, "sweep.max_tokens=20000"], quiet=True).sweep(narrower=True)
+    assert len(study.ledger.rounds(study.search.key)) == 2, "a round that can't begin is not noted"
 
 
 def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy) -> None:
@@ -99,6 +105,15 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
         return len(lessons), resolve_searcher(study.config.sweep, lessons)
 
     assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")
+    search, runs = taught.search, len(taught.runs())
+    assert told_lessons(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
+        f"{runs} of the {runs} runs of {teacher} tell this sweep something"
+    )
+    other = replace(search.numerics, corpus_key="another")
+    assert told_lessons(teacher, search.plan.defaults, search.config.sweep.space, other) == (
+        f"warning: 0 of the {runs} runs of {teacher} tell this sweep something: its corpus_key is "
+        f"{search.numerics.corpus_key!r}, the study's is 'another'"
+    )
     assert learns("hyperparameters.beta1=0.8") == (0, "tpe"), "runs under other fixed values tell nothing"
     assert learns("sweep.space.beta1={distribution='uniform', low=0.8, high=0.95}") == (
         len(taught.runs()),

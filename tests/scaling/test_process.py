@@ -13,7 +13,7 @@ from scaling.process import Observations, Process, negative_log_density
 @pytest.fixture
 def layout() -> Layout:
     """Two numbers and a category of three values, two scales."""
-    return Layout(n_numeric=2, groups=(0, 1, 2, 2, 2), n_scales=2)
+    return Layout(n_numeric=2, groups=(0, 1, 2, 2, 2), n_scales=2, drifts=((0.0, 0.05), (0.02, 0.03)) * 2)
 
 
 @pytest.fixture

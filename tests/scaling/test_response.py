@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from scaling import SearchBox, fit_response
 BOX = SearchBox(bounds={"log2_rate": (-13.0, -5.0), "log2_batch": (4.0, 12.0)}, scales=("n_params", "n_tokens"))
 DRIFT = np.array([[-0.5, 0.1], [0.2, 0.45]])  # octaves per doubling of n_params, n_tokens
 SIZES = [(1e7, 2e8), (1e7, 1e9), (3e7, 6e8), (6e7, 1e9), (1e8, 4e9)]
+STATED: dict[str, Any] = {"bounds": {"x": (0.0, 1.0)}, "scales": ("n_params",)}
 TARGET = {"n_params": 3e8, "n_tokens": 1e10}
 
 
@@ -68,6 +70,18 @@ def test_intervals_hold_the_planted_optimum_about_as_often_as_they_say() -> None
         true = dict(zip(("log2_rate", "log2_batch"), planted_optimum(**TARGET), strict=True))
         held += [low <= true[name] <= high for name, (low, high) in optimum.intervals.items()]
     assert np.mean(held) > 0.7
+
+
+def test_an_untold_optimum_strays_however_much_is_told_elsewhere() -> None:
+    """Of the flat coordinate, whose optimum strays farthest; a neighbour's 40 runs tell its own and not this one's."""
+    untold, told = {"n_params": 4e7, "n_tokens": 9e8}, {"n_params": 3e7, "n_tokens": 6e8}
+    widths = []
+    for seed in range(3):
+        surface = fit_response(runs(SIZES, 40, noise=5e-4, seed=seed), box=BOX)
+        intervals = [surface.optimum(scale).intervals["log2_batch"] for scale in (untold, told)]
+        widths.append([high - low for low, high in intervals])
+    mean = np.mean(widths, axis=0)
+    assert mean[0] > 1.15 * mean[1]
 
 
 def test_a_cold_search_finds_the_planted_optimum() -> None:
@@ -202,6 +216,21 @@ def test_a_large_drift_in_a_narrow_box() -> None:
     assert surface.suggest({"n_params": 8e8})["x"] == pytest.approx(0.95, abs=0.03)
 
 
+def test_a_stated_drift_tells_apart_what_one_ratio_of_scales_cannot() -> None:
+    """Two sizes at one ratio of tokens to parameters: what is stated of the drift decides which of the two it comes from."""
+    ratio = [(2e7, 4e8), (4e7, 8e8)]
+    rows, target = runs(ratio, 40, noise=5e-4), {"n_params": 2e7, "n_tokens": 8e9}
+    stated = {
+        name: {scale: (DRIFT[i, j], 0.05) for j, scale in enumerate(BOX.scales)} for i, name in enumerate(BOX.bounds)
+    }
+    true = planted_optimum(**target)
+    missed = [
+        np.abs(np.array(list(fit_response(rows, box=box).optimum(target).point.values())) - true).max()
+        for box in (BOX, replace(BOX, drift=stated))
+    ]
+    assert missed[1] < 0.3 < missed[0]
+
+
 def test_degenerate_tables_still_give_a_point() -> None:
     generator = np.random.default_rng(0)
     rows = pd.DataFrame(generator.uniform([-13, 4], [-5, 12], (60, 2)), columns=list(BOX.bounds))
@@ -243,6 +272,9 @@ def test_two_thousand_rows_are_thinned_and_still_tell() -> None:
         ({"choices": {"optimizer": ("adam",)}}, "choices of optimizer"),
         ({"bounds": {"rate": (0.0, 1.0)}, "scales": ("rate",)}, "each name once"),
         ({}, "needs coordinates"),
+        (STATED | {"drift": {"x": {"n_tokens": (0.0, 1.0)}}}, "got x with n_tokens"),
+        (STATED | {"drift": {"y": {"n_params": (0.0, 1.0)}}}, "got y with n_params"),
+        (STATED | {"drift": {"x": {"n_params": (0.0, 0.0)}}}, "deviation above 0, got 0.0 ± 0.0"),
     ],
 )
 def test_boxes_that_make_no_sense_are_refused(box: dict[str, Any], words: str) -> None:

@@ -218,6 +218,24 @@ def test_what_several_transfers_ask_for_is_one_line_of_options() -> None:
     assert "transfer.widths=[32,64,128]" in options
 
 
+def test_what_a_shorter_grid_asks_for_is_priced_at_its_own_horizon() -> None:
+    unclear = {"noise": 0.1, "gain": 0.5, "seeds": (0,)}
+    found = [
+        rows((-6.6, -6.6), sizes=(32, 64), budgets=(4e6,), **unclear),  # type: ignore[arg-type]
+        rows((-6.6, -6.6), sizes=(32, 64), over="init_scale", budgets=(1e6, 2e6), **unclear),  # type: ignore[arg-type]
+    ]
+    verdict = fit_verdict(pd.concat(found))
+    assert verdict.n_tokens == 4e6
+    asked = verdict.next_runs
+    assert set(asked["over"]) == {"rate", "init_scale"}
+    horizon = asked["over"].map({"rate": 4e6, "init_scale": 2e6})
+    assert asked["n_tokens"].tolist() == (asked["new_runs"] * horizon).tolist()
+    data = verdict.to_dict()
+    assert str(Verdict.from_dict(data)) == str(verdict)
+    del data["horizons"]  # as an earlier version wrote it
+    assert Verdict.from_dict(data).horizons == (4e6, 4e6)
+
+
 @pytest.mark.parametrize("last", [-6.6, -3.0])
 def test_round_trip_and_figures(last: float) -> None:
     verdict = fit_verdict(pd.concat([rows((-6.6, -6.6, last)), depths()]))

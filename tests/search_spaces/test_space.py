@@ -158,7 +158,8 @@ def test_a_grid_takes_points_by_name_and_varies_the_last_name_fastest() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        (0, "at least 1, got 0"),
+        (0, "^learning_rate: a grid needs a whole number of points, at least 1, got 0"),
+        ({"learning_rate": 3, "dropout": 0, "batch_tokens": 3}, "^dropout: a grid needs .* at least 1, got 0"),
         ({"learning_rate": 3, "batch_tokens": 3}, "a grid needs a number of points for dropout$"),
         ({"learning_rate": 3, "dropout": 3, "batch_tokens": 3, "dropuot": 3}, "did you mean 'dropout'"),
         ({"learning_rate": 3, "dropout": 3, "batch_tokens": 3, "optimizer": 2}, "unknown name .*'optimizer'"),
@@ -195,6 +196,8 @@ def test_the_unit_cube_has_only_the_searched_axes(space: Space) -> None:
     assert space.encode(config)[[0, 1, 3, 4]].tolist() == [0, 0, 0.25, 0.25]
     with pytest.raises(SpaceError, match=r"a point needs shape \(5,\) .* got \(6,\)"):
         space.decode(np.zeros(6))
+    with pytest.raises(SpaceError, match=r"^dropout: a place to decode must lie in \[0, 1\], got 2"):
+        space.decode([0.5, 2, 0.5, 0.5, 0.5])
 
 
 def test_validate_names_everything_that_is_wrong(space: Space) -> None:

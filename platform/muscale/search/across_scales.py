@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,9 +14,12 @@ import pandas as pd
 from muscale.search.observations import Known
 from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import SearchBox, fit_response
-from search_spaces import Choice, Config, Distribution, Fixed, Integer, LogUniform, Ordinal, Simplex, Space
+from scaling.batch import PRIOR as BATCH_WITH_TOKENS
+from scaling.horizon import PRIOR as RATE_WITH_TOKENS
+from search_spaces import Choice, Config, Distribution, Fixed, Integer, Ordinal, Simplex, Space, is_log
 
 N_PARAMS, N_TOKENS = "n_params", "n_tokens"
+RATE, BATCH = "learning_rate", "batch_tokens"
 
 
 def box_of(space: Space) -> SearchBox:
@@ -32,6 +36,20 @@ def box_of(space: Space) -> SearchBox:
             low, high = (distribution.decode([u]) for u in (0.0, 1.0))
             bounds[name] = _place(distribution, low), _place(distribution, high)
     return SearchBox(bounds=bounds, choices=choices, scales=(N_PARAMS, N_TOKENS))
+
+
+def expected_drift(space: Space) -> dict[str, dict[str, tuple[float, float]]]:
+    """What the horizon law's and the batch law's priors say of the box of a space, in octaves or ranks per doubling.
+
+    Where the batch is searched too, the rate is the best at the best batch, of which published laws don't agree even about
+    the sign: nothing is stated of it. Nor is anything with size, which is the parametrization's to settle.
+    """
+    drift: dict[str, dict[str, tuple[float, float]]] = {}
+    if BATCH in space.searched and (unit := _octaves(space[BATCH])):
+        drift[BATCH] = {N_TOKENS: (BATCH_WITH_TOKENS[0] / unit, BATCH_WITH_TOKENS[1] / unit)}
+    elif RATE in space.searched and (unit := _octaves(space[RATE])):
+        drift[RATE] = {N_TOKENS: (-RATE_WITH_TOKENS[0] / unit, RATE_WITH_TOKENS[1] / unit)}
+    return drift
 
 
 def coordinates(space: Space, config: Config) -> dict[str, Any]:
@@ -88,7 +106,7 @@ class AcrossScales:
 
     def propose(self, number: int, known: Known) -> Config:
         """What the surface suggests, given the lessons and the sweep's own trials so far."""
-        space, box = self.space, box_of(self.space)
+        space, box = self.space, replace(box_of(self.space), drift=expected_drift(self.space))
         scale = {N_PARAMS: float(self.n_params), N_TOKENS: float(self.n_tokens)}
         rows = [
             {**coordinates(space, {name: row[name] for name in space.searched}), **_scale(row), "loss": row["loss"]}
@@ -143,14 +161,20 @@ def _scale(row: dict[str, Any]) -> dict[str, float]:
     return {name: float(row[name]) for name in (N_PARAMS, N_TOKENS)}
 
 
-def _is_log(distribution: Distribution) -> bool:
-    return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
+def _octaves(distribution: Distribution) -> float:
+    """Octaves in a unit of the box, the mean of those between an ordinal's ranks; 0 where they don't rise like that."""
+    if isinstance(distribution, Ordinal):
+        first, last = distribution.values[0], distribution.values[-1]
+        if isinstance(first, str) or isinstance(last, str) or not 0 < first < last:
+            return 0.0
+        return math.log2(last / first) / (len(distribution.values) - 1)
+    return float(is_log(distribution))
 
 
 def _place(distribution: Distribution, value: Any) -> float:
     if isinstance(distribution, Ordinal):
         return float(distribution.values.index(value))
-    return float(np.log2(value)) if _is_log(distribution) else float(value)
+    return float(np.log2(value)) if is_log(distribution) else float(value)
 
 
 def _value(distribution: Distribution, place: Any) -> Any:
@@ -158,7 +182,7 @@ def _value(distribution: Distribution, place: Any) -> Any:
         return place
     if isinstance(distribution, Ordinal):
         return distribution.values[min(max(round(place), 0), len(distribution.values) - 1)]
-    value = 2.0**place if _is_log(distribution) else place
+    value = 2.0**place if is_log(distribution) else place
     if isinstance(distribution, Integer):
         value = round(value)
     low, high = distribution.decode([0.0]), distribution.decode([1.0])

@@ -28,7 +28,8 @@ class Budget:
         rung_tokens: Stable tokens of each rung, [R].
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
         top_k: Trials of each rung that are annealed beside those that go on.
-        reserved_tokens: Kept for the repetitions of the leading trials.
+        leaders: Trials that are repeated over seeds in the end, for which tokens are kept.
+        repeat_tokens: Of the repetitions of one of them.
         repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
         n_params: N of the model that is searched.
         devices: Of a worker.
@@ -38,7 +39,8 @@ class Budget:
     rung_tokens: tuple[int, ...]
     branch_tokens: tuple[int, ...]
     top_k: int
-    reserved_tokens: int
+    leaders: int
+    repeat_tokens: int
     n_params: int
     devices: float
     repeated_tokens: int = 0
@@ -53,13 +55,15 @@ class Budget:
 
     def for_population(self) -> Budget:
         """The same for a population, whose members all come to the end: no more of them than that allows."""
-        whole = self.rung_tokens[-1] + sum(self.branch_tokens)
-        return replace(self, trials=max(0, min(self.trials, (self.most_tokens - self.reserved_tokens) // whole)))
+        members = self.trials
+        while members and self._tokens_of(members) > self.most_tokens:
+            members -= 1
+        return replace(self, trials=members)
 
     @property
     def most_tokens(self) -> int:
         """What the sweep can cost at most: every trial to its end, annealed at every rung, and the repetitions."""
-        tokens = self.trials * (self.rung_tokens[-1] + sum(self.branch_tokens)) + self.reserved_tokens
+        tokens = self._tokens_of(self.trials)
         by_flops = tokens if self.max_flops is None else int(self.max_flops / (6.0 * self.n_params))
         return min(tokens, by_flops, tokens if self.max_tokens is None else self.max_tokens)
 
@@ -72,7 +76,7 @@ class Budget:
         spent = self.spent(record)
         tokens = spent.tokens + self._in_flight(record) + self._leg(rung, until)
         tokens += self._owed(record, rung, more=1) - self._owed(record, rung)
-        tokens += self.reserved_tokens + self.repeated_tokens
+        tokens += self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
         flops = 6.0 * self.n_params * tokens
         return (
             (self.max_tokens is None or tokens <= self.max_tokens)
@@ -89,6 +93,14 @@ class Budget:
             flops=6.0 * self.n_params * tokens,
             device_hours=self._hours(record, tokens),
         )
+
+    def _tokens_of(self, trials: int) -> int:
+        """So many trials to their end, annealed at every rung, and the repetitions."""
+        return trials * (self.rung_tokens[-1] + sum(self.branch_tokens)) + self._kept(trials)
+
+    def _kept(self, trials: int) -> int:
+        """For the repetitions of those who will lead among so many trials."""
+        return min(self.leaders, trials) * self.repeat_tokens
 
     def _hours(self, record: Record, tokens: float) -> float:
         """Device hours of so many tokens, at the speed of what has arrived; 0 before anything has."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from muscale.merge import opened
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.recipe import Recipe
-from search_spaces import Space
+from search_spaces import Fixed, Space
 
 SHAPE = ("model", "seed", "run_tokens")
 """In which runs of one family may differ; their rates are all given at the family's base shape."""
@@ -62,6 +64,25 @@ def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Spac
                 rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
     table = pd.DataFrame(rows, columns=[*space.searched, "n_params", "n_tokens", "loss"])
     return table.drop_duplicates(ignore_index=True)
+
+
+def told_lessons(source: Path, defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    """How many runs of another study tell a sweep something, and if none does, why most of them don't.
+
+    Args:
+        source: The study's file or directory, or its ledger.
+        defaults, space, numerics: Of the sweep.
+
+    Raises:
+        StudyDirectoryError: As `runs_of`.
+    """
+    fixed: dict[str, Any] = {name: d.value for name, d in space.items() if isinstance(d, Fixed)}
+    defaults = replace(defaults, **fixed)
+    rows = [row for row in runs_of(source).to_dict("records") if row["purpose"] != "full"]
+    reasons = Counter(differs_in(row, defaults, space, numerics) for row in rows)
+    taught = reasons.pop("", 0)
+    told = f"{taught} of the {len(rows)} runs of {source} tell this sweep something"
+    return told if taught or not rows else f"warning: {told}: {reasons.most_common(1)[0][0]}"
 
 
 def runs_of(source: Path) -> pd.DataFrame:

@@ -33,11 +33,15 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A stretch of a sweep with one space: the first, or what a narrowing left of it."""
+    """A stretch of a sweep with one space: the first, or what a narrowing left of it.
+
+    `narrowed` says what was cut for it and why, as `search_spaces.Narrowed.to_dict` does; None for the first.
+    """
 
     first_trial: int
     searcher: str
     space: Space
+    narrowed: dict[str, Any] | None = None
 
 
 class Record:
@@ -69,8 +73,8 @@ class Record:
 
     def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
         """Note that from the next trial on a space is searched, and what was cut for it."""
-        row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict()}
-        self._ledger.add_round(sweep=self.sweep, round=len(self.rounds), narrowed=narrowed, **row)
+        row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict(), "narrowed": narrowed}
+        self._ledger.add_round(sweep=self.sweep, round=len(self.rounds), **row)
         self.rounds.append(self._round(row))
 
     def round_of(self, trial: int) -> int:
@@ -143,7 +147,7 @@ class Record:
     @staticmethod
     def _round(row: dict[str, Any]) -> Round:
         space = Space.from_dict(row["space"])
-        return Round(first_trial=row["first_trial"], searcher=row["searcher"], space=space)
+        return Round(first_trial=row["first_trial"], searcher=row["searcher"], space=space, narrowed=row["narrowed"])
 
     def _started(self, number: int, config: dict[str, Any], until: int) -> None:
         self.configs[number] = config

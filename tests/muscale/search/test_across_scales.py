@@ -8,9 +8,9 @@ from typing import cast
 
 import pandas as pd
 
-from muscale.search.across_scales import AcrossScales
+from muscale.search.across_scales import AcrossScales, expected_drift
 from muscale.search.observations import Observation
-from search_spaces import Choice, Config, Fixed, LogUniform, Ordinal, Space
+from search_spaces import Choice, Config, Fixed, LogUniform, Ordinal, Space, Uniform
 
 RATE = LogUniform(low=1e-3, high=1e-1)
 
@@ -61,3 +61,18 @@ def test_what_a_narrowed_space_does_not_know_any_more_tells_it_nothing() -> None
     choices = Space({"learning_rate": RATE, "optimizer": Choice(values=("adamw", "muon"))})
     told = [Observation(config={"learning_rate": 0.01, "optimizer": name}, loss=2.0) for name in ("lion", "adamw")]
     assert choices.contains(searcher(choices).propose(2, Told(told)))
+
+
+def test_what_is_expected_of_rate_and_batch_is_in_the_units_of_the_box() -> None:
+    assert expected_drift(Space({"learning_rate": RATE})) == {"learning_rate": {"n_tokens": (-0.3, 0.15)}}
+    sizes = Ordinal(values=(2**14, 2**16, 2**18))
+    both = expected_drift(Space({"learning_rate": RATE, "batch_tokens": sizes}))
+    assert both == {"batch_tokens": {"n_tokens": (0.24, 0.075)}}, "two octaves a rank; the rate is left open"
+    assert expected_drift(Space({"dropout": Uniform(low=0.0, high=0.3)})) == {}
+
+
+def test_a_longer_run_is_first_tried_at_a_lower_rate() -> None:
+    """One length is known; the horizon law's prior says what four times its tokens do to the best rate."""
+    known = lessons(0.02).query("n_params == 500").assign(n_params=1000, n_tokens=2000)
+    config = searcher(Space({"learning_rate": RATE}), known).propose(0, Told([]))
+    assert abs(math.log2(cast(float, config["learning_rate"]) / 0.02) + 0.6) < 0.2

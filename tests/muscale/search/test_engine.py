@@ -115,7 +115,7 @@ def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str
 def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine, fly: Fly, scheduler: str) -> None:
     for limit in range(12_000, 16_000, 200):
         engine = make_engine(settings(scheduler=scheduler, trials=40, top_k=1, max_tokens=limit + 7000), str(limit))
-        engine.budget = replace(engine.budget, reserved_tokens=4000, repeated_tokens=3000)
+        engine.budget = replace(engine.budget, leaders=2, repeat_tokens=2000, repeated_tokens=3000)
         fly(engine, loss_at, workers=1)
         record, owed = engine.record, 0
         for rung in range(4):
@@ -123,6 +123,13 @@ def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine,
             gone = {trial for trial in record.configs if (trial, rung) in record.went_on}
             owed += len(leaders | gone) * 1000 * 2**rung // 10
         assert 8_000 < record.tokens + owed <= engine.budget.spent(record).tokens <= limit
+
+
+def test_no_more_is_kept_for_leaders_than_there_are_trials(make_engine: MakeEngine, fly: Fly) -> None:
+    engine = make_engine(settings(scheduler="none", trials=40, top_k=1, max_tokens=8000 + 5000))
+    engine.budget = replace(engine.budget, leaders=5, repeat_tokens=5000, branch_tokens=(0, 0, 0, 0))
+    fly(engine, loss_at, workers=1)
+    assert len(engine.record.configs) == 1, "one trial, and its repetitions"
 
 
 def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
@@ -193,7 +200,8 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
         rung_tokens=(1, 2, 4, 8),
         branch_tokens=(0, 0, 0, 0),
         top_k=1,
-        reserved_tokens=0,
+        leaders=0,
+        repeat_tokens=0,
         n_params=1,
         devices=1,
     )

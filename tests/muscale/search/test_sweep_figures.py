@@ -62,7 +62,7 @@ def test_parallel_axes_show_the_hyperparameters_own_values(search: Search) -> No
     assert (rate.ticktext[0], rate.ticktext[-1]) == ("0.001", "0.1")
     assert scale.label == "init_scale"
     assert readout.ticktext == ("True", "False")
-    assert loss.label == "loss (nats per token)"
+    assert loss.label == "loss"
 
 
 def test_the_curve_s_floor_is_the_optimum(search: Search) -> None:

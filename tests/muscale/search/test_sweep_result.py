@@ -89,6 +89,11 @@ def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
     assert len(told["optima"]) == len(result.optima)
     assert len(told["front"]) == len(result.front())
     assert told["leaders"]["winner"] == told["winner"] == result.winner
+    winner = result.trials.iloc[result.trials["trial"].tolist().index(result.winner)]
+    assert (
+        f"hyperparameters of trial {result.winner}: learning_rate {winner['learning_rate']:.4g}, "
+        f"init_scale {winner['init_scale']:.4g}, zero_readout {winner['zero_readout']}\n"
+    ) in str(result)
     shown = result._repr_html_()
     for part in ("best with probability", "importance", "<table", "annealed_loss"):
         assert part in shown
@@ -104,6 +109,10 @@ def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, plante
     never = search(repeats=0)
     assert never.leaders is None
     assert "over no seed but the search's own of 3" in never.notes[0]
+    stopped = search("sweep.max_tokens=60000", "sweep.repeats=0")
+    begun = len(stopped.trials)
+    assert 1 < begun < 32
+    assert stopped.notes[0] == f"{begun} of 32 trials were begun within sweep.max_tokens = 60000"
     with pytest.raises(StageError, match="no trial was repeated over seeds: set sweep.repeats"):
         never.plot_leaders()
 
