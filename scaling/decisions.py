@@ -71,8 +71,8 @@ def decide(
         raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
     if loss is not None:
         require_positive("loss", loss)
-    if isinstance(budget, float | int):
-        budget = Budget(compute_flops=budget)
+    if budget is not None and not isinstance(budget, Budget):
+        budget = Budget(compute_flops=float(budget))
     for name, value in (("served_tokens", served_tokens), ("tolerance", tolerance)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
@@ -144,7 +144,7 @@ def _spending(
     unique = math.inf if unique_tokens is None else unique_tokens
     chosen = None
     if sizes is not None:
-        chosen = {float(getattr(size, "n_params", size)): size for size in sizes}
+        chosen = {float(getattr(size, "n_params", size)): size for size in reversed([*sizes])}  # of equals the first
         for size in chosen:
             require_positive("sizes", size)
         if not chosen:

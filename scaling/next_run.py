@@ -1,8 +1,8 @@
 """The next runs of a ladder: those that make the forecast of one target most certain for what they cost.
 
 Chosen one by one by the variance that they take off the linearised forecast (`scaling.design`) among those that can still be
-paid for. That needs no losses, so a batch is chosen before any of it is made; after it, fit again and ask again. Of the
-criteria compared on public pools (tests/benchmarks/next_run.py, RESULTS.md) this did best.
+paid for. That needs no losses, so a batch is chosen before any of it is made; after it, fit again and ask again. On
+public pools it reached a given error with about half of the FLOPs that a choice at random takes (tests/benchmarks/next_run.py).
 """
 
 import math
@@ -62,8 +62,8 @@ class NextRuns(Result):
     def __str__(self) -> str:
         """The target, the runs, and what they do to its interval."""
         target = f"{self.now.n_params:.4g} parameters, {self.now.n_tokens:.4g} tokens"
-        formats = {"variance_left": "{:.1%}", "width": "{:.2%}"}
-        shown = self.runs.apply(lambda column: column.map(formats.get(str(column.name), "{:.4g}").format))
+        formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
+        formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
         about = lines(
             {
                 "target": f"{target}: {self.now.loss:.4f} nats per token",
@@ -73,7 +73,7 @@ class NextRuns(Result):
                 "then": "supported" if not self.reasons else "still unsupported: " + "; ".join(self.reasons),
             }
         )
-        return f"{about}\n{shown.to_string(index=False)}" if len(shown) else about
+        return f"{about}\n{self.runs.to_string(index=False, formatters=formats)}" if len(self.runs) else about
 
 
 def next_runs(

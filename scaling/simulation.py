@@ -19,7 +19,7 @@ import pandas as pd
 from scaling.accelerators import require_positive
 from scaling.fitting import fit
 from scaling.law import Law, compute_flops
-from scaling.presentation import Result, lines, span
+from scaling.presentation import Result, lines
 from scaling.table import numbers, require_columns
 
 COOLDOWN = 0.2
@@ -96,7 +96,7 @@ class Simulation(Result):
                 f"({self.cost_flops / self.target_flops:.2%} of the target's {self.target_flops:.3g})",
                 "target": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens, planted loss {self.truth:.4f}",
                 "noise": f"{self.noise:.3%} a run, {self.stem_noise:.3%} a stem",
-                "error": f"rms {self.rms_error:.2%}, bias {self.bias:+.2%}, 90% of {len(self.trials)} draws {span(low, high, 2)}",
+                "error": f"rms {self.rms_error:.2%}, bias {self.bias:+.2%}, 90% of {len(self.trials)} draws {low:+.2%} to {high:+.2%}",
                 "interval": f"{self.level:.0%}: median full width {self.width:.2%} of the loss, holds the truth in "
                 f"{self.coverage:.0%}",
                 "best size": f"at the target's compute within a factor {math.exp(self.size_error):.3g} (rms)",

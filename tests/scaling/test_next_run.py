@@ -166,10 +166,12 @@ def test_expected_widths_are_those_of_the_next_fit(fitted: ScalingFit, planted: 
 
 def test_costs_given_are_what_is_paid(fitted: ScalingFit) -> None:
     candidates = pd.DataFrame(
-        {"n_params": [2e8, 4e8], "n_tokens": [4e9, 8e9], "cost_flops": [1.0, 5.0]}, index=["x", "y"]
+        {"n_params": [2e8, 4e8], "n_tokens": [4e9, 8e9], "cost_flops": [1.0, 5.0], "name": ["small", "medium"]},
+        index=["x", "y"],
     )
     cheap = next_runs(fitted, *TARGET, affordable_flops=4.0, candidates=candidates)
     assert cheap.runs.index.tolist() == ["x"]
+    assert "small" in str(cheap)
     assert cheap.stopped == "no candidate is left that can be paid for"
     assert next_runs(fitted, *TARGET, affordable_flops=5.0, candidates=candidates).runs.index.tolist() == ["y"]
 
