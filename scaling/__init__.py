@@ -5,10 +5,14 @@
     decide(fit, Budget.of_dollars(…))        the size and tokens for what can be spent     -> Decision
     next_runs(fit, n_params, n_tokens, …)    what to train next for a surer forecast       -> NextRuns
     simulate(ladder_design(…), law, …)       what a ladder's forecasts would be worth      -> Simulation
+    fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
+    fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
+    fit_two_step(runs, …), fit_downstream(rows)      accuracy by way of the task's loss       -> TwoStep, DownstreamLaw
     fit_optimum(rates, losses)               the best rate of one grid                     -> Optimum
     fit_transfer(rows, along=…, over=…)      does the best value stay put across sizes?    -> Transfer
     fit_horizon_law(rows)                    how the best rate falls with training tokens  -> HorizonLaw
     fit_batch_law(rows)                      how the best batch grows with them            -> BatchLaw
+    fit_step_law(cells)                      best rate or batch in N and D at once         -> StepLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_leaders(rows)                    which repeated trial is best, how surely      -> Leaders
@@ -23,14 +27,19 @@ Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per 
 from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
+from scaling.compute_powers import ComputePowers
+from scaling.curves import ScheduleLaw, fit_schedule_law
 from scaling.decision import Decision
 from scaling.decisions import decide
+from scaling.downstream import DownstreamLaw, fit_downstream
+from scaling.envelope import fit_envelope
 from scaling.errors import ScalingError
 from scaling.fitting import fit
 from scaling.forecast import Forecast
-from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, RepeatedData, TiedChinchilla
 from scaling.horizon import HorizonLaw, fit_horizon_law
 from scaling.importance import Importance, hyperparameter_importance
+from scaling.isoflops import fit_isoflops
 from scaling.law import Allocation, Law, compute_flops
 from scaling.leaders import Leaders, compare_leaders
 from scaling.memory import MemoryLimit
@@ -38,12 +47,15 @@ from scaling.next_run import NextRuns, candidate_runs, next_runs
 from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
 from scaling.pareto import pareto_front, plot_pareto
+from scaling.profile import Profile
 from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
 from scaling.simulation import Simulation, isoflop_design, ladder_design, simulate
+from scaling.step_law import StepLaw, fit_step_law
 from scaling.transfer import Transfer, fit_transfer
+from scaling.two_step import TaskForecast, TwoStep, fit_two_step
 from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
@@ -54,7 +66,9 @@ __all__ = [
     "BatchLaw",
     "Budget",
     "Chinchilla",
+    "ComputePowers",
     "Decision",
+    "DownstreamLaw",
     "Forecast",
     "Form",
     "HorizonLaw",
@@ -66,16 +80,22 @@ __all__ = [
     "MemoryLimit",
     "NextRuns",
     "Optimum",
+    "Profile",
     "RegretSurface",
+    "RepeatedData",
     "ResponseOptimum",
     "ResponseSurface",
     "ScalingError",
     "ScalingFit",
+    "ScheduleLaw",
     "SearchBox",
     "SeedNoise",
     "Simulation",
+    "StepLaw",
+    "TaskForecast",
     "TiedChinchilla",
     "Transfer",
+    "TwoStep",
     "Verdict",
     "accelerator",
     "backtest",
@@ -85,11 +105,17 @@ __all__ = [
     "decide",
     "fit",
     "fit_batch_law",
+    "fit_downstream",
+    "fit_envelope",
     "fit_horizon_law",
+    "fit_isoflops",
     "fit_optimum",
     "fit_regret_surface",
     "fit_response",
+    "fit_schedule_law",
+    "fit_step_law",
     "fit_transfer",
+    "fit_two_step",
     "fit_verdict",
     "hyperparameter_importance",
     "isoflop_design",

@@ -8,7 +8,7 @@ minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from scaling.bootstrap import refit, stem_weights
 from scaling.forms import Chinchilla
 from scaling.forms.form import Array, Form, Problem
+from scaling.multistart import N_STARTS as N_MULTISTARTS
+from scaling.multistart import descend
 from scaling.newton import minimize, objective
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
@@ -39,6 +41,7 @@ def fit(
     *,
     n_params_convention: str,
     form: Form | None = None,
+    method: Literal["newton", "multistart"] = "newton",
     delta: float = 1e-3,
     n_bootstrap: int = 400,
     seed: int = 0,
@@ -52,8 +55,12 @@ def fit(
             together), `regret` (predicted relative loss given up by the row's hyperparameters), `annealed` (False for a
             loss read in mid-schedule), `noise` (relative standard deviation of the loss from seed to seed; rows are
             weighted by 1/noise²).
+            A metric other than loss that is positive and falls to a floor (bits per byte, the share of answers that are
+            wrong) may stand in the column `loss`: the law is then in its unit.
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
+        method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a
+            check. Both are approach 3 of Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
         delta: Huber threshold on log residuals; infinite for least squares.
         n_bootstrap: refits under resampled stems.
         seed: of the resampling. The result does not depend on the order of the rows.
@@ -68,17 +75,23 @@ def fit(
     for name, value in (("delta", delta), ("max_regret", max_regret)):
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value!r}")
+    if method not in ("newton", "multistart"):
+        raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
     if n_bootstrap < 2:
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
 
     form = form or Chinchilla()
-    rows, left_out = _select(runs, form, max_regret)
+    rows, left_out = select(runs, form, max_regret)
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
-    weights = _noise_weights(rows)
+    weights = noise_weights(rows)
     deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
-    thetas, values, converged = _minima(problem, log_loss, weights, deltas)
+    if method == "multistart":
+        starts = _screen(problem, log_loss, weights, deltas[0], N_MULTISTARTS)
+        thetas, values, converged = descend(problem, log_loss, weights, starts, delta)
+    else:
+        thetas, values, converged = minima(problem, log_loss, weights, deltas)
     best = int(np.argmin(values))
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
@@ -104,8 +117,8 @@ def _named(form: Form, values: Array) -> Mapping[str, float]:
     return dict(zip(form.parameters, map(float, values), strict=True))
 
 
-def _select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The rows to fit, in an order of their own, and the rows left out with a `reason`."""
+def select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rows to fit (see `fit`), in an order of their own, and the rows left out with a `reason`."""
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *form.columns, "loss")))
     require_columns(runs, needed)
     columns: dict[str, Any] = {c: numbers(runs, c) for c in ((*needed, "noise") if "noise" in runs else needed)}
@@ -153,13 +166,13 @@ def _require_points(rows: pd.DataFrame, form: Form, left_out: pd.DataFrame) -> N
             )
 
 
-def _noise_weights(rows: pd.DataFrame) -> Array:
+def noise_weights(rows: pd.DataFrame) -> Array:
     """1/noise², of mean one; even where the rows don't say."""
     weights = rows["noise"].to_numpy() ** -2.0 if "noise" in rows else np.ones(len(rows))
     return np.asarray(weights / weights.mean())
 
 
-def _minima(
+def minima(
     problem: Problem, log_loss: Array, weights: Array, deltas: tuple[float, ...]
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     """The best minima: theta [N_FINALISTS, P], objective, converged.
@@ -169,15 +182,20 @@ def _minima(
     every = max(1, len(log_loss) // MANY_ROWS)
     part = problem if every == 1 else problem.part(slice(None, None, every))
     some, w = log_loss[::every], weights[::every]
-    starts = part.starts(some)
-    values = np.nan_to_num(objective(part, some, w, starts, deltas[0]), nan=np.inf)
-    starts = starts[np.argsort(values)[:N_STARTS]]
+    starts = _screen(part, some, w, deltas[0], N_STARTS)
     thetas, values, _ = minimize(part, some, np.tile(w, (len(starts), 1)), starts, deltas[:1])
     best = thetas[np.argsort(values)[:N_FINALISTS]]
     thetas, values, converged = minimize(
         problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[1:] or deltas
     )
     return thetas, values, converged
+
+
+def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int) -> Array:
+    """The most promising starts, [n_starts, P]."""
+    starts = problem.starts(log_loss)
+    values = objective(problem, log_loss, weights, starts, delta)
+    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
 
 
 def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:

@@ -50,6 +50,7 @@ class Forecast(Result):
         log_scale: s, the scale of the error of log loss.
         extrapolation: C of this run over the largest C in the fit.
         reasons: why the forecast is outside what the method was tested on; empty inside.
+        law_loss: what the fitted law alone says, for comparison.
     """
 
     n_params: float
@@ -61,6 +62,7 @@ class Forecast(Result):
     log_scale: float
     extrapolation: float
     reasons: tuple[str, ...]
+    law_loss: float | None = None
 
     @property
     def supported(self) -> bool:
@@ -87,6 +89,7 @@ class Forecast(Result):
             {
                 "loss": f"{self.loss:.4f} nats per token, {self.level:.0%} within {self.low:.4f} to {self.high:.4f}",
                 "at": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens, {self.compute_flops:.3g} FLOPs",
+                **({} if self.law_loss is None else {"law": f"{self.law_loss:.4f} by the fitted form alone"}),
                 "extrapolation": f"{self.extrapolation:.3g}× the largest fitted compute",
                 "status": "supported" if self.supported else "unsupported: " + "; ".join(self.reasons),
             }
@@ -111,6 +114,7 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
         log_scale=scale,
         extrapolation=float(compute_flops(n_params, n_tokens)) / fit.compute_range[1],
         reasons=reasons_against(fit, n_params, n_tokens),
+        law_loss=float(fit.predict(n_params, n_tokens)),
     )
 
 

@@ -190,11 +190,11 @@ class Law(Result):
         Raises:
             ValueError: the form is not one of the library's, and was not given.
         """
-        from scaling.forms import FORMS
+        from scaling.forms import ALL_FORMS
 
-        if form is None and data["form"] not in FORMS:
-            raise ValueError(f"form must be given: {data['form']!r} is none of {', '.join(FORMS)}")
-        return cls(form=form or FORMS[data["form"]](), parameters=data["parameters"])
+        if form is None and data["form"] not in ALL_FORMS:
+            raise ValueError(f"form must be given: {data['form']!r} is none of {', '.join(ALL_FORMS)}")
+        return cls(form=form or ALL_FORMS[data["form"]](), parameters=data["parameters"])
 
     def __str__(self) -> str:
         """The equation and its numbers."""

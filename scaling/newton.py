@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scaling.forms.form import Array, Problem
 
 MAX_STEPS = 200
-TOLERANCE = 1e-12
-"""A member is finished when the next step promises less than this part of its objective."""
+TOLERANCE, ROUGHLY = 1e-12, 1e-3
+"""A member is finished when the next step promises less than this part of its objective; under a delta on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,13 @@ def minimize(
     """
     theta = np.clip(start, problem.lower, problem.upper)
     for delta in deltas:
-        theta, value, converged = _descend(problem, log_loss, weights, theta, delta, prior)
+        tolerance = TOLERANCE if delta == deltas[-1] else ROUGHLY
+        theta, value, converged = _descend(problem, log_loss, weights, theta, delta, prior, tolerance)
     return theta, value, converged
 
 
 def _descend(
-    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None
+    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None, tolerance: float
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     theta, unit = theta.copy(), np.eye(theta.shape[1])
     value = objective(problem, log_loss, weights, theta, delta, prior)
@@ -92,7 +93,7 @@ def _descend(
         trial_value = objective(problem, log_loss, w, trial, delta, prior)
         better = trial_value < value[active]
         promised = np.abs((gradient * (trial - here)).sum(axis=1))
-        finished = promised <= TOLERANCE * value[active]
+        finished = promised <= tolerance * value[active]
         accepted = active[better]
         theta[accepted], value[accepted] = trial[better], trial_value[better]
         damping[active] = np.clip(damping[active] * np.where(better, 0.2, 8.0), 1e-9, 1e12)

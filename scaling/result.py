@@ -1,5 +1,6 @@
 """The fitted law."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from scaling.presentation import Result, lines, span
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+    from scaling.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,6 +139,16 @@ class ScalingFit(Result):
             draws["params_exponent"] = params_exponent(self.law.form, draws)
         low, high = np.quantile(np.stack([*draws.values()]), [(1 - level) / 2, (1 + level) / 2], axis=1)
         return pd.DataFrame({"estimate": [*estimate.values()], "low": low, "high": high}, index=[*estimate])
+
+    def profile(self, name: str, *, level: float = 0.9, at: Mapping[str, float] | None = None) -> "Profile":
+        """Interval of a parameter, `params_exponent`, `tokens_exponent` or the law's own `loss` at a run, by profile likelihood.
+
+        Beside the percentiles of `intervals` it need not be symmetric, and says where the runs don't bound the quantity
+        (see `scaling.profile`, also for what is raised).
+        """
+        from scaling.profile import profile
+
+        return profile(self, name, level=level, at=at)
 
     def plot(self) -> "go.Figure":
         """Predicted against actual loss, and the residuals against compute."""

@@ -2,8 +2,11 @@
 
 from scaling.forms.form import Form
 from scaling.forms.powers import Chinchilla, Joint, Kaplan, TiedChinchilla
+from scaling.forms.repeated import RepeatedData
 
 FORMS: dict[str, type[Form]] = {form.name: form for form in (Chinchilla, TiedChinchilla, Joint, Kaplan)}
 """Forms of a loss in N and D that come with the library, by name."""
+ALL_FORMS: dict[str, type[Form]] = FORMS | {RepeatedData.name: RepeatedData}
+"""These and the forms that depend on more: what a saved law may name."""
 
-__all__ = ["FORMS", "Chinchilla", "Form", "Joint", "Kaplan", "TiedChinchilla"]
+__all__ = ["ALL_FORMS", "FORMS", "Chinchilla", "Form", "Joint", "Kaplan", "RepeatedData", "TiedChinchilla"]

@@ -54,7 +54,7 @@ def test_a_forecast_is_the_same_whatever_form_the_law_has(ladder: Ladder) -> Non
     one, other = (fit(runs, n_params_convention="total", n_bootstrap=2, form=form) for form in (None, Joint()))
     said = [(f.loss, f.low, f.high) for f in (one.forecast(*TARGET), other.forecast(*TARGET))]
     assert said[0] == said[1]
-    assert one.predict(*TARGET) != other.predict(*TARGET)
+    assert one.forecast(*TARGET).law_loss == one.predict(*TARGET) != other.predict(*TARGET)
 
 
 def test_a_law_of_more_than_n_and_d_has_no_tested_forecast(ladder: Ladder) -> None:

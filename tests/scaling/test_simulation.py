@@ -58,8 +58,10 @@ def test_one_draw_is_the_fit_of_its_losses(planted: Law) -> None:
     error = np.repeat(stem, len(RATIOS)) + 0.002 * generator.standard_normal(len(design))
     runs = design.assign(loss=planted.loss(design["n_params"], design["n_tokens"]) * np.exp(error))
     forecast = fit(runs, n_params_convention="total", n_bootstrap=20).forecast(1e9, 2e10)
-    assert found.trials["loss"][0] == pytest.approx(forecast.loss, rel=1e-12)
-    assert found.trials["error"][0] == pytest.approx(math.log(forecast.loss / planted.loss(1e9, 2e10)))
+    assert found.trials["loss"][0] == pytest.approx(
+        forecast.loss, rel=1e-8
+    )  # the losses agree to rounding, the fits to their tolerance
+    assert found.trials["error"][0] == pytest.approx(math.log(forecast.loss / planted.loss(1e9, 2e10)), rel=1e-6)
 
 
 def test_errors_grow_with_the_noise_and_with_shared_stems(planted: Law) -> None:

@@ -1,0 +1,139 @@
+"""Approach 1: the lowest of many loss curves at each compute, and the sizes of the runs that reach it as powers of compute.
+
+Each curve is one run's loss against its compute so far; at every level of compute the run with the lowest loss has the best
+size (Hoffmann et al. 2203.15556, sec. 3.1). Sizes come in steps, the smallest and the largest win where smaller and larger ones
+would, and a curve's end gives its place to another. So only the crossings of two curves on the envelope are used: there the
+best size is taken to be the geometric mean of the two. (Hoffmann et al. use every level.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
+from scaling.errors import ScalingError
+from scaling.forms.form import Array
+from scaling.law import compute_flops
+from scaling.table import numbers, require_columns
+
+_COLUMNS = ("compute_flops", "n_params", "n_tokens", "loss", "smaller", "larger")
+LEVELS = 400
+"""Of compute, evenly spaced in its logarithm from the least to the most (1,500 in Hoffmann et al.)."""
+MAX_UNANSWERED = 0.05
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """Interpolated losses [runs, levels], infinite outside a run's range, and N of each run."""
+
+    compute: Array
+    n_params: Array
+    loss: Array
+
+    def crossings(self, chosen: NDArray[np.int64]) -> Array:
+        """Where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
+
+        Between the same two sizes curves may cross more than once, by their noise: the mean counts.
+        """
+        loss, sizes = self.loss[chosen], self.n_params[chosen]
+        best, levels = np.argmin(loss, axis=0), np.arange(len(self.compute) - 1)
+        before, after = best[:-1], best[1:]
+        both = np.isfinite(loss[before, levels]) & np.isfinite(loss[before, levels + 1])
+        both &= np.isfinite(loss[after, levels]) & np.isfinite(loss[after, levels + 1])
+        found: dict[tuple[float, float], list[int]] = {}
+        for i in np.flatnonzero(both & (sizes[before] != sizes[after])):
+            pair = sorted((float(sizes[before[i]]), float(sizes[after[i]])))
+            found.setdefault((pair[0], pair[1]), []).append(int(i))
+        records = []
+        for (smaller, larger), at in sorted(found.items()):
+            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[np.array(at) + 1])).mean() / 2))
+            size = math.sqrt(smaller * larger)
+            tokens = middle / float(compute_flops(size, 1.0))
+            records.append([middle, size, tokens, float(loss[best[at], at].mean()), smaller, larger])
+        return np.array(records).reshape(-1, len(_COLUMNS))
+
+    def powers(self, chosen: NDArray[np.int64], reference: float) -> Powers | None:
+        """Through the crossings."""
+        points = self.crossings(chosen)
+        if len(np.unique(points[:, 0])) < 2:
+            return None
+        return powers_through(points[:, 0], points[:, 1], points[:, 2], reference)
+
+
+def fit_envelope(
+    curves: pd.DataFrame, *, n_params_convention: str, n_bootstrap: int = 400, seed: int = 0
+) -> ComputePowers:
+    """Fit N* and D* as powers of compute through the envelope of loss curves.
+
+    Args:
+        curves: one row per evaluation: `run`, `n_params`, `n_tokens` (so far), `loss` (nats per token, smoothed); optional
+            `annealed`. A curve's losses should be what a run of that length ends at: annealed branches, or runs of several
+            lengths; of one cosine run only the end is.
+        n_params_convention: what N counts.
+        n_bootstrap: resamplings of the runs.
+        seed: of the resampling.
+
+    Returns:
+        Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or a run has several sizes.
+        ScalingError: fewer than two crossings lie on the envelope.
+    """
+    require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
+    table = pd.DataFrame({name: numbers(curves, name) for name in ("n_params", "n_tokens", "loss")})
+    table["run"] = curves["run"].to_numpy()
+    if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
+        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
+    interpolated = _interpolated(table)
+    everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
+    points = pd.DataFrame(interpolated.crossings(everyone), columns=list(_COLUMNS))
+    if len(points) < 2:
+        raise ScalingError(
+            f"need two crossings of curves on the envelope, got {len(points)} among {len(np.unique(interpolated.n_params))} sizes"
+        )
+    reference = float(np.exp(np.log(points["compute_flops"]).mean()))
+    estimate = interpolated.powers(everyone, reference)
+    assert estimate is not None  # noqa: S101 - there are two points
+
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(everyone), (n_bootstrap, len(everyone)))
+    draws, unanswered = resampled(n_bootstrap, lambda i: interpolated.powers(np.unique(picks[i]), reference))
+    doubts = []
+    if len(points) < MIN_POINTS:
+        doubts.append(
+            f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
+        )
+    if "annealed" in curves and not curves["annealed"].astype(bool).all():
+        doubts.append("losses in mid-schedule: the envelope compares runs before and after their decay")
+    if unanswered > MAX_UNANSWERED:
+        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
+    return ComputePowers(
+        approach="envelope",
+        params_exponent=estimate[0],
+        tokens_exponent=estimate[1],
+        n_params_ref=estimate[2],
+        n_tokens_ref=estimate[3],
+        compute_ref=reference,
+        n_params_convention=n_params_convention,
+        draws=draws,
+        points=points,
+        bias={},
+        warnings=tuple(doubts),
+    )
+
+
+def _interpolated(table: pd.DataFrame) -> _Curves:
+    compute = compute_flops(table["n_params"], table["n_tokens"])
+    levels = np.geomspace(compute.min(), compute.max(), LEVELS)
+    sizes, losses = [], []
+    for _, part in table.assign(compute=compute).groupby("run", sort=True):
+        curve = part.sort_values("compute").drop_duplicates("compute")
+        sizes.append(float(curve["n_params"].iloc[0]))
+        losses.append(np.interp(np.log(levels), np.log(curve["compute"]), curve["loss"], left=np.inf, right=np.inf))
+    return _Curves(levels, np.array(sizes), np.array(losses))
