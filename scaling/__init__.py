@@ -2,6 +2,9 @@
 
     fit(runs, n_params_convention="total")   the loss surface L(N, D), with intervals      -> ScalingFit
     backtest(runs, n_params_convention=…)    how well a ladder forecasts its own largest    -> Backtest
+    decide(fit, Budget.of_dollars(…))        the size and tokens for what can be spent     -> Decision
+    next_runs(fit, n_params, n_tokens, …)    what to train next for a surer forecast       -> NextRuns
+    simulate(ladder_design(…), law, …)       what a ladder's forecasts would be worth      -> Simulation
     fit_isoflops(runs, …), fit_envelope(curves, …)   the best sizes without a law, as checks -> ComputePowers
     fit_schedule_law(curves)                 loss along a schedule, from other schedules    -> ScheduleLaw
     fit_two_step(runs, …), fit_downstream(rows)      accuracy by way of the task's loss       -> TwoStep, DownstreamLaw
@@ -21,10 +24,13 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
 """
 
+from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
 from scaling.compute_powers import ComputePowers
 from scaling.curves import ScheduleLaw, fit_schedule_law
+from scaling.decision import Decision
+from scaling.decisions import decide
 from scaling.downstream import DownstreamLaw, fit_downstream
 from scaling.envelope import fit_envelope
 from scaling.errors import ScalingError
@@ -36,6 +42,8 @@ from scaling.importance import Importance, hyperparameter_importance
 from scaling.isoflops import fit_isoflops
 from scaling.law import Allocation, Law, compute_flops
 from scaling.leaders import Leaders, compare_leaders
+from scaling.memory import MemoryLimit
+from scaling.next_run import NextRuns, candidate_runs, next_runs
 from scaling.noise import SeedNoise, seed_noise
 from scaling.optima import Optimum, fit_optimum
 from scaling.pareto import pareto_front, plot_pareto
@@ -44,17 +52,22 @@ from scaling.regret import RegretSurface, fit_regret_surface
 from scaling.response import ResponseOptimum, ResponseSurface, fit_response
 from scaling.result import ScalingFit
 from scaling.search_box import SearchBox
+from scaling.simulation import Simulation, isoflop_design, ladder_design, simulate
 from scaling.step_law import StepLaw, fit_step_law
 from scaling.transfer import Transfer, fit_transfer
 from scaling.two_step import TaskForecast, TwoStep, fit_two_step
 from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
+    "ACCELERATORS",
+    "Accelerator",
     "Allocation",
     "Backtest",
     "BatchLaw",
+    "Budget",
     "Chinchilla",
     "ComputePowers",
+    "Decision",
     "DownstreamLaw",
     "Forecast",
     "Form",
@@ -64,6 +77,8 @@ __all__ = [
     "Kaplan",
     "Law",
     "Leaders",
+    "MemoryLimit",
+    "NextRuns",
     "Optimum",
     "Profile",
     "RegretSurface",
@@ -75,15 +90,19 @@ __all__ = [
     "ScheduleLaw",
     "SearchBox",
     "SeedNoise",
+    "Simulation",
     "StepLaw",
     "TaskForecast",
     "TiedChinchilla",
     "Transfer",
     "TwoStep",
     "Verdict",
+    "accelerator",
     "backtest",
+    "candidate_runs",
     "compare_leaders",
     "compute_flops",
+    "decide",
     "fit",
     "fit_batch_law",
     "fit_downstream",
@@ -99,7 +118,11 @@ __all__ = [
     "fit_two_step",
     "fit_verdict",
     "hyperparameter_importance",
+    "isoflop_design",
+    "ladder_design",
+    "next_runs",
     "pareto_front",
     "plot_pareto",
     "seed_noise",
+    "simulate",
 ]

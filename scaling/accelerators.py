@@ -1,0 +1,228 @@
+"""Accelerators by name, and what a budget on one of them is worth: FLOPs, device-hours, dollars, days on so many devices.
+
+Peaks are the vendors' dense figures, FLOP/s of one device with fp32 sums; where a datasheet states the rate of sparse
+matrices, half of it. Memory is in bytes, 1e9 to the GB.
+
+| name | bf16, fp8 (TFLOP/s) | memory | source |
+| --- | --- | --- | --- |
+| A100 40GB, A100 80GB | 312 | 40, 80 GB | NVIDIA A100 datasheet, June 2021 |
+| H100 SXM | 989.5, 1979 | 80 GB | NVIDIA H100 datasheet, 2023 (1,979 and 3,958 sparse) |
+| H200 | 989.5, 1979 | 141 GB | NVIDIA H200 datasheet, 2024, the SXM part (1,979 and 3,958 sparse) |
+| B200 | 2250, 4500 | 180 GB | NVIDIA HGX B200 and DGX B200 datasheets, 2024 (4.5 and 9 PFLOP/s sparse; 1,440 GB for eight) |
+| MI300X | 1307.4, 2614.9 | 192 GB | AMD Instinct MI300X data sheet, December 2023 |
+| TPU v5e | 197 | 16 GB | Google Cloud, "TPU v5e", system architecture, read November 2026 |
+| TPU v5p | 459 | 95 GB | Google Cloud, "TPU v5p", system architecture, read November 2026 |
+
+The share of the peak that training reaches (MFU, Chowdhery et al. 2204.02311, app. B) is assumed to be 40 %: Llama 3 405B
+reached 38–43 % on H100s (Grattafiori et al. 2407.21783, table 4), PaLM 46 % on TPU v4. **Prices are assumed**, round dollars
+per device-hour as one might have paid for a long rental in 2026, quoted by nobody: put your own in with `replace`,
+
+    mine = dataclasses.replace(accelerator("H100 SXM"), dollars_per_hour=1.85, mfu=0.47)
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scaling.presentation import Result, lines
+
+ASSUMED_MFU = 0.40
+"""Of the peak of the precision trained in; see the head of this file."""
+SECONDS_PER_HOUR, HOURS_PER_DAY = 3600.0, 24.0
+
+
+def require_positive(name: str, value: float) -> float:
+    """The value, if it is finite and above 0.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be finite and above 0, got {value!r}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator(Result):
+    """One device to train or serve on.
+
+    Attributes:
+        name: of the device.
+        peak_flops: dense FLOP/s by precision.
+        memory_bytes: of one device.
+        dollars_per_hour: of one device; assumed where it is ours.
+        mfu: share of the peak that training reaches, above 0, at most 1.
+        precision: trained in, one of those in `peak_flops`.
+
+    Raises:
+        ValueError: a number breaks its rule, or the precision has no peak.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    dollars_per_hour: float
+    mfu: float = ASSUMED_MFU
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.precision not in self.peak_flops:
+            known = ", ".join(self.peak_flops)
+            raise ValueError(f"precision of {self.name} must be one of {known}, got {self.precision!r}")
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"mfu must be above 0 and at most 1, got {self.mfu!r}")
+        peaks = {f"peak_flops[{precision!r}]": peak for precision, peak in self.peak_flops.items()}
+        for name, value in {
+            "memory_bytes": self.memory_bytes,
+            "dollars_per_hour": self.dollars_per_hour,
+            **peaks,
+        }.items():
+            require_positive(name, value)
+
+    @property
+    def flops_per_second(self) -> float:
+        """What one device is taken to reach: peak × MFU."""
+        return self.peak_flops[self.precision] * self.mfu
+
+    @property
+    def dollars_per_flop(self) -> float:
+        """Price of one FLOP that counts."""
+        return self.dollars_per_hour / (self.flops_per_second * SECONDS_PER_HOUR)
+
+    def __str__(self) -> str:
+        """Name, what it reaches, memory, price."""
+        return (
+            f"{self.name}: {self.mfu:.0%} of {self.peak_flops[self.precision] / 1e12:.5g} TFLOP/s ({self.precision}), "
+            f"{self.memory_bytes / 1e9:.4g} GB, ${self.dollars_per_hour:.2f} an hour"
+        )
+
+
+def _known(name: str, bf16: float, memory: float, dollars: float, fp8: float | None = None) -> Accelerator:
+    peaks = {"bf16": bf16 * 1e12} | ({} if fp8 is None else {"fp8": fp8 * 1e12})
+    return Accelerator(name=name, peak_flops=peaks, memory_bytes=memory * 1e9, dollars_per_hour=dollars)
+
+
+ACCELERATORS: Mapping[str, Accelerator] = {
+    known.name: known
+    for known in (
+        _known("A100 40GB", 312, 40, 1.20),
+        _known("A100 80GB", 312, 80, 1.50),
+        _known("H100 SXM", 989.5, 80, 2.50, fp8=1979),
+        _known("H200", 989.5, 141, 3.00, fp8=1979),
+        _known("B200", 2250, 180, 4.50, fp8=4500),
+        _known("MI300X", 1307.4, 192, 2.50, fp8=2614.9),
+        _known("TPU v5e", 197, 16, 0.80),
+        _known("TPU v5p", 459, 95, 2.50),
+    )
+}
+"""By name; sources and what is assumed at the head of this file."""
+
+
+def accelerator(name: str) -> Accelerator:
+    """One of `ACCELERATORS`.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name not in ACCELERATORS:
+        raise ValueError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {name!r}")
+    return ACCELERATORS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget(Result):
+    """Compute to spend, and on what: `Budget(compute_flops=1e24)`, or from hours, dollars or a deadline.
+
+    Attributes:
+        compute_flops: FLOPs.
+        accelerator: on which; without one there are no hours and no dollars.
+        n_devices: how many; without, there are no days.
+        terms: the budget as it was stated.
+
+    Raises:
+        ValueError: a number is not finite and above 0.
+    """
+
+    compute_flops: float
+    accelerator: Accelerator | None = None
+    n_devices: int | None = None
+    terms: str = ""
+
+    def __post_init__(self) -> None:
+        require_positive("compute_flops", self.compute_flops)
+        if self.n_devices is not None and self.n_devices < 1:
+            raise ValueError(f"n_devices must be at least 1, got {self.n_devices}")
+
+    @classmethod
+    def of_gpu_hours(cls, hours: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
+        """Device-hours, whatever the number of devices."""
+        device, hours = to_device(device), require_positive("hours", hours)
+        flops = hours * SECONDS_PER_HOUR * device.flops_per_second
+        return cls(
+            compute_flops=flops,
+            accelerator=device,
+            n_devices=n_devices,
+            terms=f"{hours:,.10g} device-hours of {device}",
+        )
+
+    @classmethod
+    def of_dollars(cls, dollars: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
+        """Dollars at the device's price."""
+        device, dollars = to_device(device), require_positive("dollars", dollars)
+        flops = dollars / device.dollars_per_flop
+        return cls(compute_flops=flops, accelerator=device, n_devices=n_devices, terms=f"${dollars:,.10g} for {device}")
+
+    @classmethod
+    def of_days(cls, days: float, device: Accelerator | str, n_devices: int) -> "Budget":
+        """A deadline: so many days on so many devices, all of the time."""
+        device, days = to_device(device), require_positive("days", days)
+        if n_devices < 1:
+            raise ValueError(f"n_devices must be at least 1, got {n_devices}")
+        flops = days * HOURS_PER_DAY * SECONDS_PER_HOUR * n_devices * device.flops_per_second
+        terms = f"{days:.6g} days of {n_devices:,} × {device}"
+        return cls(compute_flops=flops, accelerator=device, n_devices=n_devices, terms=terms)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Device-hours, None without an accelerator."""
+        if self.accelerator is None:
+            return None
+        return self.compute_flops / (self.accelerator.flops_per_second * SECONDS_PER_HOUR)
+
+    @property
+    def dollars(self) -> float | None:
+        """What it costs, None without an accelerator."""
+        return None if self.accelerator is None else self.compute_flops * self.accelerator.dollars_per_flop
+
+    @property
+    def days(self) -> float | None:
+        """Wall time on the devices, None without their number."""
+        hours = self.gpu_hours
+        return None if hours is None or self.n_devices is None else hours / self.n_devices / HOURS_PER_DAY
+
+    def of_flops(self, compute_flops: float) -> "Budget":
+        """Another compute on the same devices."""
+        return Budget(compute_flops=compute_flops, accelerator=self.accelerator, n_devices=self.n_devices)
+
+    def __str__(self) -> str:
+        """The same budget in every unit that is known."""
+        return lines({"budget": self.worth, **({"stated as": self.terms} if self.terms else {})})
+
+    @property
+    def worth(self) -> str:
+        """FLOPs, device-hours, dollars and days, on one line."""
+        parts = [f"{self.compute_flops:.4g} FLOPs"]
+        if self.gpu_hours is not None and self.dollars is not None:
+            parts += [f"{self.gpu_hours:,.4g} device-hours", f"${self.dollars:,.0f}"]
+        if self.days is not None:
+            parts.append(f"{self.days:.3g} days on {self.n_devices:,} devices")
+        return ", ".join(parts)
+
+
+def to_device(device: Accelerator | str) -> Accelerator:
+    """The accelerator itself, or the one of that name.
+
+    Raises:
+        ValueError: no such name.
+    """
+    return accelerator(device) if isinstance(device, str) else device

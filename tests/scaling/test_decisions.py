@@ -1,0 +1,278 @@
+"""Decisions: closed forms and published figures where they exist, brute force where they do not."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import (
+    Budget,
+    Chinchilla,
+    Decision,
+    Form,
+    Joint,
+    Kaplan,
+    Law,
+    MemoryLimit,
+    ScalingError,
+    ScalingFit,
+    TiedChinchilla,
+    decide,
+    fit,
+)
+
+HOFFMANN = Chinchilla().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
+LAWS = [
+    HOFFMANN,
+    TiedChinchilla().law(E=1.8, A=400, B=2000, alpha=0.35),
+    Kaplan().law(A=8.8e13**0.076, B=5.4e13**0.095, alpha=0.076, beta=0.095),
+    Joint().law(E=1.7, A=300, B=900, alpha=0.33, beta=0.33, g=0.7),
+]
+
+
+def brute(
+    law: Law, budget: float, served: float = 0.0, most_tokens: float = math.inf, most_params: float = math.inf
+) -> Any:
+    """(N, D, loss) of the best of 400,001 sizes."""
+    n = np.exp(np.linspace(math.log(1e6), math.log(1e13), 400_001))
+    n = n[n <= most_params]
+    d = np.minimum((budget / n - 2 * served) / 6, most_tokens)
+    n, d = n[d > 1], d[d > 1]
+    loss = law.loss(n, d)
+    best = int(np.argmin(loss))
+    return n[best], d[best], loss[best]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.form.name)
+@pytest.mark.parametrize("flops", [1e19, 1e25])
+def test_compute_alone_meets_the_closed_form(law: Law, flops: float) -> None:
+    found, expected = decide(law, flops), law.allocate(flops)
+    assert found.n_params == pytest.approx(expected.n_params, rel=2e-6)
+    assert found.n_tokens == pytest.approx(expected.n_tokens, rel=2e-6)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert found.total_flops == pytest.approx(flops, rel=1e-12)
+
+
+@pytest.mark.parametrize("law", LAWS[:2], ids=lambda law: law.form.name)
+def test_least_compute_is_the_inverse_of_the_best_loss(law: Law) -> None:
+    least = decide(law, loss=2.1)
+    assert least.total_flops == pytest.approx(law.compute_for(2.1).compute_flops, rel=1e-9)
+    assert decide(law, least.budget).loss == pytest.approx(2.1, rel=1e-10)
+    assert least.target_loss == 2.1
+
+
+def test_serving_moves_sizes_as_published() -> None:
+    """Sardana et al. (2401.00448, fig. 1): with 2e12 tokens to serve, a 7B instead of the best-trained 13B saves 17 %."""
+    flops = next(c for c in np.geomspace(1e22, 1e23, 2000) if HOFFMANN.allocate(c).n_params >= 13e9)
+    thirteen = HOFFMANN.allocate(flops)
+    found = decide(HOFFMANN, loss=thirteen.loss, served_tokens=2e12)
+    saved = thirteen.compute_flops + 2 * thirteen.n_params * 2e12 - found.total_flops
+    assert found.n_params == pytest.approx(7e9, rel=0.01)
+    assert saved == pytest.approx(1.7e22, rel=0.02)
+    assert saved / (saved + found.total_flops) == pytest.approx(0.17, abs=0.005)
+    assert found.serving_flops == pytest.approx(2 * found.n_params * 2e12)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.form.name)
+@pytest.mark.parametrize(
+    ("served", "tokens", "params"),
+    [(1e12, math.inf, math.inf), (0, 2e11, math.inf), (0, math.inf, 3e9), (3e11, 1e11, 2e10)],
+)
+def test_every_limit_meets_brute_force(law: Law, served: float, tokens: float, params: float) -> None:
+    memory = MemoryLimit(what="serving", memory_bytes=params * 2, bytes_per_param=2, share=1) if params < 1e15 else ()
+    found = decide(law, 1e23, served_tokens=served, unique_tokens=None if tokens == math.inf else tokens, memory=memory)
+    n_params, n_tokens, loss = brute(law, 1e23, served, tokens, params)
+    assert found.loss <= loss * (1 + 1e-12)
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.n_params == pytest.approx(n_params, rel=1e-3)
+    assert found.n_tokens == pytest.approx(n_tokens, rel=1e-3)
+    assert found.total_flops <= 1e23 * (1 + 1e-9)
+
+
+def test_serving_dearer_than_training_counts_as_more_tokens() -> None:
+    dear = decide(HOFFMANN, 1e23, served_tokens=1e11, serving_price=4)
+    assert dear.n_params == pytest.approx(decide(HOFFMANN, 1e23, served_tokens=4e11).n_params, rel=1e-6)
+    assert dear.serving_flops == pytest.approx(8 * dear.n_params * 1e11)
+
+
+def test_ends_of_the_band_lose_what_was_tolerated() -> None:
+    found = decide(HOFFMANN, 1e23, tolerance=0.01)
+    low, best, high = found.near["n_params"]
+    assert low < best < high
+    assert best == pytest.approx(found.n_params)
+    for end in (low, high):
+        assert HOFFMANN.loss(end, 1e23 / 6 / end) == pytest.approx(1.01 * found.loss, rel=1e-9)
+    assert found.near["loss_above_best"].tolist() == pytest.approx([0.01, 0, 0.01], abs=1e-9)
+    limited = decide(HOFFMANN, 1e23, memory=MemoryLimit(what="training", memory_bytes=1e10, bytes_per_param=1, share=1))
+    assert limited.near["n_params"].max() == pytest.approx(limited.n_params)
+    assert limited.limits[0].startswith("memory of training: at most 1e+10 parameters")
+
+
+@dataclass(frozen=True)
+class Config:
+    n_params: float
+    depth: int
+
+
+def test_shapes_that_can_be_built() -> None:
+    configs = [Config(1e9, 16), Config(7e9, 32), Config(2e10, 48), Config(7e10, 80)]
+    found = decide(HOFFMANN, 1e23, sizes=configs, tolerance=0.02)
+    losses = [HOFFMANN.loss(c.n_params, 1e23 / 6 / c.n_params) for c in configs]
+    assert found.config is configs[int(np.argmin(losses))]
+    assert found.n_params == found.config.n_params
+    near = [c.n_params for c, loss in zip(configs, losses, strict=True) if loss <= 1.02 * min(losses)]
+    assert found.near["n_params"].tolist() == near
+    assert "depth=48" in str(found)
+    within = decide(HOFFMANN, 1e23, sizes=configs, memory=MemoryLimit.serving("H100 SXM", share=0.2))
+    assert within.n_params == 7e9
+    assert decide(HOFFMANN, loss=2.2, sizes=[1e9, 7e9]).n_params == 7e9
+
+
+class Repeats(Form):
+    """A law that knows repeats: a token seen again counts for less, as exponentially as in Muennighoff et al. 2305.16264."""
+
+    name, formula, source = "repeats", "E + A/N^alpha + B/D'^beta", "2305.16264, eq. 5, for D alone"
+    columns = ("n_params", "n_tokens", "unique_tokens")
+    parameters: ClassVar[Mapping[str, tuple[float, float]]] = dict.fromkeys(
+        ("E", "A", "B", "alpha", "beta", "half"), (1e-6, 1e6)
+    )
+
+    def loss(self, values: Mapping[str, Any], rows: Mapping[str, Any]) -> Any:
+        unique = rows["unique_tokens"]
+        repeats = rows["n_tokens"] / unique - 1
+        worth = unique * (1 + values["half"] * (1 - np.exp(-repeats / values["half"])))
+        return values["E"] + values["A"] * rows["n_params"] ** -values["alpha"] + values["B"] * worth ** -values["beta"]
+
+
+def test_repeated_data_where_the_law_knows_of_it() -> None:
+    law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
+    plenty, scarce = decide(law, 1e23), decide(law, 1e23, unique_tokens=1e11)
+    assert plenty.n_params == pytest.approx(HOFFMANN.allocate(1e23).n_params, rel=1e-5)
+    assert scarce.n_tokens > 1e11, "the law pays for some repeats"
+    once = decide(HOFFMANN, 1e23, unique_tokens=1e11)
+    assert plenty.loss < scarce.loss < once.loss
+    n = np.exp(np.linspace(math.log(1e9), math.log(1e12), 100_001))
+    assert scarce.loss == pytest.approx(law.loss(n, 1e23 / 6 / n, unique_tokens=1e11).min(), rel=1e-8)
+    twice = decide(law, 1e23, unique_tokens=1e11, max_epochs=2)
+    assert twice.n_tokens == pytest.approx(2e11)
+    assert twice.epochs == pytest.approx(2)
+    assert "2 epochs of 1e+11 unique tokens" in str(twice)
+    assert twice.limits == ("data: all 1e+11 unique tokens are used, 2 times each",)
+    with pytest.raises(
+        ValueError, match="max_epochs wants a law of unique_tokens: chinchilla knows nothing of repeats"
+    ):
+        decide(HOFFMANN, 1e23, unique_tokens=1e11, max_epochs=4)
+
+
+def test_dollars_and_deadlines_are_budgets() -> None:
+    budget = Budget.of_dollars(2e6, "H100 SXM", n_devices=1024)
+    found = decide(HOFFMANN, budget, unique_tokens=2e11)
+    assert found.total_flops <= budget.compute_flops
+    assert found.cost.dollars == pytest.approx(2e6, rel=1e-6)
+    assert "no token is seen twice" in str(found)
+    elsewhere = decide(HOFFMANN, loss=2.1).on("B200", n_devices=64)
+    assert elsewhere.cost.days == pytest.approx(elsewhere.total_flops / (2250e12 * 0.4 * 64 * 86400))
+    assert decide(HOFFMANN, Budget.of_days(30, "H100 SXM", 1024)).cost.days == pytest.approx(30)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> ScalingFit:
+    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
+    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
+    noise = 0.003 * np.random.default_rng(0).standard_normal(n_params.size)
+    loss = HOFFMANN.loss(n_params, n_tokens) * np.exp(noise)
+    return fit(
+        pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss}),
+        n_params_convention="total",
+        n_bootstrap=60,
+    )
+
+
+def test_intervals_are_those_of_each_refit_alone(fitted: ScalingFit) -> None:
+    found = decide(fitted, 1e21, level=0.8)
+    sizes = [
+        fitted.law.form.law(**dict(zip(fitted.law.parameters, draw, strict=True))).allocate(1e21).n_params
+        for draw in fitted.draws
+    ]
+    assert found.intervals is not None
+    row = found.intervals.loc["n_params"]
+    low, high = np.quantile(sizes, [0.1, 0.9], method="nearest")
+    assert [row["estimate"], row["low"], row["high"]] == pytest.approx([found.n_params, low, high], rel=1e-5)
+    assert found.forecast == fitted.forecast(found.n_params, found.n_tokens, 0.8)
+    assert found.size_by_fit is not None
+    for name, variant in fitted.ensemble.variants.items():
+        assert found.size_by_fit[name] == pytest.approx(variant.allocate(1e21).n_params, rel=1e-5)
+
+
+def test_refits_that_never_reach_the_loss_make_the_interval_endless(fitted: ScalingFit) -> None:
+    floors = dict(zip(fitted.law.parameters, fitted.draws.T, strict=True))["E"]
+    loss = max(float(np.quantile(floors, 0.5)), fitted.law["E"]) * 1.02
+    found = decide(fitted, loss=loss)
+    assert found.intervals is not None
+    assert math.isfinite(found.total_flops)
+    assert math.isinf(found.intervals.loc["total_flops", "high"])
+    assert found.intervals.loc["total_flops", "low"] < found.total_flops
+    assert found.to_dict()["intervals"]["total_flops"]["high"] is None
+
+
+def test_decisions_say_everything(fitted: ScalingFit) -> None:
+    budget = Budget.of_dollars(5e4, "A100 80GB", n_devices=64)
+    found = decide(fitted, budget, served_tokens=1e11, memory=[MemoryLimit.serving("A100 40GB")])
+    text = str(found)
+    for words in (
+        "$50,000 for A100 80GB",
+        "N counted total",
+        "serving costs 2·N FLOPs for each of 1e+11 tokens",
+        "90% of refits",
+        "other fits",
+        "forecast",
+        "60 bootstrap refits",
+        "memory of serving: at most 1.4e+10 parameters",
+    ):
+        assert words in text
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert data["n_params"] == found.n_params
+    assert data["dollars"] == pytest.approx(5e4)
+    assert isinstance(found, Decision)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "give a budget or a loss, one of the two"),
+        ({"budget": 1e20, "loss": 2.0}, ValueError, "give a budget or a loss, one of the two"),
+        ({"budget": 0.0}, ValueError, "compute_flops must be finite and above 0, got 0"),
+        ({"loss": -1.0}, ValueError, "loss must be finite and above 0, got -1"),
+        ({"budget": 1e20, "served_tokens": -1}, ValueError, "served_tokens must be finite and at least 0, got -1"),
+        ({"budget": 1e20, "serving_price": 0}, ValueError, "serving_price must be finite and above 0, got 0"),
+        ({"budget": 1e20, "unique_tokens": 0}, ValueError, "unique_tokens must be finite and above 0, got 0"),
+        ({"budget": 1e20, "level": 1}, ValueError, "level must lie between 0 and 1, got 1"),
+        ({"budget": 1e20, "sizes": []}, ValueError, "sizes must hold at least one size"),
+        ({"budget": 1e20, "epochs": 2}, ValueError, "chinchilla wants no further columns, got epochs"),
+        ({"loss": 1.5}, ScalingError, "tend to a loss of 1.69.. under these limits and never reach 1.5000"),
+        ({"loss": 2.0, "unique_tokens": 1e10}, ScalingError, "under these limits and never reach 2.0000"),
+        (
+            {"budget": 1e20, "sizes": [1e9], "served_tokens": 1e12},
+            ScalingError,
+            "serving 1e.12 tokens alone costs more",
+        ),
+        (
+            {"budget": 1e20, "sizes": [1e12], "memory": MemoryLimit.serving("H100 SXM")},
+            ScalingError,
+            "the smallest of the sizes, 1e.12, is above the 2.8e.10 of the memory",
+        ),
+    ],
+)
+def test_errors_name_the_rule_and_the_value(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        decide(HOFFMANN, **arguments)
+
+
+def test_the_planted_law_is_told_by_name(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:
+    exact = fit(ladder(), n_params_convention="total", n_bootstrap=10)
+    assert decide(exact, 1e21).n_params == pytest.approx(planted.allocate(1e21).n_params, rel=1e-4)
