@@ -149,6 +149,18 @@ class ScalingFit(Result):
 
         return draw_frontier(frontier_data(self, target))
 
+    def plot_contours(self, target: Forecast | None = None, **columns: float) -> "go.Figure":
+        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute."""
+        from scaling.allocation_figures import contours_data, draw_contours
+
+        return draw_contours(contours_data(self, target, **columns))
+
+    def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
+        """The best N, D and D/N against compute, with percentiles of the bootstrap."""
+        from scaling.allocation_figures import allocation_data, draw_allocation
+
+        return draw_allocation(allocation_data(self, level, **columns))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, draws included; `from_dict` restores it exactly (index and stems must be JSON types)."""
         return {
