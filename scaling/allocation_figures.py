@@ -73,6 +73,7 @@ def draw_contours(data: pd.DataFrame) -> "go.Figure":
 
     figure = go.Figure()
     levels = np.sort(data.loc[data["series"] == "contour", "loss"].unique())
+    places = max((len(f"{level:g}".partition(".")[2]) for level in levels), default=0)
     shades = sample_colorscale(list(COLOURS[3:]), np.linspace(0, 1, max(2, len(levels))))
     for i, flops in enumerate(data.loc[data["series"] == "isoflop", "compute_flops"].unique()):
         part = data[(data["series"] == "isoflop") & (data["compute_flops"] == flops)]
@@ -83,7 +84,7 @@ def draw_contours(data: pd.DataFrame) -> "go.Figure":
     for i, level in enumerate(levels):
         part = data[(data["series"] == "contour") & (data["loss"] == level)]
         _line(figure, part, {"color": shades[i], "width": 1.5}, "equal " + LOSS, first=i == 0)
-        _label(figure, part.iloc[-1], f"{level:g}", "top left")
+        _label(figure, part.iloc[-1], f"{level:.{places}f}", "top left")
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "target"))
     _line(figure, frontier, {"color": COLOURS[2], "width": 4}, "best N and D")
     _markers(figure, runs, "runs", {"color": "grey", "size": 5})
