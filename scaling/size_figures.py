@@ -61,31 +61,26 @@ def draw_sizes(data: pd.DataFrame) -> "go.Figure":
     figure = go.Figure()
     shades = (*COLOURS[2:], *COLOURS[:2])  # the darkest last: on a dark page they are hardly seen
     for i, (flops, part) in enumerate(data.groupby("compute_flops")):
-        colour, label = shades[i % len(shades)], f"{flops:.3g} FLOPs"
+        colour = shades[i % len(shades)]
         star = {"symbol": "star", "size": 13, "color": colour, "line": {"color": "#808488", "width": 1}}
         size, band, best = (part[part["series"] == name] for name in ("size", "band", "best"))
         low, high = band["n_params"].iloc[[0, -1]]
-        flat = f"{low:.3g} to {high:.3g} parameters within {100 * best['within'].item():g} %"
+        share = 100 * best["within"].item()
+        label = f"{flops:.3g} FLOPs: N {low:.3g} to {high:.3g}<br>within {share:g} % of the best loss"
+        thick = {"color": colour, "width": 9, "simplify": False}
         common = {"legendgroup": label, "hoverinfo": "text"}
-        figure.add_scatter(
-            x=band["n_params"],
-            y=band["loss"],
-            mode="lines",
-            line={"color": colour, "width": 9},
-            opacity=0.4,
-            name=flat,
-            text=_hover(band),
-            **common,
-        )
-        figure.add_scatter(
-            x=size["n_params"],
-            y=size["loss"],
-            mode="lines",
-            line={"color": colour},
-            name=label,
-            text=_hover(size),
-            **common,
-        )
+        for own, line in ((band, thick), (size, {"color": colour, "simplify": False})):
+            figure.add_scatter(
+                x=own["n_params"],
+                y=own["loss"],
+                mode="lines",
+                line=line,
+                opacity=0.4 if own is band else 1,
+                name=label,
+                showlegend=own is size,
+                text=_hover(own),
+                **common,
+            )
         figure.add_scatter(
             x=best["n_params"],
             y=best["loss"],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COEFFICIENTS = ("A", "B")
 """Left out of the pairs that are shown unasked: each all but follows its exponent."""
 _MOST_NAMES = 4  # of which all pairs are shown unasked: six panels
-_LOG_SPREAD = 10.0  # largest over smallest draw from which an axis is logarithmic
+_LOG_SPREAD = 2.0  # largest over smallest draw from which an axis is logarithmic
 
 
 def parameters_data(
@@ -167,9 +167,7 @@ def draw_variants(data: pd.DataFrame) -> "go.Figure":
             hoverinfo="text",
         )
     figure.update_xaxes(title=LOSS)
-    figure.update_yaxes(
-        title="fit", automargin=True, categoryorder="array", categoryarray=[*data["name"].unique()][::-1]
-    )
+    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=[*data["name"].unique()][::-1])
     return figure
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Form, Law, ScalingFit, TiedChinchilla, compute_flops, fit
+from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingFit, TiedChinchilla, compute_flops, fit
 from scaling.allocation_figures import allocation_data, best_sizes, contours_data
+from scaling.size_figures import sizes_data
+from scaling.spread_figures import parameters_data, variants_data
 
 
 class Unnamed(Form):
@@ -122,3 +124,86 @@ def test_one_exponent_keeps_the_ratio(runs: pd.DataFrame) -> None:
     tied = fit(runs, n_params_convention="total", n_bootstrap=20, form=TiedChinchilla())
     data = allocation_data(tied).query("quantity == 'tokens_per_param'")
     np.testing.assert_allclose(data["value"], data["value"].iloc[0])
+
+
+def test_the_band_ends_where_the_loss_is_the_share_above_the_best(result: ScalingFit) -> None:
+    data = sizes_data(result.law, [1e18, 1e20], within=0.01)
+    for flops, part in data.groupby("compute_flops"):
+        best = result.law.allocate(float(str(flops)))
+        assert of(part, "best")["n_params"].tolist() == pytest.approx([best.n_params])
+        band = of(part, "band")
+        assert band["above"].iloc[[0, -1]].tolist() == pytest.approx([0.01, 0.01])
+        assert band["above"].between(-1e-12, 0.01 + 1e-9).all()
+        assert band["n_params"].iloc[0] < best.n_params < band["n_params"].iloc[-1]
+        assert of(part, "size")["above"].iloc[[0, -1]].tolist() == pytest.approx([0.04, 0.04])
+    np.testing.assert_allclose(data["loss"], result.predict(data["n_params"], data["n_tokens"]))
+    np.testing.assert_allclose(compute_flops(data["n_params"], data["n_tokens"]), data["compute_flops"])
+
+
+def test_sizes_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None:
+    for one in (result, without_powers):
+        figure = one.plot_sizes([1e18, 1e20])
+        assert axis_titles(figure) == [
+            "parameters N (tokens D are what the compute leaves)",
+            "loss (nats per token)",
+        ]
+        assert sum(trace.showlegend for trace in figure.data) == 2
+    with pytest.raises(ValueError, match="at least one budget"):
+        result.plot_sizes([])
+    with pytest.raises(ValueError, match="within must be finite and above 0, got 0"):
+        result.plot_sizes([1e18], within=0.0)
+
+
+def test_a_size_that_makes_no_difference_has_a_band_that_ends_where_it_is_not_looked_further() -> None:
+    flat = Chinchilla().law(E=1.8, A=1e-9, B=1e-9, alpha=0.3, beta=0.3)
+    band = of(sizes_data(flat, [1e18]), "band")
+    np.testing.assert_allclose(band["n_params"].iloc[-1] / band["n_params"].iloc[0], 1e12)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_the_ellipse_holds_its_share_of_the_refits(result: ScalingFit, level: float) -> None:
+    data = parameters_data(result, [("alpha", "beta"), ("A", "E")], level)
+    for _, part in data.groupby("pair"):
+        first = part.iloc[0]
+        logs = [bool(first["x_log"]), bool(first["y_log"])]
+        assert logs == [first["x_name"] == "A", False], "only A is spread over more than a factor of 2"
+        points = {
+            name: np.where(logs, np.log(of(part, name)[["x", "y"]]), of(part, name)[["x", "y"]])
+            for name in ("draw", "ellipse")
+        }
+        to_circle = np.linalg.inv(np.linalg.cholesky(np.cov(points["draw"].T)))
+        radius = {
+            name: np.linalg.norm((p - points["draw"].mean(axis=0)) @ to_circle.T, axis=1) for name, p in points.items()
+        }
+        np.testing.assert_allclose(radius["ellipse"], radius["ellipse"][0])
+        assert np.mean(radius["draw"] <= radius["ellipse"][0]) == pytest.approx(level, abs=0.01)
+        assert of(part, "estimate")[["x", "y"]].to_numpy().tolist() == [[result.law[first[f"{a}_name"]] for a in "xy"]]
+
+
+def test_parameters_are_drawn(runs: pd.DataFrame, result: ScalingFit, without_powers: ScalingFit) -> None:
+    assert axis_titles(result.plot_parameters()) == [
+        *("E (nats per token)", "E (nats per token)", "alpha", "alpha", "beta", "beta")
+    ]
+    assert axis_titles(without_powers.plot_parameters([("B", "beta")])) == ["B", "beta"]
+    for form, n_pairs in ((Kaplan(), 1), (Joint(), 6)):
+        one = fit(runs, n_params_convention="total", n_bootstrap=2, form=form)
+        assert len(one.plot_parameters().data) == 3 * n_pairs
+    with pytest.raises(ValueError, match="pairs must be of the parameters E, A, B, alpha, beta, got 'gamma'"):
+        result.plot_parameters([("alpha", "gamma")])
+
+
+def test_the_forecast_is_the_mean_of_the_variants_shown(result: ScalingFit) -> None:
+    target = result.forecast(1e9, 2e10)
+    data = variants_data(result, target)
+    assert np.exp(np.log(of(data, "variant")["loss"]).mean()) == pytest.approx(target.loss)
+    assert of(data, "forecast")[["loss", "low", "high"]].to_numpy().tolist() == [[target.loss, target.low, target.high]]
+    spread = np.log(of(data, "draw")["loss"]).std(ddof=0)
+    assert spread == pytest.approx(float(result.ensemble.draw_spread(1e9, 2e10)))
+    assert of(data, "law")["loss"].item() == pytest.approx(float(result.predict(1e9, 2e10)))
+
+
+def test_variants_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None:
+    for one in (result, without_powers):
+        figure = one.plot_variants(one.forecast(1e9, 2e10))
+        assert axis_titles(figure) == ["loss (nats per token)", None], "the names of the fits say what they are"
+        assert len(figure.data) == 5
