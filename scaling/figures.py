@@ -4,7 +4,7 @@ Every table has a column `series` that says what a row is, so that it can be dra
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -166,14 +166,22 @@ def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
     return figure
 
 
-def add_band(figure: "go.Figure", x: "pd.Series[float]", low: "pd.Series[float]", high: "pd.Series[float]") -> None:
-    """Shade what lies between two lines."""
+def add_band(
+    figure: "go.Figure",
+    x: "pd.Series[float]",
+    low: "pd.Series[float]",
+    high: "pd.Series[float]",
+    name: str = "90 % interval",
+    **place: Any,
+) -> None:
+    """Shade what lies between two lines; `place` tells the panel (row, col) and whether the legend shows it."""
     figure.add_scatter(
         x=pd.concat([x, x[::-1]]),
         y=pd.concat([high, low[::-1]]),
         fill="toself",
         fillcolor=BAND,
         line={"width": 0},
-        name="90 % interval",
+        name=name,
         hoverinfo="skip",
+        **place,
     )

@@ -7,7 +7,7 @@ in `process`, and what is tried next in `acquisition`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,9 @@ from scaling.process import Observations, Process
 from scaling.search_box import Point, SearchBox
 from scaling.table import losses, require_columns
 from scaling.threads import single_threaded
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 NEAR = 0.01
 """Nothing is tried that the surface itself takes to be this much worse (of log loss) than its minimum.
@@ -150,6 +153,17 @@ class ResponseSurface(Result):
             at_edge=tuple(name for i, name in enumerate(names) if min(best[:d][i], 1 - best[:d][i]) < 1e-3),
             n_here=self.n_finite[cell] if cell >= 0 else 0,
         )
+
+    def plot_contours(
+        self,
+        scale: Mapping[str, float] | None = None,
+        over: tuple[str, str] | None = None,
+        titles: Mapping[str, str] | None = None,
+    ) -> "go.Figure":
+        """Contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
+        from scaling.search_figures import draw_response, response_data
+
+        return draw_response(response_data(self, scale, over), titles)
 
     @single_threaded
     def suggest(

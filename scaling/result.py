@@ -1,6 +1,6 @@
 """The fitted law."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,36 @@ class ScalingFit(Result):
         from scaling.law_figures import draw_frontier, frontier_data
 
         return draw_frontier(frontier_data(self, target))
+
+    def plot_contours(self, target: Forecast | None = None, **columns: float) -> "go.Figure":
+        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute."""
+        from scaling.allocation_figures import contours_data, draw_contours
+
+        return draw_contours(contours_data(self, target, **columns))
+
+    def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
+        """The best N, D and D/N against compute, with percentiles of the bootstrap."""
+        from scaling.allocation_figures import allocation_data, draw_allocation
+
+        return draw_allocation(allocation_data(self, level, **columns))
+
+    def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
+        """The law's loss over size at fixed budgets, with the band of sizes at most `within` worse than the best."""
+        from scaling.size_figures import draw_sizes, sizes_data
+
+        return draw_sizes(sizes_data(self.law, compute_flops, within, **columns))
+
+    def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
+        """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""
+        from scaling.spread_figures import draw_parameters, parameters_data
+
+        return draw_parameters(parameters_data(self, pairs, level))
+
+    def plot_variants(self, target: Forecast) -> "go.Figure":
+        """What each of the fits behind a forecast says, beside the forecast and its interval."""
+        from scaling.spread_figures import draw_variants, variants_data
+
+        return draw_variants(variants_data(self, target))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, draws included; `from_dict` restores it exactly (index and stems must be JSON types)."""

@@ -1,0 +1,209 @@
+"""The data of each figure of the law says what the law says, and every axis has a title."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingFit, TiedChinchilla, compute_flops, fit
+from scaling.allocation_figures import allocation_data, best_sizes, contours_data
+from scaling.size_figures import sizes_data
+from scaling.spread_figures import parameters_data, variants_data
+
+
+class Unnamed(Form):
+    """Chinchilla's without its formula for the optimum."""
+
+    name, formula, source = "unnamed", "E + A/N^alpha + B/D^beta", "the test's own"
+    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "E": (0.5, 4.0),
+        "A": (1.0, 1e6),
+        "B": (1.0, 1e6),
+        "alpha": (0.05, 2.0),
+        "beta": (0.05, 2.0),
+    }
+
+    def loss(self, values: Any, rows: Mapping[str, Any]) -> Any:
+        return Chinchilla().loss(values, rows)
+
+
+@pytest.fixture(scope="module")
+def runs() -> pd.DataFrame:
+    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
+    n_params, n_tokens = sizes.ravel(), (sizes * ratios).ravel()
+    loss = 1.8 + 400 / n_params**0.34 + 2000 / n_tokens**0.37
+    noise = np.exp(0.003 * np.random.default_rng(0).standard_normal(loss.size))
+    return pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss * noise})
+
+
+@pytest.fixture(scope="module")
+def result(runs: pd.DataFrame) -> ScalingFit:
+    return fit(runs, n_params_convention="total", n_bootstrap=200)
+
+
+@pytest.fixture(scope="module")
+def without_powers(runs: pd.DataFrame) -> ScalingFit:
+    return fit(runs, n_params_convention="total", n_bootstrap=4, form=Unnamed())
+
+
+def axis_titles(figure: Any) -> list[str | None]:
+    return [figure.layout[name].title.text for name in sorted(figure.layout) if name.startswith(("xaxis", "yaxis"))]
+
+
+def of(data: pd.DataFrame, series: str) -> pd.DataFrame:
+    return data[data["series"] == series]
+
+
+def test_contours_lie_on_the_law(result: ScalingFit) -> None:
+    target = result.forecast(1e9, 2e10)
+    data = contours_data(result, target)
+    contour = of(data, "contour")
+    np.testing.assert_allclose(result.predict(contour["n_params"], contour["n_tokens"]), contour["loss"])
+    assert contour["loss"].nunique() >= 5
+    for _, line in contour.groupby("loss"):
+        assert line["n_params"].is_monotonic_increasing
+        assert line["n_tokens"].is_monotonic_decreasing
+    for series in ("isoflop", "frontier", "contour", "run"):
+        part = of(data, series)
+        np.testing.assert_allclose(compute_flops(part["n_params"], part["n_tokens"]), part["compute_flops"])
+    assert of(data, "isoflop")["compute_flops"].unique().tolist() == [1e16, 1e17, 1e18, 1e19, 1e20]
+    assert len(of(data, "run")) == result.n_rows
+    assert of(data, "target")["loss"].tolist() == [target.loss]
+
+
+def test_the_frontier_is_the_least_loss_of_its_isoflop(result: ScalingFit) -> None:
+    data = contours_data(result)
+    for flops, line in of(data, "isoflop").groupby("compute_flops"):
+        assert line["loss"].min() >= result.law.allocate(float(str(flops))).loss
+    assert of(data, "frontier")["compute_flops"].max() == pytest.approx(10 * result.compute_range[1])
+
+
+def test_contours_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None:
+    for one in (result, without_powers):
+        figure = one.plot_contours(one.forecast(1e9, 2e10))
+        assert axis_titles(figure) == ["parameters N", "training tokens D"]
+        named = [trace.name for trace in figure.data if trace.showlegend is not False and trace.name]
+        assert named == ["equal compute (FLOPs)", "equal loss (nats per token)", "best N and D", "runs", "target"]
+    assert "target" not in {trace.name for trace in result.plot_contours().data}
+
+
+def test_allocation_is_the_law_s_within_the_draws_interval(result: ScalingFit) -> None:
+    data = allocation_data(result)
+    params, tokens, ratio = (part.reset_index() for _, part in data.groupby("quantity", sort=False))
+    best = result.law.frontier(params["compute_flops"])
+    np.testing.assert_allclose(params["value"], best["n_params"])
+    np.testing.assert_allclose(tokens["value"], best["n_tokens"])
+    np.testing.assert_allclose(ratio["value"], tokens["value"] / params["value"])
+    assert ((data["low"] < data["value"]) & (data["value"] < data["high"])).all()
+    largest = params["compute_flops"].iloc[-1]
+    drawn = [Law(form=Chinchilla(), parameters=dict(zip(result.law.parameters, d, strict=True))) for d in result.draws]
+    ends = np.quantile([law.allocate(largest).n_params for law in drawn], [0.05, 0.95])
+    np.testing.assert_allclose(params[["low", "high"]].iloc[-1], ends)
+    assert (of(params, "fitted")["compute_flops"] <= result.compute_range[1] * (1 + 1e-9)).all()
+    assert axis_titles(result.plot_allocation()) == [
+        *3 * ["training compute 6·N·D (FLOPs)"],
+        *("parameters N", "training tokens D", "tokens per parameter D/N"),
+    ]
+    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
+        allocation_data(result, level=90)
+
+
+def test_best_sizes_without_a_formula_are_those_with_one(result: ScalingFit, without_powers: ScalingFit) -> None:
+    flops = np.array([1e18, 1e20])
+    draws = dict(zip(result.law.parameters, result.draws.T[:, :, None], strict=True))
+    around = result.law.frontier(flops)["n_params"].to_numpy() * np.array([0.1, 10])
+    exact = best_sizes(Chinchilla(), draws, flops, around)
+    assert exact.shape == (200, 2)
+    np.testing.assert_allclose(best_sizes(Unnamed(), draws, flops, around), exact, rtol=1e-6)
+    assert len(without_powers.plot_allocation().data) == 9
+
+
+def test_one_exponent_keeps_the_ratio(runs: pd.DataFrame) -> None:
+    tied = fit(runs, n_params_convention="total", n_bootstrap=20, form=TiedChinchilla())
+    data = allocation_data(tied).query("quantity == 'tokens_per_param'")
+    np.testing.assert_allclose(data["value"], data["value"].iloc[0])
+
+
+def test_the_band_ends_where_the_loss_is_the_share_above_the_best(result: ScalingFit) -> None:
+    data = sizes_data(result.law, [1e18, 1e20], within=0.01)
+    for flops, part in data.groupby("compute_flops"):
+        best = result.law.allocate(float(str(flops)))
+        assert of(part, "best")["n_params"].tolist() == pytest.approx([best.n_params])
+        band = of(part, "band")
+        assert band["above"].iloc[[0, -1]].tolist() == pytest.approx([0.01, 0.01])
+        assert band["above"].between(-1e-12, 0.01 + 1e-9).all()
+        assert band["n_params"].iloc[0] < best.n_params < band["n_params"].iloc[-1]
+        assert of(part, "size")["above"].iloc[[0, -1]].tolist() == pytest.approx([0.04, 0.04])
+    np.testing.assert_allclose(data["loss"], result.predict(data["n_params"], data["n_tokens"]))
+    np.testing.assert_allclose(compute_flops(data["n_params"], data["n_tokens"]), data["compute_flops"])
+
+
+def test_sizes_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None:
+    for one in (result, without_powers):
+        figure = one.plot_sizes([1e18, 1e20])
+        assert axis_titles(figure) == [
+            "parameters N (tokens D are what the compute leaves)",
+            "loss (nats per token)",
+        ]
+        assert sum(trace.showlegend for trace in figure.data) == 2
+    with pytest.raises(ValueError, match="at least one budget"):
+        result.plot_sizes([])
+    with pytest.raises(ValueError, match="within must be finite and above 0, got 0"):
+        result.plot_sizes([1e18], within=0.0)
+
+
+def test_a_size_that_makes_no_difference_has_a_band_that_ends_where_it_is_not_looked_further() -> None:
+    flat = Chinchilla().law(E=1.8, A=1e-9, B=1e-9, alpha=0.3, beta=0.3)
+    band = of(sizes_data(flat, [1e18]), "band")
+    np.testing.assert_allclose(band["n_params"].iloc[-1] / band["n_params"].iloc[0], 1e12)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_the_ellipse_holds_its_share_of_the_refits(result: ScalingFit, level: float) -> None:
+    data = parameters_data(result, [("alpha", "beta"), ("A", "E")], level)
+    for _, part in data.groupby("pair"):
+        first = part.iloc[0]
+        logs = [bool(first["x_log"]), bool(first["y_log"])]
+        assert logs == [first["x_name"] == "A", False], "only A is spread over more than a factor of 2"
+        points = {
+            name: np.where(logs, np.log(of(part, name)[["x", "y"]]), of(part, name)[["x", "y"]])
+            for name in ("draw", "ellipse")
+        }
+        to_circle = np.linalg.inv(np.linalg.cholesky(np.cov(points["draw"].T)))
+        radius = {
+            name: np.linalg.norm((p - points["draw"].mean(axis=0)) @ to_circle.T, axis=1) for name, p in points.items()
+        }
+        np.testing.assert_allclose(radius["ellipse"], radius["ellipse"][0])
+        assert np.mean(radius["draw"] <= radius["ellipse"][0]) == pytest.approx(level, abs=0.01)
+        assert of(part, "estimate")[["x", "y"]].to_numpy().tolist() == [[result.law[first[f"{a}_name"]] for a in "xy"]]
+
+
+def test_parameters_are_drawn(runs: pd.DataFrame, result: ScalingFit, without_powers: ScalingFit) -> None:
+    assert axis_titles(result.plot_parameters()) == [
+        *("E (nats per token)", "E (nats per token)", "alpha", "alpha", "beta", "beta")
+    ]
+    assert axis_titles(without_powers.plot_parameters([("B", "beta")])) == ["B", "beta"]
+    for form, n_pairs in ((Kaplan(), 1), (Joint(), 6)):
+        one = fit(runs, n_params_convention="total", n_bootstrap=2, form=form)
+        assert len(one.plot_parameters().data) == 3 * n_pairs
+    with pytest.raises(ValueError, match="pairs must be of the parameters E, A, B, alpha, beta, got 'gamma'"):
+        result.plot_parameters([("alpha", "gamma")])
+
+
+def test_the_forecast_is_the_mean_of_the_variants_shown(result: ScalingFit) -> None:
+    target = result.forecast(1e9, 2e10)
+    data = variants_data(result, target)
+    assert np.exp(np.log(of(data, "variant")["loss"]).mean()) == pytest.approx(target.loss)
+    assert of(data, "forecast")[["loss", "low", "high"]].to_numpy().tolist() == [[target.loss, target.low, target.high]]
+    spread = np.log(of(data, "draw")["loss"]).std(ddof=0)
+    assert spread == pytest.approx(float(result.ensemble.draw_spread(1e9, 2e10)))
+    assert of(data, "law")["loss"].item() == pytest.approx(float(result.predict(1e9, 2e10)))
+
+
+def test_variants_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None:
+    for one in (result, without_powers):
+        figure = one.plot_variants(one.forecast(1e9, 2e10))
+        assert axis_titles(figure) == ["loss (nats per token)", None], "the names of the fits say what they are"
+        assert len(figure.data) == 5
