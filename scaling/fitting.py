@@ -107,7 +107,7 @@ def fit(
         draws=problem.natural(draws),
         seed=seed,
         warnings=(
-            *_doubts_about_rows(rows),
+            *doubts_about_rows(rows),
             *_doubts_about_fit(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
     )
@@ -198,7 +198,8 @@ def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float, n_s
     return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
 
 
-def _doubts_about_rows(rows: pd.DataFrame) -> list[str]:
+def doubts_about_rows(rows: pd.DataFrame) -> list[str]:
+    """Why a ladder's intervals can't be relied on, from its rows alone."""
     doubts = []
     n_runs = rows["stem"].nunique()
     if n_runs < MIN_RUNS:

@@ -195,13 +195,13 @@ class _Later(Ensemble):
 
 def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:
     """The fit as far as its support goes, with further runs: their losses are not known, and not looked at."""
-    from scaling.fitting import _doubts_about_rows
+    from scaling.fitting import doubts_about_rows
 
     stems = [f"next {i}" for i in range(len(n_params))]
     added = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "stem": stems})
     rows = pd.concat([fit.rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
     # Whether the fit itself will be doubtful is only known once it is made.
-    return replace(fit, rows=rows, warnings=tuple(_doubts_about_rows(rows)))
+    return replace(fit, rows=rows, warnings=tuple(doubts_about_rows(rows)))
 
 
 def _spaced(low: float, high: float, per_decade: float) -> Array:
