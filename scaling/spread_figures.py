@@ -102,7 +102,8 @@ def draw_parameters(data: pd.DataFrame) -> "go.Figure":
         for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
             is_log = first[f"{axis}_log"]
             values = np.log10(part[axis]) if is_log else part[axis]
-            margin = 0.05 * (values.max() - values.min())  # else the ellipse may touch the frame
+            # Else the ellipse may touch the frame; of exact runs all refits are one point.
+            margin = 0.05 * max(values.max() - values.min(), 1e-3 * values.abs().max(), 1e-9)
             ends = [values.min() - margin, values.max() + margin]
             scale = {"type": "log" if is_log else "linear", "range": ends}
             update(title=_title(first[f"{axis}_name"]), **scale, **place)
