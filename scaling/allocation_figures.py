@@ -92,7 +92,9 @@ def draw_contours(data: pd.DataFrame) -> "go.Figure":
         _markers(figure, target, "target", {"symbol": "star", "size": 13, "color": COLOURS[5]})
     for name, axis, title in (("n_params", "xaxis", PARAMS), ("n_tokens", "yaxis", TOKENS)):
         ends = np.log10([data[name].min(), data[name].max()])
-        figure.update_layout({axis: {"title": title, "type": "log", "exponentformat": "power", "range": list(ends)}})
+        figure.update_layout(
+            {axis: {"title": title, "type": "log", "exponentformat": "power", "dtick": "D2", "range": list(ends)}}
+        )
     return figure
 
 
@@ -146,7 +148,8 @@ def draw_allocation(data: pd.DataFrame) -> "go.Figure":
                 text=hover,
                 **place,
             )
-        figure.update_yaxes(title=title, type="log", exponentformat="power", row=1, col=column)
+        ticks = {} if quantity == "tokens_per_param" else {"dtick": "D2"}
+        figure.update_yaxes(title=title, type="log", exponentformat="power", row=1, col=column, **ticks)
     figure.update_xaxes(title=COMPUTE, type="log", exponentformat="power")
     return figure
 

@@ -100,7 +100,12 @@ def draw_parameters(data: pd.DataFrame) -> "go.Figure":
             **common,
         )
         for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
-            scale = {"type": "log", "exponentformat": "power"} if first[f"{axis}_log"] else {}
+            is_log = first[f"{axis}_log"]
+            values = np.log10(part[axis]) if is_log else part[axis]
+            # Else the ellipse may touch the frame; of exact runs all refits are one point.
+            margin = 0.05 * max(values.max() - values.min(), 1e-3 * values.abs().max(), 1e-9)
+            ends = [values.min() - margin, values.max() + margin]
+            scale = {"type": "log" if is_log else "linear", "range": ends}
             update(title=_title(first[f"{axis}_name"]), **scale, **place)
     return figure
 
@@ -134,7 +139,7 @@ def draw_variants(data: pd.DataFrame) -> "go.Figure":
     target = data[data["series"] == "forecast"]
     low, high = target["low"].item(), target["high"].item()
     figure.add_vrect(x0=low, x1=high, fillcolor=BAND, line_width=0, layer="below")
-    figure.add_vline(x=target["loss"].item(), line={"color": "grey", "dash": "dot"})
+    figure.add_vline(x=target["loss"].item(), line={"color": "grey", "dash": "dot"}, layer="below")
     looks = {
         "forecast": {"symbol": "star", "size": 13, "color": COLOURS[5]},
         "variant": {"symbol": "circle", "size": 10, "color": COLOURS[2]},

@@ -29,6 +29,17 @@ class Unnamed(Form):
         return Chinchilla().loss(values, rows)
 
 
+class Repeated(Unnamed):
+    """The same with a column of its own."""
+
+    name, formula = "repeated", "E + A/N^alpha + B/D^beta + c·epochs"
+    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {**Unnamed.parameters, "c": (1e-4, 1.0)}
+    columns = ("n_params", "n_tokens", "epochs")
+
+    def loss(self, values: Any, rows: Mapping[str, Any]) -> Any:
+        return Chinchilla().loss(values, rows) + values["c"] * rows["epochs"]
+
+
 @pytest.fixture(scope="module")
 def runs() -> pd.DataFrame:
     sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [10.0, 20.0, 40.0, 80.0])
@@ -207,3 +218,23 @@ def test_variants_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> N
         figure = one.plot_variants(one.forecast(1e9, 2e10))
         assert axis_titles(figure) == ["loss (nats per token)", None], "the names of the fits say what they are"
         assert len(figure.data) == 5
+
+
+def test_a_further_column_is_held_at_the_value_given(runs: pd.DataFrame) -> None:
+    epochs = np.tile([1.0, 2.0], 10)
+    rows = runs.assign(loss=runs["loss"] + 0.03 * epochs, epochs=epochs)
+    result = fit(rows, n_params_convention="total", n_bootstrap=4, form=Repeated())
+    contour = of(contours_data(result, epochs=2.0), "contour")
+    np.testing.assert_allclose(result.predict(contour["n_params"], contour["n_tokens"], epochs=2.0), contour["loss"])
+    once, twice = (of(sizes_data(result.law, [1e18], epochs=n), "best")["loss"].item() for n in (1.0, 2.0))
+    assert twice - once == pytest.approx(result.law["c"])
+    for figure in (result.plot_contours(epochs=1.0), result.plot_allocation(epochs=1.0), result.plot_parameters()):
+        assert None not in axis_titles(figure)
+
+
+def test_exact_runs_whose_refits_are_all_alike_are_drawn(runs: pd.DataFrame) -> None:
+    law = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
+    exact = runs.assign(loss=law.loss(runs["n_params"], runs["n_tokens"]))
+    figure = fit(exact, n_params_convention="total", n_bootstrap=3).plot_parameters()
+    low, high = figure.layout.xaxis.range
+    assert low < 1.8 < high
