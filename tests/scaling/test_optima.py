@@ -127,3 +127,13 @@ def test_halves_of_real_grids_agree(public_table: Callable[[str], pd.DataFrame])
             scores.append((even.log2_rate - odd.log2_rate) / math.hypot(even.stderr, odd.stderr))
     assert len(scores) > 140
     assert 0.82 <= np.mean(np.abs(scores) < 1.645) <= 0.96
+
+
+def test_one_lucky_run_does_not_hide_a_minimum_that_the_walls_show() -> None:
+    """A real grid of seven rates at width 64, whose best run lies three percent below its neighbours' parabola."""
+    rates = [0.002526, 0.00401, 0.006365, 0.010104, 0.01604, 0.025461, 0.040417]
+    losses = [2.1740, 2.0466, 1.9694, 2.0277, 2.0647, 2.1171, 2.2775]
+    optimum = fit_optimum(rates, losses)
+    assert optimum.status == "ok"
+    assert 0.006 < optimum.rate < 0.011
+    assert optimum.used[1] - optimum.used[0] > 3
