@@ -150,7 +150,8 @@ def draw_allocation(data: pd.DataFrame) -> "go.Figure":
             )
         ticks = {} if quantity == "tokens_per_param" else {"dtick": "D2"}
         figure.update_yaxes(title=title, type="log", exponentformat="power", row=1, col=column, **ticks)
-    figure.update_xaxes(title=COMPUTE, type="log", exponentformat="power")
+    figure.update_xaxes(type="log", exponentformat="power")
+    figure.update_xaxes(title=COMPUTE, col=2)  # of all three: side by side the titles would run into each other
     return figure
 
 
