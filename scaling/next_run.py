@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from scaling.accelerators import require_positive
 from scaling.design import Design
 from scaling.ensemble import Ensemble
+from scaling.fitting import doubts_about_rows
 from scaling.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
 from scaling.forms.form import Array
 from scaling.law import compute_flops
@@ -195,8 +196,6 @@ class _Later(Ensemble):
 
 def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:
     """The fit as far as its support goes, with further runs: their losses are not known, and not looked at."""
-    from scaling.fitting import doubts_about_rows
-
     stems = [f"next {i}" for i in range(len(n_params))]
     added = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "stem": stems})
     rows = pd.concat([fit.rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)

@@ -195,10 +195,7 @@ class Study:
                 update(done, wanted, kind)
 
             if not rounds:
-                for source in (
-                    *(self.directory / file for file in self.config.sweep.learn_from),
-                    *map(Path, learn_from),
-                ):
+                for source in sweep.teachers():
                     told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
                     self.display.line(told)
             result = run_sweep(sweep, on_arrival, on_run, narrower=narrower)

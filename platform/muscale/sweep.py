@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +33,7 @@ from muscale.sweep_result import SweepResult
 from muscale.tables import runs
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
-from search_spaces import Fixed, SpaceError, narrow
+from search_spaces import SpaceError, narrow
 
 OnArrival = Callable[[Arrival], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
@@ -153,11 +152,10 @@ class Sweep:
     def taught(self) -> pd.DataFrame:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
         settings = self.config.sweep
-        tables = [self.ledger.runs(), *(runs_of(file) for file in self._teachers())]
-        fixed: dict[str, Any] = {name: d.value for name, d in settings.space.items() if isinstance(d, Fixed)}
-        return lessons(tables, replace(self.plan.defaults, **fixed), settings.space, self.numerics)
+        tables = [self.ledger.runs(), *(runs_of(file) for file in self.teachers())]
+        return lessons(tables, self.plan.defaults, settings.space, self.numerics)
 
-    def _teachers(self) -> list[Path]:
+    def teachers(self) -> list[Path]:
         """Studies that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 

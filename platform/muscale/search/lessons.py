@@ -23,10 +23,11 @@ SHAPE = ("model", "seed", "run_tokens")
 
 
 def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
-    """In what a run of the ledger differs from a study beyond what is searched, "" if in nothing; `defaults` has what is fixed."""
+    """In what a run of the ledger differs from a study beyond what is searched, "" if in nothing; what the space fixes counts."""
     searched = {"learning_rate", *space.searched}
+    fixed: dict[str, Any] = {name: d.value for name, d in space.items() if isinstance(d, Fixed)}
     for found, wanted, free in (
-        (row["hyperparameters"], defaults.to_dict(), searched),
+        (row["hyperparameters"], replace(defaults, **fixed).to_dict(), searched),
         (row["numerics"], numerics.to_dict(), SHAPE),
     ):
         plain = json.loads(json.dumps(wanted))
@@ -76,8 +77,6 @@ def told_lessons(source: Path, defaults: Hyperparameters, space: Space, numerics
     Raises:
         StudyDirectoryError: As `runs_of`.
     """
-    fixed: dict[str, Any] = {name: d.value for name, d in space.items() if isinstance(d, Fixed)}
-    defaults = replace(defaults, **fixed)
     rows = [row for row in runs_of(source).to_dict("records") if row["purpose"] != "full"]
     reasons = Counter(differs_in(row, defaults, space, numerics) for row in rows)
     taught = reasons.pop("", 0)
