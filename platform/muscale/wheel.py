@@ -12,6 +12,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
+from muscale.errors import MuscaleError
 from muscale.fingerprint import package_files, package_fingerprint
 
 _TAG = "py3-none-any"
@@ -19,7 +20,11 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can tell: equal sour
 
 
 def write_wheel(folder: Path) -> Path:
-    """Write the wheel into a folder, made if it is not there; returns its path."""
+    """Write the wheel into a folder, made if it is not there; returns its path.
+
+    Raises:
+        MuscaleError: If the folder can't be written to.
+    """
     version = package_fingerprint()
     info = f"muscale-{version}.dist-info"
     contents = {name: path.read_bytes() for name, path in package_files()}
@@ -27,8 +32,17 @@ def write_wheel(folder: Path) -> Path:
     contents[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: muscale\nRoot-Is-Purelib: true\nTag: {_TAG}\n".encode()
     rows = [f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in contents.items()]
     contents[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"]).encode()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"muscale-{version}-{_TAG}.whl"
+    try:
+        _write(path, contents)
+    except OSError as error:
+        raise MuscaleError(f"{folder}: can't hold a wheel: {error.strerror}") from error
+    return path
+
+
+def _write(path: Path, contents: dict[str, bytes]) -> None:
+    """The archive, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in contents.items():
@@ -36,7 +50,6 @@ def write_wheel(folder: Path) -> Path:
             member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             wheel.writestr(member, data)
     unfinished.replace(path)
-    return path
 
 
 def _digest(data: bytes) -> str:

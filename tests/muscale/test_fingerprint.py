@@ -11,7 +11,7 @@ import pytest
 
 from muscale import StageError, StudyDirectoryError, jobs
 from muscale.config import ResourceSettings, StorageSettings
-from muscale.errors import PackageMismatchError
+from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.jobs import Job, finish
 from muscale.layout import LEDGER
@@ -74,6 +74,12 @@ def test_a_wheel_of_this_package_needs_nothing_else_and_tells_its_sources(tmp_pa
     ).stdout
     assert told.split() == [str(tmp_path / "there" / "muscale" / "fingerprint.py"), package_fingerprint()]
     assert (tmp_path / "there" / "muscale" / "quickstart.toml").exists()
+
+
+def test_a_wheel_that_has_no_place_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MuscaleError, match="file/dist: can't hold a wheel: Not a directory"):
+        write_wheel(tmp_path / "file" / "dist")
 
 
 def test_a_worker_on_another_machine_never_begins_a_ledger_of_sqlite(
