@@ -25,8 +25,8 @@ from scaling.table import numbers, require_columns
 
 N_STARTS, N_FINALISTS = 6, 3
 """Minimised under a wide Huber threshold, and of these under the last."""
-MANY_ROWS = 2000
-"""Of more, a part tells where the minima lie."""
+MANY_ROWS, SCREENED_ROWS = 2000, 100
+"""Of more, that many drawn at random tell where the minima lie, and which starts are worth following."""
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) can't be told apart."""
 MIN_RUNS = 15
@@ -179,11 +179,11 @@ def minima(
 
     Of many rows a part tells where the minima lie, and only the best are polished on all of them.
     """
-    every = max(1, len(log_loss) // MANY_ROWS)
-    part = problem if every == 1 else problem.part(slice(None, None, every))
-    some, w = log_loss[::every], weights[::every]
-    starts = _screen(part, some, w, deltas[0], N_STARTS)
-    thetas, values, _ = minimize(part, some, np.tile(w, (len(starts), 1)), starts, deltas[:1])
+    starts = _screen(problem, log_loss, weights, deltas[0], N_STARTS)
+    some = _some(len(log_loss), MANY_ROWS)
+    thetas, values, _ = minimize(
+        problem.part(some), log_loss[some], np.tile(weights[some], (len(starts), 1)), starts, deltas[:1]
+    )
     best = thetas[np.argsort(values)[:N_FINALISTS]]
     thetas, values, converged = minimize(
         problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[1:] or deltas
@@ -193,9 +193,16 @@ def minima(
 
 def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int) -> Array:
     """The most promising starts, [n_starts, P]."""
-    starts = problem.starts(log_loss)
-    values = objective(problem, log_loss, weights, starts, delta)
+    some = _some(len(log_loss), MANY_ROWS)
+    starts = problem.part(some).starts(log_loss[some])
+    few = _some(len(log_loss), SCREENED_ROWS)
+    values = objective(problem.part(few), log_loss[few], weights[few], starts, delta)
     return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
+
+
+def _some(n_rows: int, wanted: int) -> NDArray[np.int64]:
+    """Rows drawn at random, in order: a stride could meet the period of a grid of N and D."""
+    return np.sort(np.random.default_rng(0).permutation(n_rows)[:wanted])
 
 
 def doubts_about_rows(rows: pd.DataFrame) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.forms.form import Array, Problem
 from scaling.newton import minimize, objective
@@ -96,7 +97,7 @@ class Pinned(Problem):
         """The whole's."""
         return self.whole.starts(log_loss[:-1])
 
-    def part(self, rows: slice) -> Problem:
+    def part(self, rows: NDArray[np.int64]) -> Problem:
         """The whole's."""
         return self.whole.part(rows)
 

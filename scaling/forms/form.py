@@ -112,7 +112,7 @@ class Problem(ABC):
         """The form's parameters, in their order, [J, n], from theta [J, P]."""
 
     @abstractmethod
-    def part(self, rows: slice) -> Problem:
+    def part(self, rows: NDArray[np.int64]) -> Problem:
         """The same coordinates at some of the points."""
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
@@ -168,7 +168,7 @@ class LogParameters(Problem):
         cube = Sobol(len(self.lower), rng=0).random(N_SCREENED)
         return np.asarray(self.lower + (self.upper - self.lower) * cube)
 
-    def part(self, rows: slice) -> Problem:
+    def part(self, rows: NDArray[np.int64]) -> Problem:
         """The same coordinates at some of the points."""
         return replace(self, rows={name: column[rows] for name, column in self.rows.items()})
 
@@ -220,7 +220,7 @@ class Restricted(Problem):
         own = (self.whole.starts(log_loss) - self.offset) @ np.linalg.pinv(self.basis).T
         return np.asarray(np.clip(own, self.lower, self.upper))
 
-    def part(self, rows: slice) -> Problem:
+    def part(self, rows: NDArray[np.int64]) -> Problem:
         """The same coordinates at some of the points."""
         return replace(self, whole=self.whole.part(rows))
 

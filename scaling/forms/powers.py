@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.forms.form import Array, Form, Problem, Restricted, Values
 
@@ -219,7 +220,7 @@ class SumOfPowers(Problem):
         theta = np.concatenate([np.log(np.maximum(coefficients, 1e-12)), exponents], axis=-1).reshape(-1, 5)
         return np.asarray(np.clip(theta, self.lower, self.upper))
 
-    def part(self, rows: slice) -> SumOfPowers:
+    def part(self, rows: NDArray[np.int64]) -> SumOfPowers:
         """The same coordinates at some of the points."""
         return replace(self, x=self.x[rows], y=self.y[rows])
 
@@ -284,7 +285,7 @@ class JointPowers(Problem):
         shapes = np.log([0.5, 1.0, 2.0])
         return np.concatenate([np.insert(plain, 5, shape, axis=1) for shape in shapes])
 
-    def part(self, rows: slice) -> JointPowers:
+    def part(self, rows: NDArray[np.int64]) -> JointPowers:
         """The same coordinates at some of the points."""
         return replace(self, terms=self.terms.part(rows))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scaling.forms.form import Array, Form, Problem, Values
 from scaling.forms.powers import _POSITIVE, EXPONENT_BOUNDS, Chinchilla, SumOfPowers
@@ -128,7 +129,7 @@ class Repeated(Problem):
                 starts.append(np.concatenate([theta, repeats], axis=1))
         return np.asarray(np.clip(np.concatenate(starts), self.lower, self.upper))
 
-    def part(self, rows: slice) -> Repeated:
+    def part(self, rows: NDArray[np.int64]) -> Repeated:
         """The same coordinates at some of the points."""
         return replace(self, terms=self.terms.part(rows), unique=self.unique[rows])
 
