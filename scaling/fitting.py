@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.bootstrap import refit, stem_weights
+from scaling.bootstrap import refit, stem_weights, widening
 from scaling.forms import Chinchilla
 from scaling.forms.form import Array, Form, Problem
 from scaling.multistart import N_STARTS as N_MULTISTARTS
@@ -96,6 +96,7 @@ def fit(
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
+    apart = thetas[best] + widening(problem, thetas[best], weights, stems) * (draws - thetas[best])
 
     return ScalingFit(
         law=form.law(**_named(form, problem.natural(thetas[best][None])[0])),
@@ -104,7 +105,7 @@ def fit(
         n_params_convention=n_params_convention,
         rows=rows,
         left_out=left_out,
-        draws=problem.natural(draws),
+        draws=problem.natural(np.clip(apart, problem.lower, problem.upper)),
         seed=seed,
         warnings=(
             *doubts_about_rows(rows),
@@ -240,6 +241,9 @@ def _doubts_about_fit(
             doubts.append(
                 f"{name} lies on its bound in {stuck.mean():.0%} of the bootstrap refits: it is hardly determined"
             )
+    E = _named(form, problem.natural(theta[None])[0]).get("E", 0.0)
+    if (least := float(np.exp(log_loss.min()))) <= E:
+        doubts.append(f"E = {E:.4g} is not below the least loss, {least:.4g}: larger runs can't be forecast from it")
     jacobian = problem.linearise(theta[None])[1][0]
     condition = float(np.linalg.cond(jacobian / np.linalg.norm(jacobian, axis=0)))
     if condition > MAX_CONDITION:
