@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scaling.bootstrap import refit, share_seen, stem_weights
+from scaling.bootstrap import refit, share_seen
 from scaling.errors import ScalingError
 from scaling.forms.form import Array, Form, Problem, columns_of
 from scaling.law import params_exponent
 from scaling.newton import objective
 from scaling.presentation import Result, lines
 from scaling.profile_trace import Quantity, Trace
+from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
     from scaling.result import ScalingFit
@@ -157,7 +158,6 @@ def profile(
 
 
 def _problem(fit: ScalingFit) -> tuple[Problem, Array, Array]:
-    from scaling.fitting import noise_weights
 
     log_loss = np.log(fit.rows["loss"].to_numpy())
     problem = fit.law.form.problem({name: fit.rows[name].to_numpy() for name in fit.law.form.columns}, log_loss)
