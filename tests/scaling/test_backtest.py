@@ -77,5 +77,6 @@ def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
 
 def test_figure(runs: pd.DataFrame) -> None:
     figure = backtest(runs, n_params_convention="total", cuts=[5, 10], forms=[]).plot()
-    assert len(figure.data) == 2
-    assert figure.layout.yaxis.title.text == "measured loss above its forecast (%)"
+    shown = {(trace.name, trace.yaxis) for trace in figure.data}
+    assert {("90 % interval", "y"), ("90 % interval", "y2")} <= shown
+    assert figure.layout.yaxis.title.text == "measured above<br>forecast (%)"
