@@ -122,7 +122,7 @@ def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
         text=data["verdict"],
         showlegend=False,
     )
-    figure.update_xaxes(title="drift of the optimum from the smallest size to the largest (octaves)")
+    figure.update_xaxes(title="drift of the optimum (octaves),<br>from the smallest size to the largest")
     return figure
 
 

@@ -64,7 +64,7 @@ def draw_isoflops(data: pd.DataFrame, n_params_convention: str, warnings: Sequen
         colour = shades[i] if len(vertex) else "grey"
         common = {"hovertemplate": f"{flops:.3g} FLOPs<br>N %{{x:.3g}}, loss %{{y:.4f}}<extra></extra>"}
         dots = {"color": colour, "size": 5}
-        _trace(figure, run, "runs of a budget", first, mode="markers", marker=dots, **common)
+        _trace(figure, run, "runs of a budget (FLOPs)", first, mode="markers", marker=dots, **common)
         if not len(vertex):
             continue
         _trace(figure, parabola, "their parabola", first, mode="lines", line={"color": colour}, **common)
