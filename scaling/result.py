@@ -182,10 +182,14 @@ class ScalingFit(Result):
         return draw_allocation(allocation_data(self, level, **columns), self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
-        """The law's loss over size at fixed budgets, with the band of sizes at most `within` worse than the best."""
+        """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
+
+        It is by the law behind the forecast, or by the fitted one if that depends on more than N and D.
+        """
         from scaling.size_figures import draw_sizes, sizes_data
 
-        return draw_sizes(sizes_data(self.law, compute_flops, within, **columns), self.n_params_convention)
+        law = self.ensemble.law if {*self.law.form.columns} == {"n_params", "n_tokens"} else self.law
+        return draw_sizes(sizes_data(law, compute_flops, within, **columns), self.n_params_convention)
 
     def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
         """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""

@@ -195,6 +195,12 @@ def test_the_band_is_the_one_that_decide_gives(result: ScalingFit, form: Form) -
         np.testing.assert_allclose(of(data, "best")["n_params"], near.iloc[1])
 
 
+def test_the_drawn_band_is_the_one_that_a_fit_decides_by(result: ScalingFit) -> None:
+    figure = result.plot_sizes([1e20])
+    (band,) = (trace for trace in figure.data if trace.opacity == 0.4)
+    assert [band.x[0], band.x[-1]] == pytest.approx(decide(result, 1e20).near["n_params"].iloc[[0, -1]].tolist())
+
+
 def test_repeated_tokens_are_no_more_than_are_seen() -> None:
     """Small models see each of 2·10^10 unique tokens more than once, large ones only as many as they are trained on."""
     values = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37, "rd_star": 15.0, "rn_star": 5.0}
