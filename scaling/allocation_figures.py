@@ -1,7 +1,4 @@
-"""Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it.
-
-What lies in the middle of the scale of `figures.COLOURS` is seen on a light and on a dark page alike: lines keep to it.
-"""
+"""Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.figures import COLOURS, COMPUTE, LOSS, add_band
+from scaling.figures import COLOURS, COMPUTE, EDGE, LOSS, STAR, add_band, error_bars, log_axis, params_title, stacked
 from scaling.forecast import Forecast
 from scaling.forms.form import Array, Form, Values
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 
     from scaling.result import ScalingFit
 
-PARAMS = "parameters N"
 TOKENS = "training tokens D"
 RATIO = "tokens per parameter D/N"
 BEYOND = 10.0
@@ -66,7 +62,7 @@ def contours_data(fit: "ScalingFit", target: Forecast | None = None, **columns: 
     return data[inside].reset_index(drop=True)
 
 
-def draw_contours(data: pd.DataFrame) -> "go.Figure":
+def draw_contours(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
     """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
@@ -89,12 +85,11 @@ def draw_contours(data: pd.DataFrame) -> "go.Figure":
     _line(figure, frontier, {"color": COLOURS[2], "width": 4}, "best N and D")
     _markers(figure, runs, "runs", {"color": "grey", "size": 5})
     if len(target):
-        _markers(figure, target, "target", {"symbol": "star", "size": 13, "color": COLOURS[5]})
-    for name, axis, title in (("n_params", "xaxis", PARAMS), ("n_tokens", "yaxis", TOKENS)):
+        _markers(figure, target, "target", STAR)
+    titles = (("n_params", "xaxis", params_title(n_params_convention)), ("n_tokens", "yaxis", TOKENS))
+    for name, axis, title in titles:
         ends = np.log10([data[name].min(), data[name].max()])
-        figure.update_layout(
-            {axis: {"title": title, "type": "log", "exponentformat": "power", "dtick": "D2", "range": list(ends)}}
-        )
+        figure.update_layout({axis: {"title": title, "range": list(ends), **log_axis(data[name])}})
     return figure
 
 
@@ -126,14 +121,18 @@ def allocation_data(fit: "ScalingFit", level: float = 0.9, **columns: float) -> 
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_allocation(data: pd.DataFrame) -> "go.Figure":
-    """The best N, D and D/N against compute with their intervals, dashed beyond the runs."""
-    from plotly.subplots import make_subplots
-
-    quantities = {"n_params": PARAMS, "n_tokens": TOKENS, "tokens_per_param": RATIO}
-    figure = make_subplots(cols=3, horizontal_spacing=0.12)
-    for column, (quantity, title) in enumerate(quantities.items(), start=1):
-        part, place = data[data["quantity"] == quantity], {"row": 1, "col": column, "showlegend": column == 1}
+def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+    """A panel for each quantity: the best against compute with its interval, dashed beyond the runs, and single optima."""
+    titles = {
+        "n_params": params_title(n_params_convention, "<br>"),
+        "n_tokens": TOKENS,
+        "tokens_per_param": RATIO,
+    }
+    quantities = data["quantity"].unique()
+    figure = stacked(len(quantities), shared_xaxes=True)
+    for row, quantity in enumerate(quantities, start=1):
+        whole, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
+        part, points = whole[whole["series"] != "optimum"], whole[whole["series"] == "optimum"]
         name = f"{100 * part['level'].iloc[0]:g} % of the bootstrap"
         add_band(figure, part["compute_flops"], part["low"], part["high"], name=name, **place)
         for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
@@ -148,10 +147,19 @@ def draw_allocation(data: pd.DataFrame) -> "go.Figure":
                 text=hover,
                 **place,
             )
-        ticks = {} if quantity == "tokens_per_param" else {"dtick": "D2"}
-        figure.update_yaxes(title=title, type="log", exponentformat="power", row=1, col=column, **ticks)
-    figure.update_xaxes(type="log", exponentformat="power")
-    figure.update_xaxes(title=COMPUTE, col=2)  # of all three: side by side the titles would run into each other
+        if len(points):
+            figure.add_scatter(
+                x=points["compute_flops"],
+                y=points["value"],
+                error_y=error_bars(points, "value"),
+                mode="markers",
+                name="read off the runs",
+                marker={"color": COLOURS[5], "size": 7, "line": {"color": EDGE, "width": 1}},
+                **place,
+            )
+        figure.update_yaxes(title=titles[quantity], **log_axis(whole["value"]), row=row, col=1)
+    figure.update_xaxes(**log_axis(data["compute_flops"]))
+    figure.update_xaxes(title=COMPUTE, row=len(quantities), col=1)
     return figure
 
 
@@ -244,5 +252,5 @@ def _markers(figure: "go.Figure", part: pd.DataFrame, name: str, marker: dict[st
 
 def _label(figure: "go.Figure", point: "pd.Series[Any]", text: str, place: str) -> None:
     common = {"mode": "text", "textposition": place, "showlegend": False, "hoverinfo": "skip"}
-    font = {"size": 10, "color": "#808488"}
+    font = {"size": 10, "color": EDGE}
     figure.add_scatter(x=[point["n_params"]], y=[point["n_tokens"]], text=[text], textfont=font, **common)

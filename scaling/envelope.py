@@ -28,7 +28,7 @@ MAX_UNANSWERED = 0.05
 
 
 @dataclass(frozen=True)
-class _Curves:
+class Curves:
     """Interpolated losses [runs, levels], infinite outside a run's range, and N of each run."""
 
     compute: Array
@@ -51,10 +51,12 @@ class _Curves:
             found.setdefault((pair[0], pair[1]), []).append(int(i))
         records = []
         for (smaller, larger), at in sorted(found.items()):
-            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[np.array(at) + 1])).mean() / 2))
+            after = np.array(at) + 1
+            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[after])).mean() / 2))
+            height = float((loss[best[at], at] + loss[best[after], after]).mean() / 2)
             size = math.sqrt(smaller * larger)
             tokens = middle / float(compute_flops(size, 1.0))
-            records.append([middle, size, tokens, float(loss[best[at], at].mean()), smaller, larger])
+            records.append([middle, size, tokens, height, smaller, larger])
         return np.array(records).reshape(-1, len(_COLUMNS))
 
     def powers(self, chosen: NDArray[np.int64], reference: float) -> Powers | None:
@@ -87,10 +89,11 @@ def fit_envelope(
     """
     require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
     table = pd.DataFrame({name: numbers(curves, name) for name in ("n_params", "n_tokens", "loss")})
+    table["compute_flops"] = compute_flops(table["n_params"], table["n_tokens"])
     table["run"] = curves["run"].to_numpy()
     if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
         raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
-    interpolated = _interpolated(table)
+    interpolated = curves_of(table)
     everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
     points = pd.DataFrame(interpolated.crossings(everyone), columns=list(_COLUMNS))
     if len(points) < 2:
@@ -123,17 +126,21 @@ def fit_envelope(
         n_params_convention=n_params_convention,
         draws=draws,
         points=points,
+        rows=table,
         bias={},
         warnings=tuple(doubts),
     )
 
 
-def _interpolated(table: pd.DataFrame) -> _Curves:
-    compute = compute_flops(table["n_params"], table["n_tokens"])
+def curves_of(table: pd.DataFrame) -> Curves:
+    """At `LEVELS` of compute, of a table with the columns run, n_params, compute_flops, loss."""
+    compute = table["compute_flops"]
     levels = np.geomspace(compute.min(), compute.max(), LEVELS)
     sizes, losses = [], []
-    for _, part in table.assign(compute=compute).groupby("run", sort=True):
-        curve = part.sort_values("compute").drop_duplicates("compute")
+    for _, part in table.groupby("run", sort=True):
+        curve = part.sort_values("compute_flops").drop_duplicates("compute_flops")
         sizes.append(float(curve["n_params"].iloc[0]))
-        losses.append(np.interp(np.log(levels), np.log(curve["compute"]), curve["loss"], left=np.inf, right=np.inf))
-    return _Curves(levels, np.array(sizes), np.array(losses))
+        losses.append(
+            np.interp(np.log(levels), np.log(curve["compute_flops"]), curve["loss"], left=np.inf, right=np.inf)
+        )
+    return Curves(levels, np.array(sizes), np.array(losses))

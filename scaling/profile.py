@@ -37,6 +37,8 @@ from scaling.profile_trace import Quantity, Trace
 from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
     from scaling.result import ScalingFit
 
 N_CALIBRATION = 200
@@ -74,6 +76,17 @@ class Profile(Result):
     def is_open(self) -> bool:
         """Whether an end was not found: the runs don't bound the quantity there."""
         return self.low == 0 or not math.isfinite(self.high)
+
+    @property
+    def threshold(self) -> float:
+        """Of the squared root, t²: what lies below it is in the interval."""
+        return _quantile(self.dof, self.level) ** 2
+
+    def plot(self) -> go.Figure:
+        """The rise of the objective over the quantity, the threshold, and the interval between its crossings."""
+        from scaling.profile_figures import draw_profile, profile_data
+
+        return draw_profile(profile_data(self))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` restores it."""
@@ -135,9 +148,7 @@ def profile(
     best = _estimate(fit, problem, log_loss, weights)
     scale, deviation = _calibrated(fit, problem, log_loss, weights, best, quantity, fit.seed if seed is None else seed)
 
-    from scipy.special import stdtrit
-
-    reach = float(stdtrit(dof, (1 + level) / 2))
+    reach = _quantile(dof, level)
     trace = Trace(problem, quantity, log_loss, weights, fit.delta, best, scale)
     below, above = (trace.outwards(side * deviation / STEPS_PER_DEVIATION, _BEYOND * reach) for side in (-1, 1))
     thetas = np.array([*below[::-1], best, *above])
@@ -155,6 +166,13 @@ def profile(
         dof=dof,
         table=table,
     )
+
+
+def _quantile(dof: int, level: float) -> float:
+    """Student's t, two-sided."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(dof, (1 + level) / 2))
 
 
 def _problem(fit: ScalingFit) -> tuple[Problem, Array, Array]:

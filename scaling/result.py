@@ -161,7 +161,7 @@ class ScalingFit(Result):
         """Predicted against actual loss, and the residuals against compute."""
         from scaling.law_figures import draw_fit, fit_data
 
-        return draw_fit(fit_data(self))
+        return draw_fit(fit_data(self), self.n_params_convention)
 
     def plot_frontier(self, target: Forecast | None = None) -> "go.Figure":
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
@@ -173,19 +173,23 @@ class ScalingFit(Result):
         """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute."""
         from scaling.allocation_figures import contours_data, draw_contours
 
-        return draw_contours(contours_data(self, target, **columns))
+        return draw_contours(contours_data(self, target, **columns), self.n_params_convention)
 
     def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
         """The best N, D and D/N against compute, with percentiles of the bootstrap."""
         from scaling.allocation_figures import allocation_data, draw_allocation
 
-        return draw_allocation(allocation_data(self, level, **columns))
+        return draw_allocation(allocation_data(self, level, **columns), self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
-        """The law's loss over size at fixed budgets, with the band of sizes at most `within` worse than the best."""
+        """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
+
+        It is by the law behind the forecast, or by the fitted one if that depends on more than N and D.
+        """
         from scaling.size_figures import draw_sizes, sizes_data
 
-        return draw_sizes(sizes_data(self.law, compute_flops, within, **columns))
+        law = self.ensemble.law if {*self.law.form.columns} == {"n_params", "n_tokens"} else self.law
+        return draw_sizes(sizes_data(law, compute_flops, within, **columns), self.n_params_convention)
 
     def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
         """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""
