@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scaling.figures import COLOURS, COMPUTE, EDGE, LOSS, STAR, add_band, error_bars, log_axis, params_title, stacked
 from scaling.forecast import Forecast
 from scaling.forms.form import Array, Form, Values
+from scaling.forms.powers import Joint
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
 
 if TYPE_CHECKING:
@@ -29,21 +30,25 @@ _HALVINGS = 60  # of a bracket of some tens in log units: to rounding
 _REACH = math.log(1e4)  # around the law's best log N, within which a draw's is sought
 
 
-def contours_data(fit: "ScalingFit", target: Forecast | None = None, **columns: float) -> pd.DataFrame:
+def contours_data(
+    fit: "ScalingFit", target: Forecast | None = None, *, alone: bool = False, **columns: float
+) -> pd.DataFrame:
     """Series run, contour, frontier, isoflop, target: n_params, n_tokens, compute_flops, loss.
 
     A contour's points share their `loss`, an isoflop's their `compute_flops`. The losses of contours are about even along
-    the frontier, rounded. All but the runs' and the target's are the law's.
+    the frontier, rounded. All but the runs' and the target's are those of `ScalingFit.best_law`.
 
     Args:
         fit: the fitted law.
         target: another run to show; the figure reaches it, and 10 times the largest run's compute.
+        alone: by the one form fitted instead.
         columns: values of the law's further columns.
     """
     runs = fit.residuals()[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
     low, high = fit.compute_range
     top = max(BEYOND * high, target.compute_flops if target else 0)
-    frontier = fit.law.frontier(np.geomspace(low, top, 48), **columns).assign(series="frontier")
+    law = fit.law if alone else fit.best_law
+    frontier = law.frontier(np.geomspace(low, top, 48), **columns).assign(series="frontier")
     parts = [runs, frontier]
     if target is not None:
         names = ("n_params", "n_tokens", "compute_flops", "loss")
@@ -52,11 +57,11 @@ def contours_data(fit: "ScalingFit", target: Forecast | None = None, **columns: 
     box = {name: (shown[name].min() / _MARGIN, shown[name].max() * _MARGIN) for name in ("n_params", "n_tokens")}
     for decade in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1):
         n_params = np.geomspace(*box["n_params"], 64)
-        parts.append(_points(fit.law, n_params, 10**decade / FLOPS_PER_PARAM_TOKEN / n_params, columns, "isoflop"))
+        parts.append(_points(law, n_params, 10**decade / FLOPS_PER_PARAM_TOKEN / n_params, columns, "isoflop"))
         parts[-1]["compute_flops"] = 10.0**decade  # exactly, as they are grouped by it
     for level in _levels(frontier["loss"].to_numpy()):
-        n_params, n_tokens = _contour(fit.law, level, box["n_params"], box["n_tokens"], columns)
-        parts.append(_points(fit.law, n_params, n_tokens, columns, "contour").assign(loss=level))
+        n_params, n_tokens = _contour(law, level, box["n_params"], box["n_tokens"], columns)
+        parts.append(_points(law, n_params, n_tokens, columns, "contour").assign(loss=level))
     data = pd.concat(parts, ignore_index=True)
     inside = np.all([data[name].between(*ends) for name, ends in box.items()], axis=0)
     return data[inside].reset_index(drop=True)
@@ -93,11 +98,12 @@ def draw_contours(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
     return figure
 
 
-def allocation_data(fit: "ScalingFit", level: float = 0.9, **columns: float) -> pd.DataFrame:
+def allocation_data(fit: "ScalingFit", level: float = 0.9, *, alone: bool = False, **columns: float) -> pd.DataFrame:
     """One row for each quantity and budget: quantity (n_params, n_tokens, tokens_per_param), compute_flops, value, low, high.
 
-    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it. The interval is between
-    percentiles of the bootstrap: how the optimum depends on which runs were made, not whether the form is right.
+    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it. The optimum is that of
+    `ScalingFit.best_law`, its interval tells how it depends on the fit and on which runs were made (`Ensemble.moves`). With
+    `alone`, or for a law without a forecast, it is the one form's and depends on the runs.
 
     Raises:
         ValueError: the level is not between 0 and 1.
@@ -106,9 +112,15 @@ def allocation_data(fit: "ScalingFit", level: float = 0.9, **columns: float) -> 
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     low, high = fit.compute_range
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
-    best = fit.law.frontier(flops, **columns)
-    draws = dict(zip(fit.law.form.parameters, fit.draws.T[:, :, None], strict=True))
-    drawn = best_sizes(fit.law.form, draws, flops, best["n_params"].to_numpy(), columns)
+    alone = alone or not fit.has_forecast
+    best = (fit.law if alone else fit.best_law).frontier(flops, **columns)
+    around = best["n_params"].to_numpy()
+    if not alone:
+        drawn = around * np.exp(
+            fit.ensemble.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, around, columns)))
+        )
+    else:
+        drawn = best_sizes(fit.law.form, fit.law.form.stacked(fit.draws), flops, around, columns)
     product = flops / FLOPS_PER_PARAM_TOKEN
     of_draws = {"n_params": drawn, "n_tokens": product / drawn, "tokens_per_param": product / drawn**2}
     best["tokens_per_param"] = best["n_tokens"] / best["n_params"]
@@ -133,7 +145,7 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
     for row, quantity in enumerate(quantities, start=1):
         whole, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
         part, points = whole[whole["series"] != "optimum"], whole[whole["series"] == "optimum"]
-        name = f"{100 * part['level'].iloc[0]:g} % of the bootstrap"
+        name = f"{100 * part['level'].iloc[0]:g} % interval"
         add_band(figure, part["compute_flops"], part["low"], part["high"], name=name, **place)
         for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
             own = part[part["series"] == series]

@@ -8,7 +8,7 @@ public ladder, and to choose one by its held-out error would be hindsight. Measu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from scaling.bootstrap import refit
 from scaling.errors import ScalingError
-from scaling.forms.form import Array, Problem, columns_of
+from scaling.forms.form import Array, Problem, Values, columns_of
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
 from scaling.law import Law, compute_flops
@@ -64,6 +64,24 @@ class Ensemble:
     def law(self) -> Law:
         """The forecast's point at every (N, D), as a law."""
         return mean_of([*self.variants.values()])
+
+    def moves(self, log_of: Callable[[Values, int], Array]) -> Array:
+        """How a quantity's logarithm moves with the fit and with the runs, [n_variants·n_draws, …].
+
+        What each variant says against their mean, and what each draw says against the base, of every pair of the two; infinite
+        where a fit gives none.
+
+        Args:
+            log_of: the logarithm, [J, …], of J sets of the joint form's parameters, [J, 1] each.
+        """
+        laws = np.array([[*law.parameters.values()] for law in self.variants.values()])
+        every = np.vstack([laws, self.draws])
+        logs = log_of(Joint().stacked(every), len(every))
+        fits, draws = logs[: len(laws)], logs[len(laws) :]
+        with np.errstate(invalid="ignore"):
+            centre = np.nanmean(np.where(np.isfinite(fits), fits, np.nan), axis=0)
+            moved = (fits - centre)[:, None] + (draws - fits[0])
+        return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
 
     def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
         """The forecast, log nats per token, of the broadcast shape."""

@@ -46,11 +46,11 @@ def draw_fit(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
 def frontier_data(fit: "ScalingFit", target: Forecast | None = None, level: float = 0.9) -> pd.DataFrame:
     """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs.
 
-    The frontier's sizes are the law's, its losses the forecasts there.
+    The frontier is that of `ScalingFit.best_law`, with the interval of the forecasts along it.
     """
     runs = fit.residuals()[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run")
     low, high = fit.compute_range
-    frontier = fit.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
+    frontier = fit.best_law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
     at = frontier["n_params"], frontier["n_tokens"]
     loss, reach = np.exp(fit.ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(fit.ensemble, *at))
     frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")

@@ -105,12 +105,22 @@ class ScalingFit(Result):
         Raises:
             ScalingError: the law depends on more than N and D.
         """
-        if set(self.law.form.columns) != {"n_params", "n_tokens"}:
+        if not self.has_forecast:
             raise ScalingError(
                 f"forecasts are tested for laws of n_params and n_tokens, {self.law.form.name} depends on "
                 f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
             )
         return fit_ensemble(self.rows, seed=self.seed)
+
+    @property
+    def best_law(self) -> Law:
+        """What decisions and frontiers are made by: the mean of the forecast's fits, or the law itself where it has no forecast."""
+        return self.ensemble.law if self.has_forecast else self.law
+
+    @property
+    def has_forecast(self) -> bool:
+        """Whether the law is of N and D alone, which is what forecasts were tested for."""
+        return {*self.law.form.columns} == {"n_params", "n_tokens"}
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
         """The law's own value, nats per token, of the broadcast shape of the columns."""
@@ -169,27 +179,29 @@ class ScalingFit(Result):
 
         return draw_frontier(frontier_data(self, target))
 
-    def plot_contours(self, target: Forecast | None = None, **columns: float) -> "go.Figure":
-        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute."""
+    def plot_contours(self, target: Forecast | None = None, *, alone: bool = False, **columns: float) -> "go.Figure":
+        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute.
+
+        It is by `best_law`, or by the one form fitted where it is to stand `alone`.
+        """
         from scaling.allocation_figures import contours_data, draw_contours
 
-        return draw_contours(contours_data(self, target, **columns), self.n_params_convention)
+        return draw_contours(contours_data(self, target, alone=alone, **columns), self.n_params_convention)
 
-    def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
-        """The best N, D and D/N against compute, with percentiles of the bootstrap."""
+    def plot_allocation(self, level: float = 0.9, *, alone: bool = False, **columns: float) -> "go.Figure":
+        """The best N, D and D/N against compute with intervals, by `best_law` or by the one form fitted, `alone`."""
         from scaling.allocation_figures import allocation_data, draw_allocation
 
-        return draw_allocation(allocation_data(self, level, **columns), self.n_params_convention)
+        return draw_allocation(allocation_data(self, level, alone=alone, **columns), self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
         """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
 
-        It is by the law behind the forecast, or by the fitted one if that depends on more than N and D.
+        It is by `best_law`.
         """
         from scaling.size_figures import draw_sizes, sizes_data
 
-        law = self.ensemble.law if {*self.law.form.columns} == {"n_params", "n_tokens"} else self.law
-        return draw_sizes(sizes_data(law, compute_flops, within, **columns), self.n_params_convention)
+        return draw_sizes(sizes_data(self.best_law, compute_flops, within, **columns), self.n_params_convention)
 
     def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
         """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""

@@ -70,6 +70,10 @@ class Form(ABC):
         """(a, p, b, q) if the loss grows with a·N^−p + b·D^−q and depends on nothing else: it is least where that is."""
         return None
 
+    def stacked(self, parameters: Array) -> dict[str, Array]:
+        """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
+        return dict(zip(self.parameters, parameters.T[:, :, None], strict=True))
+
     def law(self, **values: float) -> Law:
         """The form with numbers.
 

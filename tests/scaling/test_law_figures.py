@@ -84,7 +84,9 @@ def test_contours_lie_on_the_law(result: ScalingFit) -> None:
     target = result.forecast(1e9, 2e10)
     data = contours_data(result, target)
     contour = of(data, "contour")
-    np.testing.assert_allclose(result.predict(contour["n_params"], contour["n_tokens"]), contour["loss"])
+    np.testing.assert_allclose(result.best_law.loss(contour["n_params"], contour["n_tokens"]), contour["loss"])
+    alone = of(contours_data(result, target, alone=True), "contour")
+    np.testing.assert_allclose(result.predict(alone["n_params"], alone["n_tokens"]), alone["loss"])
     assert contour["loss"].nunique() >= 5
     for _, line in contour.groupby("loss"):
         assert line["n_params"].is_monotonic_increasing
@@ -100,7 +102,7 @@ def test_contours_lie_on_the_law(result: ScalingFit) -> None:
 def test_the_frontier_is_the_least_loss_of_its_isoflop(result: ScalingFit) -> None:
     data = contours_data(result)
     for flops, line in of(data, "isoflop").groupby("compute_flops"):
-        assert line["loss"].min() >= result.law.allocate(float(str(flops))).loss
+        assert line["loss"].min() >= result.best_law.allocate(float(str(flops))).loss
     assert of(data, "frontier")["compute_flops"].max() == pytest.approx(10 * result.compute_range[1])
 
 
@@ -113,8 +115,17 @@ def test_contours_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> N
     assert "target" not in {trace.name for trace in result.plot_contours().data}
 
 
-def test_allocation_is_the_law_s_within_the_draws_interval(result: ScalingFit) -> None:
-    data = allocation_data(result)
+def test_allocation_is_what_is_decided(result: ScalingFit) -> None:
+    data = allocation_data(result).query("quantity == 'n_params'")
+    for _, row in data.iloc[[0, 20, -1]].iterrows():
+        decided = decide(result, row["compute_flops"]).intervals
+        assert decided is not None
+        expected = decided.loc["n_params", ["estimate", "low", "high"]].tolist()
+        assert row[["value", "low", "high"]].tolist() == pytest.approx(expected, rel=0.01)
+
+
+def test_allocation_alone_is_the_law_s_within_the_draws_interval(result: ScalingFit) -> None:
+    data = allocation_data(result, alone=True)
     params, tokens, ratio = (part.reset_index() for _, part in data.groupby("quantity", sort=False))
     best = result.law.frontier(params["compute_flops"])
     np.testing.assert_allclose(params["value"], best["n_params"])
@@ -146,7 +157,7 @@ def test_best_sizes_without_a_formula_are_those_with_one(result: ScalingFit, wit
 
 def test_one_exponent_keeps_the_ratio(runs: pd.DataFrame) -> None:
     tied = fit(runs, n_params_convention="total", n_bootstrap=20, form=TiedChinchilla())
-    data = allocation_data(tied).query("quantity == 'tokens_per_param'")
+    data = allocation_data(tied, alone=True).query("quantity == 'tokens_per_param'")
     np.testing.assert_allclose(data["value"], data["value"].iloc[0])
 
 
