@@ -8,11 +8,22 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.figures import COLOURS, COMPUTE, EDGE, LOSS, STAR, add_band, error_bars, log_axis, params_title, stacked
+from scaling.figures import (
+    COLOURS,
+    COMPUTE,
+    EDGE,
+    STAR,
+    add_band,
+    error_bars,
+    log_axis,
+    loss_title,
+    params_title,
+    stacked,
+)
 from scaling.forecast import Forecast
 from scaling.forms.form import Array, Form, Values
 from scaling.forms.powers import Joint
-from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
+from scaling.law import FLOPS_PER_PARAM_TOKEN, NATS, Law, compute_flops
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -67,7 +78,7 @@ def contours_data(
     return data[inside].reset_index(drop=True)
 
 
-def draw_contours(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
@@ -84,7 +95,7 @@ def draw_contours(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
             _label(figure, part.iloc[_INSET], f"10<sup>{math.log10(flops):.0f}</sup>", "top right")
     for i, level in enumerate(levels):
         part = data[(data["series"] == "contour") & (data["loss"] == level)]
-        _line(figure, part, {"color": shades[i], "width": 1.5}, "equal " + LOSS, first=i == 0)
+        _line(figure, part, {"color": shades[i], "width": 1.5}, "equal " + loss_title(loss_unit), first=i == 0)
         _label(figure, part.iloc[-1], f"{level:.{places}f}", "top left")
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "target"))
     _line(figure, frontier, {"color": COLOURS[2], "width": 4}, "best N and D")

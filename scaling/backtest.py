@@ -18,8 +18,9 @@ from scaling.forecast import interval_factor, log_scale, reasons_against
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.form import Array
 from scaling.law import compute_flops
-from scaling.presentation import Result
+from scaling.presentation import Result, counted
 from scaling.result import ScalingFit
+from scaling.runs import Table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -40,10 +41,14 @@ class Backtest(Result):
         predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
             predicted, log_error (of the prediction), and for each level low_… and high_…; supported (of `forecast` only).
         too_few: cuts below which too few runs lie to fit anything, and why.
+        n_params_convention: what N counts.
+        loss_unit: of the losses.
     """
 
     predictions: pd.DataFrame = field(repr=False)
     too_few: dict[float, str]
+    n_params_convention: str
+    loss_unit: str
 
     def table(self) -> pd.DataFrame:
         """A row for each cut and method.
@@ -78,14 +83,29 @@ class Backtest(Result):
 
         return draw_backtest(backtest_data(self))
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        return {
+            "predictions": self.predictions.to_dict("list"),
+            "too_few": [*self.too_few.items()],
+            "n_params_convention": self.n_params_convention,
+            "loss_unit": self.loss_unit,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Backtest:
+        """The inverse of `to_dict`."""
+        return cls(**(data | {"predictions": pd.DataFrame(data["predictions"]), "too_few": dict(data["too_few"])}))
+
     def __str__(self) -> str:
-        """The table, and what could not be cut."""
+        """The table, what could not be cut, and the units."""
         told = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
-        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items())])
+        units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
+        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
 
 
 def backtest(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
     cuts: Sequence[float] = (10, 30),
@@ -103,7 +123,7 @@ def backtest(
         cuts: Cmax over the compute below which runs are fitted.
         forms: compared beside the default.
         seed: of the resampling.
-        options: further ones of `fit`.
+        options: further ones of `fit`, such as `loss_unit`.
 
     Raises:
         ValueError: the runs can't be fitted at all, or a cut is not above 1.
@@ -111,7 +131,8 @@ def backtest(
     if any(not cut > 1 for cut in cuts):
         raise ValueError(f"cuts must be above 1, got {list(cuts)}")
     options = {"n_params_convention": n_params_convention, **options}
-    whole = fit(runs, n_bootstrap=2, **options).rows
+    checked = fit(runs, n_bootstrap=2, **options)
+    whole, options["loss_unit"] = checked.rows, checked.loss_unit  # what was in bits is in nats by now
     flops = compute_flops(whole["n_params"], whole["n_tokens"])
     tables, too_few = [], {}
     for cut in cuts:
@@ -124,7 +145,12 @@ def backtest(
             too_few[cut] = str(error)
     columns = ["cut", "method"]
     found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
-    return Backtest(predictions=found[[*columns, *found.columns.difference(columns, sort=False)]], too_few=too_few)
+    return Backtest(
+        predictions=found[[*columns, *found.columns.difference(columns, sort=False)]],
+        too_few=too_few,
+        n_params_convention=n_params_convention,
+        loss_unit=checked.loss_unit,
+    )
 
 
 def _predictions(

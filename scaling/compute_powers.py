@@ -38,12 +38,14 @@ class ComputePowers(Result):
         n_params_ref, n_tokens_ref: N* and D* at `compute_ref`.
         compute_ref: geometric mean of the points' compute, FLOPs.
         n_params_convention: what N counts.
+        loss_unit: of the points' losses.
         draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`.
         points: the optima: compute_flops, n_params, n_tokens, loss, and what the approach knows besides.
         rows: what they were read off: n_params, n_tokens, loss, compute_flops (of an isoFLOP, its budget), and the `run` of
             an envelope's curves.
         bias: what the approach is estimated to get wrong by itself (see `fit_isoflops`); empty where that isn't known.
         warnings: why the numbers are doubtful; empty if they are not.
+        assumptions: what was taken for granted of the runs, as no column says it.
     """
 
     approach: str
@@ -53,11 +55,13 @@ class ComputePowers(Result):
     n_tokens_ref: float
     compute_ref: float
     n_params_convention: str
+    loss_unit: str
     draws: Array = field(repr=False)
     points: pd.DataFrame = field(repr=False)
     rows: pd.DataFrame = field(repr=False)
     bias: dict[str, float]
     warnings: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
     @property
     def status(self) -> str:
@@ -94,8 +98,8 @@ class ComputePowers(Result):
         from scaling.powers_figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
 
         if self.approach == "envelope":
-            return draw_envelope(envelope_data(self), self.n_params_convention, self.warnings)
-        return draw_isoflops(isoflops_data(self), self.n_params_convention, self.warnings)
+            return draw_envelope(envelope_data(self), self.n_params_convention, self.warnings, self.loss_unit)
+        return draw_isoflops(isoflops_data(self), self.n_params_convention, self.warnings, self.loss_unit)
 
     def plot_powers(self, level: float = 0.9) -> go.Figure:
         """N* and D* against compute, with percentiles over resampled runs and the optima that they go through."""
@@ -108,12 +112,13 @@ class ComputePowers(Result):
         points = self.points.astype(object).where(self.points.notna(), None)
         return {
             "approach": self.approach,
-            **{name: getattr(self, name) for name in (*PARAMETERS, "compute_ref", "n_params_convention")},
+            **{name: getattr(self, name) for name in (*PARAMETERS, "compute_ref", "n_params_convention", "loss_unit")},
             "draws": self.draws.tolist(),
             "points": points.to_dict("list"),
             "rows": self.rows.to_dict("list"),
             "bias": self.bias,
             "warnings": list(self.warnings),
+            "assumptions": list(self.assumptions),
         }
 
     @classmethod
@@ -124,6 +129,7 @@ class ComputePowers(Result):
             "points": pd.DataFrame(data["points"]),
             "rows": pd.DataFrame(data["rows"]),
             "warnings": tuple(data["warnings"]),
+            "assumptions": tuple(data["assumptions"]),
         }
         return cls(**(data | restored))
 
@@ -136,6 +142,7 @@ class ComputePowers(Result):
             "points": f"{len(self.points)} at {span(*np.quantile(self.points['compute_flops'], [0, 1]))} FLOPs, "
             f"N* and D* above at {self.compute_ref:.3g}",
             "interval": f"90 % of {len(self.draws)} resamplings of the runs, without the approach's own bias",
+            **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
             "status": "; ".join((self.status, *self.warnings)),
         }
         return f"{table}\n{lines(about)}"

@@ -31,6 +31,7 @@ from scaling.forecast import Forecast, reasons_against
 from scaling.forms.form import Array
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.memory import MemoryLimit
+from scaling.presentation import counted
 from scaling.result import ScalingFit
 from scaling.spending import UNIQUE, Spending
 
@@ -63,7 +64,7 @@ def decide(
     Args:
         law: a fit, which also tells how sure the answer is, or a law alone.
         budget: of training and serving together; a number is FLOPs.
-        loss: to reach with the least compute, nats per token, instead of a budget.
+        loss: to reach with the least compute, in the law's unit, instead of a budget.
         served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
         serving_price: what a FLOP of serving costs in FLOPs of training: the ratio of price over MFU, which is above 1
             where answers are made one token at a time.
@@ -292,12 +293,7 @@ def _doubts(
 def _assumptions(
     law: Law | ScalingFit, forecast: Forecast | None, spending: Spending, memory: Sequence[MemoryLimit]
 ) -> tuple[str, ...]:
-    counts = (
-        f"N counted {law.n_params_convention}, as in the fit"
-        if isinstance(law, ScalingFit)
-        else "N counted as in the law"
-    )
-    said = [f"training costs 6·N·D FLOPs, {counts}"]
+    said = [f"training costs 6·N·D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
     if spending.served_tokens:
         said.append(
             f"serving costs 2·N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "

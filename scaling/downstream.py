@@ -6,7 +6,7 @@
 resampled runs, with the residuals' scatter. `scaling.two_step` goes from (N, D) to the metric by way of the task's loss.
 
 A metric that is positive and falls to a floor as a loss does (bits per byte, perplexity's logarithm, the share answered wrongly) is
-fitted by `fit` itself: give it as `loss`, and read "nats per token" as its own unit.
+fitted by `fit` itself: give it as `loss`, and its unit as `loss_unit`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Ensemble:
         return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
 
     def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """The forecast, log nats per token, of the broadcast shape."""
+        """The forecast, log loss, of the broadcast shape."""
         return np.asarray(np.log(self.law.loss(n_params, n_tokens)))
 
     def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:

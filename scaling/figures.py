@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.law import NATS
+
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from scaling.transfer import Transfer
     from scaling.verdict import Verdict
 
-LOSS = "loss (nats per token)"
+LOSS = f"loss ({NATS})"
 COMPUTE = "training compute 6·N·D (FLOPs)"
 COLOURS = ("#a45cc0", "#5f7fd0", "#2a788e", "#22a884", "#63b53b", "#c9a50c")
 """Of lines and marks: each at least 2.3 to 1 against white and against nearly black."""
@@ -226,6 +228,11 @@ def add_note(figure: "go.Figure", text: str) -> None:
     figure.update_layout(title=title, height=(figure.layout.height or ALONE) + _LINE * len(told))
 
 
+def loss_title(loss_unit: str) -> str:
+    """Of an axis of loss."""
+    return f"loss ({loss_unit})"
+
+
 def params_title(n_params_convention: str, between: str = " ") -> str:
     """Of an axis of N; of a panel among others it needs two lines, with `<br>` between."""
     return f"parameters N{between}({n_params_convention})"
@@ -238,10 +245,10 @@ def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
     return {"type": "log", "exponentformat": "power", **steps}
 
 
-def parameter_title(name: str) -> str:
+def parameter_title(name: str, loss_unit: str) -> str:
     """Of an axis of one of a law's parameters, or what `ScalingFit.profile` takes for one."""
     exponents = {"params_exponent": "exponent a of N* ∝ C^a", "tokens_exponent": "exponent b of D* ∝ C^b"}
-    return {"E": "E (nats per token)", "loss": LOSS, **exponents}.get(name, name)
+    return {"E": f"E ({loss_unit})", "loss": loss_title(loss_unit), **exponents}.get(name, name)
 
 
 def size_colours(n_params: "pd.Series[float]", n_params_convention: str) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from scaling.errors import ScalingError
 from scaling.fitting import fit, select
 from scaling.forms import Chinchilla
 from scaling.forms.form import Array
-from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
-from scaling.table import numbers
+from scaling.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
+from scaling.runs import Table, require_convention
 from scaling.weights import stem_weights
 
 SAME_BUDGET = 0.05
@@ -80,9 +80,10 @@ class _Grid:
 
 
 def fit_isoflops(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
+    loss_unit: str = NATS,
     n_bootstrap: int = 400,
     seed: int = 0,
     max_regret: float = 0.0025,
@@ -90,9 +91,10 @@ def fit_isoflops(
     """Fit N* and D* as powers of compute through the vertices of parabolas.
 
     Args:
-        runs: one row per run: `n_params`, `n_tokens`, `loss` (nats per token), at a few budgets of several sizes each;
-            optional `compute_flops`, if it is not 6·N·D, and `stem`, `regret`, `annealed` as for `fit`.
+        runs: a table or file as `fit` takes it, at a few budgets of several sizes each; optional `compute_flops` tells the
+            budgets, if they are not 6·N·D.
         n_params_convention: what N counts.
+        loss_unit: as for `fit`.
         n_bootstrap: resamplings of the runs.
         seed: of the resampling.
         max_regret: as for `fit`.
@@ -108,16 +110,15 @@ def fit_isoflops(
         ValueError: a column is missing or breaks its rule, or there are too few points for a law.
         ScalingError: fewer than two budgets have a minimum among their sizes.
     """
-    runs = runs.reset_index(drop=True)
-    rows, unfit = select(runs, Chinchilla(), max_regret)
-    runs = runs.loc[rows.index].assign(stem=rows["stem"])
+    require_convention(n_params_convention)
+    checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit)
+    rows, compute = checked.rows, checked.compute_flops
     n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))
-    compute = numbers(runs, "compute_flops") if "compute_flops" in runs else compute_flops(n_params, n_tokens)
     grids, left_out = _grids(compute, n_params)
-    budgets = np.full(len(runs), np.nan)
+    budgets = np.full(len(rows), np.nan)
     for grid in grids:
         budgets[grid.rows] = grid.compute
-    even = np.ones(len(runs))
+    even = np.ones(len(rows))
     log_n, log_d = np.log(n_params), np.log(n_tokens)
 
     used, records = [], []
@@ -138,15 +139,13 @@ def fit_isoflops(
     points = pd.DataFrame(records, columns=names)
     reference = float(np.exp(np.log(points["compute_flops"]).mean()))
 
-    weights = stem_weights(pd.factorize(runs["stem"])[0], n_bootstrap, seed)
+    weights = stem_weights(pd.factorize(rows["stem"])[0], n_bootstrap, seed)
     draws, unanswered = resampled(n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, weights[i], reference))
     estimate = _powers(used, log_n, log_d, loss, even, reference)
     assert estimate is not None  # noqa: S101 - every budget in use has a vertex
-    law = fit(rows, n_params_convention=n_params_convention, n_bootstrap=2).law
+    law = fit(rows, n_params_convention=n_params_convention, loss_unit=checked.loss_unit, n_bootstrap=2).law
     bias = _bias(law, used, n_params, n_tokens)
-    doubts = [*left_out, *_doubts(points, bias)]
-    if len(unfit):
-        doubts.insert(0, f"{len(unfit)} rows were left out, the first because: {unfit['reason'].iloc[0]}")
+    doubts = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_doubts(points, bias)]
     if unanswered > MAX_UNANSWERED:
         doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
     return ComputePowers(
@@ -157,6 +156,7 @@ def fit_isoflops(
         n_tokens_ref=estimate[3],
         compute_ref=reference,
         n_params_convention=n_params_convention,
+        loss_unit=checked.loss_unit,
         draws=draws,
         points=points,
         rows=pd.DataFrame(
@@ -164,6 +164,7 @@ def fit_isoflops(
         ).dropna(),
         bias=bias,
         warnings=tuple(doubts),
+        assumptions=checked.assumptions,
     )
 
 

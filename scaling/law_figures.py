@@ -5,8 +5,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.figures import COLOURS, COMPUTE, EDGE, LOSS, STAR, add_band, error_bars, log_axis, size_colours, stacked
+from scaling.figures import (
+    COLOURS,
+    COMPUTE,
+    EDGE,
+    STAR,
+    add_band,
+    error_bars,
+    log_axis,
+    loss_title,
+    size_colours,
+    stacked,
+)
 from scaling.forecast import Forecast, interval_factor, log_scale
+from scaling.law import NATS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -22,7 +34,7 @@ def fit_data(fit: "ScalingFit") -> pd.DataFrame:
     return table[["n_params", "n_tokens", "compute_flops", "loss", "predicted", "residual"]].assign(series="run")
 
 
-def draw_fit(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """Actual against predicted loss, and the residuals against compute, coloured by log10 N."""
     import plotly.graph_objects as go
 
@@ -36,8 +48,8 @@ def draw_fit(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
     figure.add_trace(go.Scatter(x=ends, y=ends, **diagonal), row=1, col=1)
     figure.add_trace(go.Scatter(x=data["compute_flops"], y=data["residual"], **common), row=2, col=1)
     figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=2, col=1)
-    figure.update_xaxes(title="predicted " + LOSS, row=1, col=1)
-    figure.update_yaxes(title="actual " + LOSS, row=1, col=1)
+    figure.update_xaxes(title="predicted " + loss_title(loss_unit), row=1, col=1)
+    figure.update_yaxes(title="actual " + loss_title(loss_unit), row=1, col=1)
     figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]), row=2, col=1)
     figure.update_yaxes(title="residual (% of the prediction)", row=2, col=1)
     return figure
@@ -61,7 +73,7 @@ def frontier_data(fit: "ScalingFit", target: Forecast | None = None, level: floa
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_frontier(data: pd.DataFrame) -> "go.Figure":
+def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """Loss against compute: runs, the best loss of each budget with its interval, the forecast."""
     import plotly.graph_objects as go
 
@@ -84,7 +96,7 @@ def draw_frontier(data: pd.DataFrame) -> "go.Figure":
             marker=STAR,
         )
     figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
-    figure.update_yaxes(title=LOSS, type="log")
+    figure.update_yaxes(title=loss_title(loss_unit), type="log")
     return figure
 
 

@@ -17,14 +17,15 @@ from scaling.figures import (
     COLOURS,
     COMPUTE,
     EDGE,
-    LOSS,
     STAR,
     add_note,
     error_bars,
     log_axis,
+    loss_title,
     params_title,
     size_colours,
 )
+from scaling.law import NATS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -50,7 +51,9 @@ def isoflops_data(powers: ComputePowers) -> pd.DataFrame:
     return pd.concat([*parts, vertices.assign(series="vertex")], ignore_index=True)
 
 
-def draw_isoflops(data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = ()) -> "go.Figure":
+def draw_isoflops(
+    data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
+) -> "go.Figure":
     """Loss over N, a colour for each budget: the runs, their parabola, and its vertex with the interval of its N."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
@@ -74,7 +77,7 @@ def draw_isoflops(data: pd.DataFrame, n_params_convention: str, warnings: Sequen
         looks = {"mode": "markers+text", "marker": star, "error_x": bars, **text, **common}
         _trace(figure, vertex, "vertex, 90 % interval", first, **looks)
     figure.update_xaxes(title=params_title(n_params_convention), **log_axis(data["n_params"]))
-    figure.update_yaxes(title=LOSS)
+    figure.update_yaxes(title=loss_title(loss_unit))
     _warn(figure, warnings)
     return figure
 
@@ -97,7 +100,9 @@ def envelope_data(powers: ComputePowers) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_envelope(data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = ()) -> "go.Figure":
+def draw_envelope(
+    data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
+) -> "go.Figure":
     """Loss against compute: every curve in the colour of its size, the envelope below them, and its crossings."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
@@ -138,7 +143,7 @@ def draw_envelope(data: pd.DataFrame, n_params_convention: str, warnings: Sequen
         text=[f"N* {size:.3g}" for size in crossings["n_params"]],
     )
     figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
-    figure.update_yaxes(title=LOSS, type="log")
+    figure.update_yaxes(title=loss_title(loss_unit), type="log")
     _warn(figure, warnings)
     return figure
 

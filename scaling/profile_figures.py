@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.figures import BAND, COLOURS, EDGE, STAR, add_note, parameter_title
+from scaling.law import NATS
 from scaling.presentation import span
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def profile_data(profile: "Profile") -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True).assign(**about)
 
 
-def draw_profile(data: pd.DataFrame) -> "go.Figure":
+def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """The rise of the objective over the quantity, the threshold, and the interval, which is said above."""
     import plotly.graph_objects as go
 
@@ -72,7 +73,7 @@ def draw_profile(data: pd.DataFrame) -> "go.Figure":
     if len(ends):
         marker = {"symbol": "line-ns-open", "size": 14, "color": COLOURS[2], "line": {"width": 3}}
         figure.add_scatter(x=ends["value"], y=ends["rise"], mode="markers", marker=marker, name="ends of the interval")
-    figure.update_xaxes(title=parameter_title(about["name"]))
+    figure.update_xaxes(title=parameter_title(about["name"], loss_unit))
     top = data["rise"].max()
     figure.update_yaxes(title="rise of the objective, 2·ΔQ / scale", range=[-0.06 * top, 1.05 * top])
     add_note(figure, _told(about, estimate["value"].item()))

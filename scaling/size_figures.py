@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.figures import ALONE, COLOURS, LOSS, STAR, log_axis, params_title
-from scaling.law import Law
+from scaling.figures import ALONE, COLOURS, STAR, log_axis, loss_title, params_title
+from scaling.law import NATS, Law
 from scaling.spending import UNIQUE, Spending
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_sizes(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """A curve for each budget, its flat part thick, its best size a star."""
     import plotly.graph_objects as go
 
@@ -95,7 +95,7 @@ def draw_sizes(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
         )
     title = f"{params_title(n_params_convention)}<br>tokens D are what the compute leaves"
     figure.update_xaxes(title=title, **log_axis(data["n_params"]))
-    figure.update_yaxes(title=LOSS)
+    figure.update_yaxes(title=loss_title(loss_unit))
     figure.update_layout(height=ALONE + _LABEL * data["compute_flops"].nunique())
     return figure
 

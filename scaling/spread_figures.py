@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.figures import BAND, COLOURS, LOSS, STAR, error_bars, parameter_title, stacked
+from scaling.figures import BAND, COLOURS, STAR, error_bars, loss_title, parameter_title, stacked
 from scaling.forecast import Forecast
 from scaling.forms.form import Array, columns_of
 from scaling.forms.powers import Joint
+from scaling.law import NATS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -60,7 +61,7 @@ def parameters_data(
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_parameters(data: pd.DataFrame) -> "go.Figure":
+def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """A panel for each pair: the bootstrap's draws, their ellipse, the estimate."""
     pairs = [part for _, part in data.groupby("pair")]
     n_columns = min(2, len(pairs))
@@ -105,7 +106,7 @@ def draw_parameters(data: pd.DataFrame) -> "go.Figure":
             margin = 0.05 * max(values.max() - values.min(), 1e-3 * values.abs().max(), 1e-9)
             ends = [values.min() - margin, values.max() + margin]
             scale = {"type": "log" if is_log else "linear", "range": ends}
-            update(title=parameter_title(first[f"{axis}_name"]), **scale, **place)
+            update(title=parameter_title(first[f"{axis}_name"], loss_unit), **scale, **place)
     return figure
 
 
@@ -130,7 +131,7 @@ def variants_data(fit: "ScalingFit", target: Forecast) -> pd.DataFrame:
     return pd.concat([pd.DataFrame([own]), data], ignore_index=True)
 
 
-def draw_variants(data: pd.DataFrame) -> "go.Figure":
+def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """A strip for each fit: its loss beside the forecast and its interval."""
     import plotly.graph_objects as go
 
@@ -169,7 +170,7 @@ def draw_variants(data: pd.DataFrame) -> "go.Figure":
             text=text,
             hoverinfo="text",
         )
-    figure.update_xaxes(title=LOSS)
+    figure.update_xaxes(title=loss_title(loss_unit))
     figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=[*data["name"].unique()][::-1])
     return figure
 

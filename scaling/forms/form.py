@@ -55,7 +55,7 @@ class Form(ABC):
 
     @abstractmethod
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token, of the broadcast shape of the values and the columns."""
+        """Expected loss, of the broadcast shape of the values and the columns."""
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
         """The form bound to K runs, as it is fitted.
