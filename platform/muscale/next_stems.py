@@ -68,14 +68,12 @@ class NextStems:
             "stems": list(self.lines),
         }
 
+    @property
+    def advice(self) -> str:
+        """What the runs would do and how to train them, without their table."""
+        return "\n".join([*self._about, *self._how])
+
     def __str__(self) -> str:
-        found = self.result
-        about = (
-            f"next runs: for up to {self.affordable_flops:.3g} FLOPs, {self.share:.2g} of the plan; the forecast's "
-            f"{found.now.level:.0%} interval is {found.width_now:.2%} of the loss wide"
-        )
-        if not len(found.runs):
-            return f"{about}\n  none: {found.stopped}" + _still(found)
         formats = {
             "d_model": "{:d}".format,
             "n_params": "{:,.0f}".format,
@@ -85,22 +83,24 @@ class NextStems:
             "variance_left": "{:.0%}".format,
             "interval": "{:.2%}".format,
         }
-        table = self.table.to_string(index=False, formatters=formats)
-        return "\n  ".join(
-            [
-                f"{about}, {found.width_then:.2%} expected after these",
-                *table.splitlines(),
-                f"no more: {found.stopped}{_still(found)}",
-                "to train them, add to stems of [ladder]:",
-                *(f"  {line}" for line in self.lines),
-            ]
-        )
+        table = self.table.to_string(index=False, formatters=formats).splitlines() if len(self.table) else []
+        return "\n  ".join([*self._about, *table, *self._how])
 
+    @property
+    def _about(self) -> list[str]:
+        found = self.result
+        expected = f", {found.width_then:.2%} expected after these" if len(found.runs) else ""
+        return [
+            f"next runs, for up to {self.affordable_flops:.3g} FLOPs, {self.share:.2g} of the plan",
+            f"the forecast's {found.now.level:.0%} interval is {found.width_now:.2%} of the loss wide{expected}",
+        ]
 
-def _still(found: NextRuns) -> str:
-    return (
-        f"; the forecast would still be outside declared support: {'; '.join(found.reasons)}" if found.reasons else ""
-    )
+    @property
+    def _how(self) -> list[str]:
+        stopped = f"{'no more' if self.lines else 'none'}: {self.result.stopped}"
+        still = [f"the forecast would still be outside declared support: {reason}" for reason in self.result.reasons]
+        add = ["to train them, add to stems of [ladder]:", *(f"  {line}" for line in self.lines)] if self.lines else []
+        return [stopped, *still, *add]
 
 
 def choose(
