@@ -83,9 +83,7 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
         title="What another size would cost",
         command="plan",
         about="The law's loss over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
-        drawings=drawn(
-            fit.plot_sizes([flops], within), "loss against size at the plan's compute, with its flat part", wide=True
-        ),
+        drawings=drawn(fit.plot_sizes([flops], within), "loss against size at the plan's compute, with its flat part"),
         table=as_table(pd.DataFrame(decision["near"]) if decision.get("near") else None),
     )
     variants = Section(
