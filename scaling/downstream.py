@@ -19,11 +19,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from scaling.bootstrap import stem_weights
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines, span
 from scaling.table import numbers, require_columns
+from scaling.weights import stem_weights
 
 PARAMETERS = ("floor", "ceiling", "midpoint", "width")
 MIN_ROWS = 6

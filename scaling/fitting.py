@@ -14,19 +14,19 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.bootstrap import refit, stem_weights
+from scaling.bootstrap import refit, widening
 from scaling.forms import Chinchilla
 from scaling.forms.form import Array, Form, Problem
 from scaling.multistart import N_STARTS as N_MULTISTARTS
 from scaling.multistart import descend
-from scaling.newton import minimize, objective
+from scaling.newton import minimize
 from scaling.result import ScalingFit
+from scaling.screening import MANY_ROWS, screened, some_rows
 from scaling.table import numbers, require_columns
+from scaling.weights import noise_weights, stem_weights
 
 N_STARTS, N_FINALISTS = 6, 3
 """Minimised under a wide Huber threshold, and of these under the last."""
-MANY_ROWS, SCREENED_ROWS = 2000, 100
-"""Of more, that many drawn at random tell where the minima lie, and which starts are worth following."""
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) can't be told apart."""
 MIN_RUNS = 15
@@ -88,7 +88,7 @@ def fit(
     deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
 
     if method == "multistart":
-        starts = _screen(problem, log_loss, weights, deltas[0], N_MULTISTARTS)
+        starts = screened(problem, log_loss, weights, deltas[0], N_MULTISTARTS)
         thetas, values, converged = descend(problem, log_loss, weights, starts, delta)
     else:
         thetas, values, converged = minima(problem, log_loss, weights, deltas)
@@ -96,6 +96,7 @@ def fit(
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
+    apart = thetas[best] + widening(problem, thetas[best], weights, stems) * (draws - thetas[best])
 
     return ScalingFit(
         law=form.law(**_named(form, problem.natural(thetas[best][None])[0])),
@@ -104,7 +105,7 @@ def fit(
         n_params_convention=n_params_convention,
         rows=rows,
         left_out=left_out,
-        draws=problem.natural(draws),
+        draws=problem.natural(np.clip(apart, problem.lower, problem.upper)),
         seed=seed,
         warnings=(
             *doubts_about_rows(rows),
@@ -166,12 +167,6 @@ def _require_points(rows: pd.DataFrame, form: Form, left_out: pd.DataFrame) -> N
             )
 
 
-def noise_weights(rows: pd.DataFrame) -> Array:
-    """1/noise², of mean one; even where the rows don't say."""
-    weights = rows["noise"].to_numpy() ** -2.0 if "noise" in rows else np.ones(len(rows))
-    return np.asarray(weights / weights.mean())
-
-
 def minima(
     problem: Problem, log_loss: Array, weights: Array, deltas: tuple[float, ...]
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
@@ -179,8 +174,8 @@ def minima(
 
     Of many rows a part tells where the minima lie, and only the best are polished on all of them.
     """
-    starts = _screen(problem, log_loss, weights, deltas[0], N_STARTS)
-    some = _some(len(log_loss), MANY_ROWS)
+    starts = screened(problem, log_loss, weights, deltas[0], N_STARTS)
+    some = some_rows(len(log_loss), MANY_ROWS)
     thetas, values, _ = minimize(
         problem.part(some), log_loss[some], np.tile(weights[some], (len(starts), 1)), starts, deltas[:1]
     )
@@ -189,20 +184,6 @@ def minima(
         problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[1:] or deltas
     )
     return thetas, values, converged
-
-
-def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int) -> Array:
-    """The most promising starts, [n_starts, P]."""
-    some = _some(len(log_loss), MANY_ROWS)
-    starts = problem.part(some).starts(log_loss[some])
-    few = _some(len(log_loss), SCREENED_ROWS)
-    values = objective(problem.part(few), log_loss[few], weights[few], starts, delta)
-    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
-
-
-def _some(n_rows: int, wanted: int) -> NDArray[np.int64]:
-    """Rows drawn at random, in order: a stride could meet the period of a grid of N and D."""
-    return np.sort(np.random.default_rng(0).permutation(n_rows)[:wanted])
 
 
 def doubts_about_rows(rows: pd.DataFrame) -> list[str]:
@@ -240,6 +221,9 @@ def _doubts_about_fit(
             doubts.append(
                 f"{name} lies on its bound in {stuck.mean():.0%} of the bootstrap refits: it is hardly determined"
             )
+    E = _named(form, problem.natural(theta[None])[0]).get("E", 0.0)
+    if (least := float(np.exp(log_loss.min()))) <= E:
+        doubts.append(f"E = {E:.4g} is not below the least loss, {least:.4g}: larger runs can't be forecast from it")
     jacobian = problem.linearise(theta[None])[1][0]
     condition = float(np.linalg.cond(jacobian / np.linalg.norm(jacobian, axis=0)))
     if condition > MAX_CONDITION:

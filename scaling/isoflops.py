@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.bootstrap import stem_weights
 from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
 from scaling.errors import ScalingError
 from scaling.fitting import fit, select
@@ -24,6 +23,7 @@ from scaling.forms import Chinchilla
 from scaling.forms.form import Array
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
 from scaling.table import numbers
+from scaling.weights import stem_weights
 
 SAME_BUDGET = 0.05
 """Decades of compute by which neighbours among the runs of one budget may differ."""

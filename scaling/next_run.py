@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from scaling.accelerators import require_positive
 from scaling.design import Design
-from scaling.ensemble import Ensemble
+from scaling.ensemble import RESIDUAL_RATIO, Ensemble
 from scaling.fitting import doubts_about_rows
 from scaling.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
 from scaling.forms.form import Array
@@ -155,7 +155,8 @@ def candidate_runs(
     """Runs that could be made: sizes from the smallest fitted to the target's, each with ratios D/N as the fit has them.
 
     Args:
-        fit: of the runs made so far; D/N is taken within its range and up to twice beyond it.
+        fit: of the runs made so far; D/N is taken within its range and up to twice beyond it, but no lower than 2 and no
+            higher than 500 unless the target lies there: on paper far-out runs tell most, and there the form fails first.
         n_params, n_tokens: the target; no candidate is of more compute.
         affordable_flops: most that one run may cost.
         per_decade: sizes in each decade; of ratios, D/N, half as many.
@@ -169,8 +170,12 @@ def candidate_runs(
     for name, value in (("n_params", n_params), ("n_tokens", n_tokens), ("affordable_flops", affordable_flops)):
         require_positive(name, value)
     low, high = fit.tokens_per_param_range
+    least, most = (
+        extreme(usual, n_tokens / n_params) for extreme, usual in zip((min, max), RESIDUAL_RATIO, strict=True)
+    )
     sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
-    ratios = _spaced(low / RATIO_MARGIN, high * RATIO_MARGIN, per_decade / 2)
+    low, high = np.clip([low / RATIO_MARGIN, high * RATIO_MARGIN], least, most)
+    ratios = _spaced(low, high, per_decade / 2)
     size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, ratios, indexing="ij"))
     cost = compute_flops(size, size * ratio)
     fits = cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))

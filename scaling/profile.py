@@ -12,8 +12,9 @@ draw, 2·(Q*(best) − Q*(refit)) is on average the scale times the number of pa
 are smaller than the errors; the share, about .6 for 20 runs and 5 parameters, is that of least squares on the same runs.
 
 Measured on 60 planted ladders of 20 runs each (alpha, the optimum's exponent, E, the loss at a decade more compute), nominal
-90 %: .92 .88 .92 .90 at Huber's delta of a third of the noise, .88 .87 .88 .85 for squares, .93 .88 .90 .87 with four rows a run that
-share most of their noise, .88 .85 .92 .92 under Student's t of 3; percentiles of the bootstrap .72 to .87 on the same.
+90 %: .93 .92 .92 .90 at Huber's delta of a third of the noise, .88 .87 .88 .87 for squares, .93 .88 .92 .87 with four rows a
+run that share most of their noise, .90 .85 .92 .92 under Student's t of 3; the percentiles of `ScalingFit.intervals` on the same
+.85 to .97 (tests/benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
-from scaling.bootstrap import refit, stem_weights
+from scaling.bootstrap import refit, share_seen
 from scaling.errors import ScalingError
 from scaling.forms.form import Array, Form, Problem, columns_of
 from scaling.law import params_exponent
 from scaling.newton import objective
 from scaling.presentation import Result, lines
 from scaling.profile_trace import Quantity, Trace
+from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
     from scaling.result import ScalingFit
@@ -157,7 +158,6 @@ def profile(
 
 
 def _problem(fit: ScalingFit) -> tuple[Problem, Array, Array]:
-    from scaling.fitting import noise_weights
 
     log_loss = np.log(fit.rows["loss"].to_numpy())
     problem = fit.law.form.problem({name: fit.rows[name].to_numpy() for name in fit.law.form.columns}, log_loss)
@@ -205,40 +205,15 @@ def _calibrated(
 ) -> tuple[float, float]:
     """The scale of the objective, and the standard deviation of log g, over resampled runs."""
     stems = pd.factorize(fit.rows["stem"])[0]
-    by_row = stem_weights(stems, N_CALIBRATION, seed)
-    resampled, by_stem = weights * by_row, by_row[:, np.unique(stems, return_index=True)[1]]
+    resampled = weights * stem_weights(stems, N_CALIBRATION, seed)
     deltas = (3 * fit.delta, fit.delta) if np.isfinite(fit.delta) else (fit.delta,)
     thetas, _ = refit(problem, log_loss, resampled, best, deltas)
     there = objective(problem, log_loss, resampled, np.tile(best, (len(thetas), 1)), fit.delta)
     gained = there - objective(problem, log_loss, resampled, thetas, fit.delta)
-    scale = 2 * float(gained.mean()) / len(best) / _share_seen(problem, best, weights, stems, by_stem)
+    scale = 2 * float(gained.mean()) / len(best) / share_seen(problem, best, weights, stems)
     spread = quantity(thetas)
     low, high = np.quantile(spread, [0.16, 0.84])
     return scale, max(float(high - low) / 2, 1e-6)
-
-
-def _share_seen(problem: Problem, theta: Array, weights: Array, stems: NDArray[np.int64], by_stem: Array) -> float:
-    """What resampling sees of the scale, in linear least squares with one error for each run.
-
-    With G [P, runs] the sums of weighted Jacobian rows by run, H and H* the two normal matrices and w* the weights of a draw, the
-    residuals of the fit give scores (G·diag(w*) − H*·H⁻¹·G)·error, and the errors themselves G·error.
-    """
-    jacobian = problem.linearise(theta[None])[1][0]
-    free = (theta > problem.lower) & (theta < problem.upper)
-    jacobian = jacobian[:, free]
-    n_stems = by_stem.shape[1]
-    scores, products = np.zeros((n_stems, free.sum())), np.zeros((n_stems, free.sum(), free.sum()))
-    np.add.at(scores, stems, weights[:, None] * jacobian)
-    np.add.at(products, stems, weights[:, None, None] * jacobian[:, :, None] * jacobian[:, None, :])
-    whole = products.sum(axis=0)
-    whole += 1e-12 * np.trace(whole) * np.eye(len(whole))
-    ideal = np.trace(np.linalg.solve(whole, scores.T @ scores))
-    seen = []
-    for w in by_stem:
-        drawn = np.tensordot(w, products, 1) + 1e-12 * np.trace(whole) * np.eye(len(whole))
-        score = scores.T * w - drawn @ np.linalg.solve(whole, scores.T)
-        seen.append(np.trace(np.linalg.solve(drawn, score @ score.T)))
-    return float(np.mean(seen) / ideal)
 
 
 def _crossing(values: Array, roots: Array, at: float, otherwise: float) -> float:

@@ -142,7 +142,8 @@ class SumOfPowers(Problem):
         x: centred log N, [K].
         y: centred log D, [K].
         centre: the means of log N and log D that were subtracted.
-        lower, upper: E from min(L)/1000 to min(L), terms from min(L)/e¹² to max(L)·e³, [5].
+        lower, upper: E from min(L)/1000 to min(L)·e^.1, as noise can take a run below it; terms from min(L)/e¹² to
+            max(L)·e³, [5].
     """
 
     x: Array
@@ -158,7 +159,7 @@ class SumOfPowers(Problem):
         centre = (float(log_n.mean()), float(log_d.mean()))
         low, high = float(log_loss.min()), float(log_loss.max())
         lower = np.array([low - np.log(1e3), low - 12, low - 12, *(2 * EXPONENT_BOUNDS[:1])])
-        upper = np.array([low, high + 3, high + 3, *(2 * EXPONENT_BOUNDS[1:])])
+        upper = np.array([low + 0.1, high + 3, high + 3, *(2 * EXPONENT_BOUNDS[1:])])
         return cls(x=log_n - centre[0], y=log_d - centre[1], centre=centre, lower=lower, upper=upper)
 
     def log_loss(self, theta: Array) -> Array:

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, Law, ScalingFit, fit
+from tests.scaling.conftest import PLANTED
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -37,13 +38,13 @@ def test_planted_parameters_are_recovered_without_noise(ladder: Ladder, surface:
 
 
 def test_planted_parameters_lie_within_their_intervals(ladder: Ladder, planted: Law) -> None:
-    """Over 40 noisy ladders the bootstrap's 90 % covers the truth about as often as a 20-run bootstrap can."""
+    """Over 40 noisy ladders of 20 runs the 90 % intervals cover the truth about as often as they say."""
     covered = []
     for seed in range(40):
         table = fitted(ladder(noise=0.003, seed=seed)).intervals(0.9).loc[["E", "alpha", "beta"]]
         truth = np.array([planted["E"], planted["alpha"], planted["beta"]])
         covered.append((table["low"] <= truth) & (truth <= table["high"]))
-    assert 0.7 <= np.mean(covered) <= 0.98
+    assert 0.86 <= np.mean(covered) <= 0.99
 
 
 def test_outliers_hardly_move_the_fit(ladder: Ladder, planted: Law) -> None:
@@ -172,3 +173,13 @@ def test_a_parameter_on_its_bound_is_doubtful(ladder: Ladder) -> None:
     runs = ladder()
     runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
     assert "E lies on its bound" in doubts(runs)
+
+
+def test_an_irreducible_loss_above_a_run_is_doubted(ladder: Ladder) -> None:
+    """Where all but the smallest runs lie on the floor, noise takes some below the floor that fits best."""
+    floor = Chinchilla().law(E=3.0, A=1e12, B=1e16, alpha=1.8, beta=1.8)
+    runs = ladder(noise=0.01)
+    runs["loss"] *= floor.loss(runs["n_params"], runs["n_tokens"]) / PLANTED.loss(runs["n_params"], runs["n_tokens"])
+    result = fitted(runs)
+    assert result.law["E"] > runs["loss"].min()
+    assert "is not below the least loss" in "; ".join(result.warnings)
