@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from muscale.sections import Section, as_table, drawn
 from scaling import Forecast, ScalingFit
+from scaling.size_figures import draw_sizes, sizes_data
 
 if TYPE_CHECKING:
     from muscale.next_stems import NextStems
@@ -82,8 +83,11 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
     sizes = Section(
         title="What another size would cost",
         command="plan",
-        about="The law's loss over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
-        drawings=drawn(fit.plot_sizes([flops], within), "loss against size at the plan's compute, with its flat part"),
+        about="The forecast over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
+        drawings=drawn(
+            draw_sizes(sizes_data(fit.ensemble.law, [flops], within)),
+            "loss against size at the plan's compute, with its flat part",
+        ),
         table=as_table(pd.DataFrame(decision["near"]) if decision.get("near") else None),
     )
     variants = Section(

@@ -36,7 +36,8 @@ class Plan:
         precision: Of the training.
         hyperparameters: At the base shape; the parametrization carries them to `model`.
         rules: For each tuned hyperparameter, the rule that carried it.
-        wanted_n_params: The law's compute-optimal N, of which `model` is the nearest member of the family.
+        wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
+            family that does best.
         forecast: Of the final annealed validation loss.
         decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words; None in a plan
             that was registered before plans kept it.
@@ -129,16 +130,17 @@ def told_decision(decision: dict[str, Any] | None) -> list[str]:
     budget, cost = decision["budget"], decision["cost"]
     lines = [
         f"cost: {cost}" if budget == cost else f"budget: {budget}; cost: {cost}",
-        f"within {decision['tolerance']:.2%} of the best loss by the law: N = {_first(near)}",
+        f"within {decision['tolerance']:.2%} of the best loss: N = {_first(near)}",
     ]
     if sizes:
         lines.append(
-            f"{decision['level']:.0%} of refits would choose N = {_span(sizes['low'], sizes['high'])}"
-            + (f"; the fits behind the forecast would choose {_span(min(by_fit), max(by_fit))}" if by_fit else "")
+            f"{decision['level']:.0%} interval of the best N: {_span(sizes['low'], sizes['high'])}"
+            + (f"; each fit alone would choose {_span(min(by_fit), max(by_fit))}" if by_fit else "")
         )
     if decision["epochs"] is not None:
         lines.append(f"data: {decision['epochs']:.3g} epochs over the corpus")
     lines += [f"held by {limit}" for limit in decision["limits"]]
+    lines += [f"doubtful: {doubt}" for doubt in decision["doubts"]]
     return lines + [f"assumed: {assumption}" for assumption in decision["assumptions"]]
 
 
@@ -171,7 +173,7 @@ def make_plan(
     """
     decision = size_for(config.plan, fit, config.family, corpus, precision=config.promote.precision)
     model: ModelConfig = decision.config
-    wanted = fit.law.allocate(config.plan.budget.compute_flops).n_params
+    flops = config.plan.budget.compute_flops
     n_tokens = best.whole_batches(decision.n_tokens)
     hyperparameters = tuned_for(best, horizon, n_tokens)
     capped = "" if horizon.supports(n_tokens) else ", beyond its supported range"
@@ -198,8 +200,8 @@ def make_plan(
         config.fit.n_bootstrap,
         config.fit.seed,
         {k: list(map(str, v)) for k, v in evidence.items()},
-        # What the budget alone chooses keeps the key that it has always had, and with it the run that was promoted.
-        *([] if model == config.family.for_params(wanted) else [asdict(model)]),
+        # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
+        *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [asdict(model)]),
     )
     return Plan(
         key=key,
@@ -209,7 +211,7 @@ def make_plan(
         precision=config.promote.precision,
         hyperparameters=hyperparameters,
         rules=rules,
-        wanted_n_params=wanted,
+        wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
         forecast=_forecast(fit, model, n_tokens, config.plan.level, decision.epochs),
         decision=_plain(decision, config.family),
     )

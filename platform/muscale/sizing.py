@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,13 +13,14 @@ from muscale.plan_settings import PlanSettings
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
 from proxy_models.numerics import Precision
-from scaling import Decision, Law, RepeatedData, ScalingError, ScalingFit, decide
+from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
+from scaling.forms.form import Values
+from scaling.forms.repeated import REPEAT_BOUNDS
 
 REACH = 30.0
 """Sizes are looked at up to so many times the compute-optimal one, and from as far below it."""
-REPEATS = {"rd_star": 15.387756, "rn_star": 5.309743}
-"""What a further epoch and an excess parameter are worth in `scaling.RepeatedData`: published, not fitted to this study
-(Muennighoff et al. 2305.16264, appendix A)."""
+WORTH_OF_REPEATS = 15.387756
+"""R*_D: published, not fitted to this study (Muennighoff et al. 2305.16264, appendix A)."""
 _HALVINGS = 60
 
 
@@ -44,7 +46,8 @@ def size_for(
         "tolerance": settings.tolerance,
         "level": settings.level,
     }
-    wanted = fit.law.allocate(budget.compute_flops).n_params
+    law = fit.ensemble.law
+    wanted = law.allocate(budget.compute_flops).n_params
     try:
         chosen = decide(fit, budget, sizes=members(family, wanted / REACH, wanted * REACH), **conditions)
         if corpus is not None:
@@ -54,41 +57,76 @@ def size_for(
                 chosen = replace(chosen, unique_tokens=unique)
             else:
                 sizes = members(family, wanted / REACH, wanted * max(REACH, 2 * seen))
-                repeats: dict[str, Any] = {"unique_tokens": unique, "max_epochs": settings.max_epochs}
-                chosen = _telling(
-                    decide(_repeating(fit), budget, sizes=sizes, **repeats, **conditions), chosen, fit.law
-                )
+                limited: dict[str, Any] = {"unique_tokens": unique, "max_epochs": settings.max_epochs}
+                again = decide(with_repeats(law), budget, sizes=sizes, **limited, **conditions)
+                chosen = _telling(again, chosen, law)
     except ScalingError as error:
         raise StageError(f"plan: {error}") from error
-    device = budget.accelerator
-    if device is not None and device.precision != precision and settings.peak_flops is None:
-        peak = f"hours and dollars are at the {device.precision} peak, promote.precision is {precision}: see plan.peak_flops"
-        return replace(chosen, assumptions=(*chosen.assumptions, peak))
-    return chosen
+    said = list(chosen.assumptions)
+    if (device := budget.accelerator) is not None:
+        said.append(f"{device}: share of the peak and price are assumed unless you set them")
+        if device.precision != precision and settings.peak_flops is None:
+            said.append(
+                f"hours and dollars are at the {device.precision} peak, promote.precision is {precision}: see plan.peak_flops"
+            )
+    return replace(chosen, assumptions=tuple(said))
 
 
-def _repeating(fit: ScalingFit) -> ScalingFit:
-    """The fit, and each of its refits, with the published worth of repeats."""
-    law = replace(fit.law, form=RepeatedData(), parameters={**fit.law.parameters, **REPEATS})
-    draws = np.hstack([fit.draws, np.tile([*REPEATS.values()], (len(fit.draws), 1))])
-    return replace(fit, law=law, draws=draws)
+@dataclass(frozen=True, eq=False)
+class Repeated(Form):
+    """A form in which a token seen again counts less: D' = U·(1 + R*·(1 − exp(−(D/U − 1)/R*))) in the place of D.
+
+    What a parameter is worth beyond those that are best for so many tokens is left to the form, as the ladder tells it.
+
+    Attributes:
+        form: of a law in n_params and n_tokens.
+    """
+
+    form: Form
+
+    source = "Muennighoff et al. 2305.16264, sec. 3"
+    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens", "unique_tokens")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """With the form's own."""
+        return f"{self.form.name}, repeats counting less"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        """With the form's own."""
+        return f"{self.form.formula} at D' for D"
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        """The form's, and R*."""
+        return {**self.form.parameters, "rd_star": REPEAT_BOUNDS}
+
+    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
+        """Expected loss, nats per token."""
+        unique, star = np.minimum(rows["unique_tokens"], rows["n_tokens"]), values["rd_star"]
+        worth = unique * (1 - star * np.expm1(-(rows["n_tokens"] / unique - 1) / star))
+        return self.form.loss(values, {"n_params": rows["n_params"], "n_tokens": worth})
+
+
+def with_repeats(law: Law) -> Law:
+    """The law where tokens are seen again, with the published worth of that."""
+    return Repeated(law.form).law(**law.parameters, rd_star=WORTH_OF_REPEATS)
 
 
 def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:
     """The decision with repeats, saying what it would be without, and what repeats are taken to cost."""
     unique = chosen.unique_tokens or chosen.n_tokens
     higher = chosen.loss / float(law.loss(chosen.n_params, chosen.n_tokens)) - 1
-    seen = chosen.n_tokens / unique
     said = (
-        f"the worth of {seen:.3g} epochs over {unique:.4g} unique tokens is the published one (Muennighoff et al. 2305.16264, "
-        f"appendix A), by which the law's loss is {higher:.2%} higher; the forecast takes every token for a new one"
+        f"the worth of {chosen.n_tokens / unique:.3g} epochs over {unique:.4g} unique tokens is the published one (Muennighoff "
+        f"et al. 2305.16264, appendix A), by which the loss is {higher:.2%} higher; the forecast takes every token for a new one"
     )
     without = (
         f"data: if every token were new, {free.n_params:.4g} parameters and {free.n_tokens:.4g} tokens would be best"
     )
     limits = chosen.limits if chosen.n_params == free.n_params else (*chosen.limits, without)
-    told = [line for line in chosen.assumptions if "repeats" not in line]
-    return replace(chosen, limits=limits, assumptions=(*told, said))
+    return replace(chosen, limits=limits, assumptions=(*chosen.assumptions, said))
 
 
 def epochs(corpus: Corpus, n_tokens: float) -> float:
