@@ -45,8 +45,8 @@ def law_sections(
         ),
         (
             "Loss over size and tokens",
-            "Lines of equal loss and of equal compute; the frontier passes where they touch. A target far from the runs is a "
-            "forecast far from what was seen.",
+            "Lines of equal loss and of equal compute by the one form fitted; its frontier passes where they touch. A plan is "
+            "decided by the mean of the forecast's fits, so its target may lie off that line.",
             fit.plot_contours(target),
         ),
         (

@@ -126,7 +126,8 @@ def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:
         f"data: if every token were new, {free.n_params:.4g} parameters and {free.n_tokens:.4g} tokens would be best"
     )
     limits = chosen.limits if chosen.n_params == free.n_params else (*chosen.limits, without)
-    return replace(chosen, limits=limits, assumptions=(*chosen.assumptions, said))
+    general = [line for line in chosen.assumptions if "what repeats of a token are worth" not in line]
+    return replace(chosen, limits=limits, assumptions=(*general, said))
 
 
 def epochs(corpus: Corpus, n_tokens: float) -> float:
