@@ -133,7 +133,8 @@ def next_runs(
             stopped = "no candidate is left that can be paid for"
             break
         index, after = pick
-        if after.variance > (1 - WORTH) * design.variance:
+        telling = after.variance <= (1 - WORTH) * design.variance
+        if not telling and not doubts_about_rows(_with_runs(fit, size[chosen], tokens[chosen]).rows):
             stopped = f"no run that can still be paid for takes {WORTH:.0%} off the variance that is left"
             break
         design = after
@@ -155,9 +156,9 @@ def candidate_runs(
     """Runs that could be made: sizes from the smallest fitted to the target's, each with ratios D/N as the fit has them.
 
     Args:
-        fit: of the runs made so far; D/N is taken within its range and up to twice beyond it, but no lower than 2 and no
+        fit: of the runs made so far; D/N is taken within its range and up to twice above it, but no lower than 2 and no
             higher than 500 unless the target lies there: on paper far-out runs tell most, and there the form fails first.
-        n_params, n_tokens: the target; no candidate is of more compute.
+        n_params, n_tokens: the target; no candidate is of more compute, nor of less than the smallest run.
         affordable_flops: most that one run may cost.
         per_decade: sizes in each decade; of ratios, D/N, half as many.
 
@@ -174,11 +175,11 @@ def candidate_runs(
         extreme(usual, n_tokens / n_params) for extreme, usual in zip((min, max), RESIDUAL_RATIO, strict=True)
     )
     sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
-    low, high = np.clip([low / RATIO_MARGIN, high * RATIO_MARGIN], least, most)
+    low, high = np.clip([low, high * RATIO_MARGIN], least, most)
     ratios = _spaced(low, high, per_decade / 2)
     size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, ratios, indexing="ij"))
     cost = compute_flops(size, size * ratio)
-    fits = cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))
+    fits = (cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))) & (cost >= fit.compute_range[0])
     return pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "cost_flops": cost})[fits].reset_index(drop=True)
 
 

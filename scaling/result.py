@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from scaling.cautions import cautions
 from scaling.ensemble import Ensemble, fit_ensemble
 from scaling.errors import ScalingError
 from scaling.forecast import Forecast, forecast
@@ -51,8 +52,13 @@ class ScalingFit(Result):
 
     @property
     def status(self) -> str:
-        """`ok`, or `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "ok"
+        """`ok`; `look` if there are `cautions`; `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "look" if self.cautions else "ok"
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What to look at, though it stops no forecast: rows far off the law, best sizes beside the runs'."""
+        return cautions(self)
 
     @property
     def n_rows(self) -> int:
@@ -231,7 +237,7 @@ class ScalingFit(Result):
                 "C": f"{span(*self.compute_range)} FLOPs",
                 "residual": f"{self.residual_std:.2%} of the loss",
                 "objective": f"{self.objective:.8g}, sum of Huber terms at delta {self.delta:g}",
-                "status": "; ".join((self.status, *self.warnings)),
+                "status": "; ".join((self.status, *self.warnings, *self.cautions)),
             }
         )
         return f"L(N, D) = {self.law.form.formula}, nats per token\n{table}\n{about}"
