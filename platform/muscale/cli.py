@@ -1,6 +1,6 @@
 """The command line: each command parses, calls one method of `Study`, and prints its result.
 
-Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast), 2 an error that the
+Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast or its band), 2 an error that the
 user can mend, 130 interrupted (Ctrl-C, SIGTERM). Nothing heavy is imported before a command runs.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -23,7 +23,9 @@ from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
 
 if TYPE_CHECKING:
+    from muscale.following import Until
     from muscale.study import Study
+    from muscale.watch import Watch, Watcher
 
 app = App(
     name="muscale",
@@ -146,11 +148,18 @@ def fit(study: Path, *, options: Options = Options()) -> int:
 
 
 @app.command
-def plan(study: Path, *, options: Options = Options()) -> int:
-    """Decide the full run for the budget, register its forecast, and say which runs would make it surer."""
+def plan(study: Path, *, export: Path | None = None, options: Options = Options()) -> int:
+    """Decide the full run for the budget, register its forecast, and say which runs would make it surer.
+
+    Args:
+        study: The study file.
+        export: Also write the plan into this folder for another framework: every tensor's values and the schedule.
+    """
 
     def planned(opened: Study) -> Any:
         plan = opened.plan()
+        if export:
+            opened.export(export, plan)
         return plan if options.json else f"{plan}\n{opened.next_runs(plan)}"
 
     return _stage(study, options, planned, "promote")
@@ -169,6 +178,83 @@ def promote(
     return _stage(
         study, options, lambda opened: opened.promote(force=force), "promote", failed=lambda result: not result.inside
     )
+
+
+@app.command
+def watch(
+    study: Path,
+    *,
+    until: Literal["now", "alarm", "end"] = "end",
+    plan: str | None = None,
+    every: float = 5.0,
+    options: Options = Options(),
+) -> int:
+    """Show the full run beside its band; exit code 0 if its loss is inside, 1 outside or at an alarm, 2 if there is no run.
+
+    Args:
+        study: The study file.
+        until: Look once ("now"), or until the run has ended, or is alarming; "alarm" ends with the run, too.
+        plan: Key of a plan; by default the one whose run was begun last, here or elsewhere.
+        every: Seconds between two looks.
+    """
+    return _stage(
+        study, options, lambda opened: _followed(opened, opened.watcher(plan), until, every, options), None, _alarming
+    )
+
+
+@app.command
+def observe(
+    study: Path,
+    source: str,
+    *,
+    follow: Annotated[bool, Parameter(negative=())] = False,
+    wandb: Annotated[bool, Parameter(negative=())] = False,
+    plan: str | None = None,
+    tokens: str | None = None,
+    loss: str | None = None,
+    every: float = 5.0,
+    options: Options = Options(),
+) -> int:
+    """Hold a full run that goes on elsewhere against its plan: muscale observe study.toml losses.csv --follow.
+
+    What it says is marked as asserted, here and for ever. Exit codes as those of `watch`.
+
+    Args:
+        study: The study file.
+        source: A CSV file with a column tokens or step, and loss or val_loss (held-out), train_loss or both.
+        follow: Go on reading while the file grows, until the run has ended.
+        wandb: The source is a run of Weights & Biases, entity/project/run; its key is in WANDB_API_KEY.
+        plan: Key of the plan that the run follows, by default the one registered last.
+        tokens: Name of the column of tokens or steps, if it is another.
+        loss: Name of the column of held-out losses, if it is another.
+        every: Seconds between two looks.
+    """
+    from muscale.observe import read_csv, read_wandb
+
+    def observed(opened: Study) -> Any:
+        observer = opened.observer(source if wandb else str(Path(source).resolve()), plan)
+
+        def take() -> None:
+            named = {"tokens": tokens, "loss": loss}
+            rows = read_wandb(source, **named) if wandb else read_csv(Path(source), growing=follow, **named)
+            observer.take(rows)
+
+        take()
+        until: Literal["now", "end"] = "end" if follow else "now"
+        return _followed(opened, opened.watcher(observer.plan.key), until, every, options, take)
+
+    return _stage(study, options, observed, None, _alarming)
+
+
+@app.command
+def calibration(study: Path, *others: Path, options: Options = Options()) -> int:
+    """Print how often the forecasts of promoted runs held, of this study and of others.
+
+    Args:
+        study: The study file.
+        others: Further studies: their files, directories or ledgers, which are only read.
+    """
+    return _stage(study, options, lambda opened: opened.calibration(*others), None)
 
 
 @app.command
@@ -237,6 +323,34 @@ def _stage(
     result = stage(Study.open(path, options.set, quiet=options.json))
     _show(result, as_json=options.json)
     return 1 if failed(result) else 0
+
+
+def _followed(
+    opened: Study,
+    watcher: Watcher,
+    until: Until,
+    every: float,
+    options: Options,
+    before_look: Callable[[], None] = lambda: None,
+) -> Watch:
+    """The run as it stands at the end of the watching; shown on standard error meanwhile."""
+    from rich.console import Console
+
+    from muscale.following import follow
+
+    console = None if options.json or until == "now" else Console(file=sys.stderr)
+    return follow(
+        watcher,
+        until=until,
+        every=every,
+        settings=opened.config.promote,
+        console=console,
+        before_look=before_look,
+    )
+
+
+def _alarming(watch: Watch) -> bool:
+    return watch.alarming or watch.inside is False
 
 
 def _show(result: Any, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,17 @@ class PromoteSettings(_Table):
     evaluate_every_tokens: PositiveInt = 200_000
     seed: int = 0
     max_failures: Annotated[int, Field(ge=0)] = 2
+    alarm_after: PositiveInt = 3  # evaluations in a row outside the band
+    on_alarm: Literal["log", "stop"] = "log"
+    webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret
+
+    @pydantic.model_validator(mode="after")
+    def _webhook_is_a_name(self) -> Self:
+        if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
+            raise ValueError(  # without the value, which may be the secret itself
+                "webhook must be the name of an environment variable that holds the URL, and is no such name"
+            )
+        return self
 
 
 class ResourceSettings(_Table):

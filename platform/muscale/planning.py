@@ -16,7 +16,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.mixture import MAX_EPOCHS
 from proxy_models.numerics import Numerics, Precision
-from proxy_models.segments import chain
+from proxy_models.segments import Segment, chain
 from proxy_models.stages import Stage
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 
@@ -69,7 +69,12 @@ class Plan:
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
         own = replace(numerics, model=self.model, seed=self.seed, precision=self.precision).for_run(self.n_tokens)
-        return Chain(numerics=own, segments=chain(self.hyperparameters, self.n_tokens))
+        return Chain(numerics=own, segments=self.segments)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The full run's schedule and absolute hyperparameters at the base shape."""
+        return chain(self.hyperparameters, self.n_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -37,6 +37,7 @@ class Promotion:
         forced: Whether it had to be, as that verdict was no pass or the coordinate check had failed.
         world_size: Workers at the end.
         seconds: Wall time of the training.
+        asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
     """
 
     plan: str
@@ -53,6 +54,7 @@ class Promotion:
     forced: bool
     world_size: int
     seconds: float
+    asserted: bool = False
 
     @property
     def residual(self) -> float:
@@ -77,15 +79,15 @@ class Promotion:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
     def __str__(self) -> str:
+        where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
         place = "inside" if self.inside else "OUTSIDE"
         lines = [
             f"promotion: forecast {self.forecast:.4f} nats per token, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}], registered {self.registered_at}",
-            f"  measured {self.loss:.4f} on {self.world_size} workers: {place} the interval, "
-            f"error {self.relative_error:+.2%}",
+            f"  measured {self.loss:.4f} {where}: {place} the interval, error {self.relative_error:+.2%}",
         ]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
