@@ -11,14 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muscale.calibration import Calibration
     from muscale.config import StudyConfig
     from muscale.errors import MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.planning import Plan
     from muscale.promotion import Promotion
     from muscale.study import Study
     from muscale.sweep_result import SweepResult
+    from muscale.watch import Watch
 
 __all__ = [
+    "Calibration",
     "MuscaleError",
     "Plan",
     "Promotion",
@@ -28,9 +31,11 @@ __all__ = [
     "StudyDirectoryError",
     "StudyFileError",
     "SweepResult",
+    "Watch",
 ]
 
 _HOMES = {
+    "Calibration": "calibration",
     "MuscaleError": "errors",
     "Plan": "planning",
     "Promotion": "promotion",
@@ -40,6 +45,7 @@ _HOMES = {
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
+    "Watch": "watch",
 }
 
 

@@ -133,7 +133,7 @@ class Watch(Result):
         """Training loss, evaluations, the band, and the forecast of the end."""
         band = self.band
         forecast = {name: getattr(band, name) for name in ("loss", "low", "high", "level")}
-        return figures.draw_curve(
+        figure = figures.draw_curve(
             figures.curve_data(self.curve),
             forecast,
             self.measured,
@@ -141,6 +141,7 @@ class Watch(Result):
             band=figures.band_data(band),
             evaluations=self.evaluations,
         )
+        return figure.update_layout(title="a run elsewhere, as its owner tells") if self.asserted else figure
 
     def __str__(self) -> str:
         of = "an outside run of plan" if self.asserted else "plan"
