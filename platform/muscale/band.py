@@ -245,6 +245,12 @@ def _offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
     return float(means.mean()), float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
+def registered_band(plan: str, ledger: Ledger) -> Band | None:
+    """The band that is registered for a plan's key."""
+    known = ledger.result(STAGE, plan)
+    return Band.from_dict(known) if known else None
+
+
 def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float) -> Band:
     """The band of a plan, written into the ledger before the run's first step, once and for all.
 
@@ -256,8 +262,8 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         ladder: As `ladder.law_rows` gives it; those of its runs that tell the law tell the band.
         max_regret: As in [fit].
     """
-    if known := ledger.result(STAGE, plan.key):
-        return Band.from_dict(known)
+    if known := registered_band(plan.key, ledger):
+        return known
     tells = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
     if ledger.result("promotion_started", plan.key) or ledger.result("observation_started", plan.key):
@@ -271,5 +277,4 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         **forecast,
     )
     ledger.record_result(STAGE, plan.key, band.to_dict())
-    registered = ledger.result(STAGE, plan.key)  # another process may have been the first
-    return Band.from_dict(registered) if registered else band
+    return registered_band(plan.key, ledger) or band  # another process may have been the first

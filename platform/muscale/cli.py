@@ -197,6 +197,7 @@ def watch(
         plan: Key of a plan; by default the one whose run was begun last, here or elsewhere.
         every: Seconds between two looks.
     """
+    _refuse_dry_run("a watch", options)
     return _stage(
         study, options, lambda opened: _followed(opened, opened.watcher(plan), until, every, options), None, _alarming
     )
@@ -231,6 +232,8 @@ def observe(
     """
     from muscale.observe import read_csv, read_wandb
 
+    _refuse_dry_run("an observation", options)
+
     def observed(opened: Study) -> Any:
         observer = opened.observer(source if wandb else str(Path(source).resolve()), plan)
 
@@ -254,6 +257,7 @@ def calibration(study: Path, *others: Path, options: Options = Options()) -> int
         study: The study file.
         others: Further studies: their files, directories or ledgers, which are only read.
     """
+    _refuse_dry_run("a calibration", options)
     return _stage(study, options, lambda opened: opened.calibration(*others), None)
 
 
@@ -293,9 +297,13 @@ def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], opt
         study: The study file.
         source: Another study's directory, or its ledger.sqlite; it is only read.
     """
-    if options.dry_run:
-        raise StudyFileError("merge: --dry-run is for what costs compute or removes something; a merge does neither")
+    _refuse_dry_run("a merge", options)
     return _stage(study, options, lambda opened: opened.merge(source), None)
+
+
+def _refuse_dry_run(what: str, options: Options) -> None:
+    if options.dry_run:
+        raise StudyFileError(f"--dry-run is for what costs compute or removes something; {what} does neither")
 
 
 def _stage(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from muscale.band import STAGE, Band
+from muscale.band import registered_band
 from muscale.calibration import calibrate
 from muscale.errors import StageError
 from muscale.layout import CORPUS, FULL_RUNS, METRICS
@@ -78,8 +78,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     }
     if promotion:
         known["promotion"] = promotion
-    if band := study.ledger.result(STAGE, forecast["plan"]):
-        known["band"] = Band.from_dict(band)
+    known["band"] = registered_band(forecast["plan"], study.ledger)
     metrics = study.directory / FULL_RUNS / forecast["plan"] / METRICS
     if metrics.exists():
         known["curve"] = pd.read_json(metrics, lines=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from muscale.band import STAGE, Band
+from muscale.band import registered_band
 from muscale.errors import StageError
 from muscale.layout import FAILURE, METRICS, OBSERVED
 from muscale.ledger import Ledger, now
@@ -125,8 +125,7 @@ class Observer:
     def __init__(self, ledger: Ledger, plan: Plan, source: str) -> None:
         self.ledger, self.plan, self.source = ledger, plan, source
         self.directory = ledger.directory / OBSERVED / plan.key
-        band = ledger.result(STAGE, plan.key)
-        self._band = Band.from_dict(band) if band else None
+        self._band = registered_band(plan.key, ledger)
 
     def take(self, rows: list[dict[str, Any]]) -> None:
         """Keep these rows, all of the table so far.

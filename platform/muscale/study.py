@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import pandas as pd
 
 from muscale import data, ladder, next_stems, planning, promotion, transfer
-from muscale.band import Band, register_band
+from muscale.band import Band, register_band, registered_band
 from muscale.calibration import Calibration, calibrate
 from muscale.config import StudyConfig
 from muscale.errors import StageError
@@ -279,7 +279,8 @@ class Study:
 
     def band(self, plan: Plan) -> Band:
         """What is expected of a registered plan's loss along its run; registered with it, before the first step."""
-        return register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
+        known = registered_band(plan.key, self.ledger)
+        return known or register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
 
     def export(self, folder: str | Path, plan: Plan | None = None) -> Path:
         """Write a plan, by default the study file's, for another framework: every tensor's values and the schedule."""

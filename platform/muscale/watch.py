@@ -12,7 +12,7 @@ import pandas as pd
 
 from muscale import figures
 from muscale.alarms import Alarm, find_alarms
-from muscale.band import STAGE, Band
+from muscale.band import Band, registered_band
 from muscale.errors import StageError
 from muscale.layout import FAILURE, FULL_RUNS, METRICS, OBSERVED
 from muscale.ledger import Ledger
@@ -195,15 +195,13 @@ class Watcher:
         self.ledger, self.alarm_after = ledger, alarm_after
         self.plan, self.asserted = _begun(ledger, plan)
         self.directory = ledger.directory / (OBSERVED if self.asserted else FULL_RUNS) / self.plan
-        forecast, band = ledger.forecast(self.plan), ledger.result(STAGE, self.plan)
+        forecast = ledger.forecast(self.plan)
         if forecast is None:
             raise StageError(f"watch: no forecast is registered for plan {self.plan}")
         self._n_tokens = int(forecast["payload"]["n_tokens"])
         of_end = {name: forecast[name] for name in ("loss", "low", "high", "level")}
-        self._band = (
-            Band.from_dict(band)
-            if band
-            else Band.of_end_alone("none was registered before the run began", n_tokens=self._n_tokens, **of_end)
+        self._band = registered_band(self.plan, ledger) or Band.of_end_alone(
+            "none was registered before the run began", n_tokens=self._n_tokens, **of_end
         )
         self._tail = MetricsTail(self.directory / METRICS)
 
