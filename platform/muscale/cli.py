@@ -160,7 +160,7 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
         plan = opened.plan()
         if export:
             opened.export(export, plan)
-        return plan if options.json else f"{plan}\n{opened.next_runs(plan)}"
+        return plan if options.json else f"{plan}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
 
     return _stage(study, options, planned, "promote")
 

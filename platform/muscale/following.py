@@ -21,7 +21,7 @@ from muscale.alarms import Alarm, known_alarms, raise_alarms
 from muscale.config import PromoteSettings
 from muscale.errors import LedgerUnavailableError, StageError
 from muscale.ledger import Ledger
-from muscale.watch import Watch, Watcher
+from muscale.watch import Watch, Watcher, told_evaluation
 
 Until = Literal["now", "alarm", "end"]
 _GUARD_SECONDS = 2.0
@@ -65,7 +65,9 @@ def follow(
             if live:
                 live.update(view(watch), refresh=True)
             elif console and until != "now" and len(watch.evaluations) > evaluated:
-                console.print(str(watch).splitlines()[0], soft_wrap=True, highlight=False, markup=False)
+                new_rows = watch.evaluations.iloc[evaluated:].tail(_SHOWN).to_dict("records")
+                for line in (str(watch).splitlines()[0], *map(told_evaluation, new_rows)):
+                    console.print(line, soft_wrap=True, highlight=False, markup=False)
             evaluated = len(watch.evaluations)
             if until == "now" or watch.ended or (until == "alarm" and watch.alarming):
                 return watch

@@ -149,7 +149,7 @@ class Watch(Result):
             f"watch: {of} {self.plan}, {self.tokens:,} of {self.n_tokens:,} tokens{self._pace()}",
             f"  {self.band}",
         ]
-        lines += [f"  {_told(row)}" for row in self.evaluations.tail(_TOLD).to_dict("records")]
+        lines += [f"  {told_evaluation(row)}" for row in self.evaluations.tail(_TOLD).to_dict("records")]
         lines += [f"  {alarm}" for alarm in self.alarms]
         if self.failure:
             lines.append(f"  it failed: {self.failure}")
@@ -166,7 +166,8 @@ class Watch(Result):
         return pace + left + idle
 
 
-def _told(row: dict[str, Any]) -> str:
+def told_evaluation(row: dict[str, Any]) -> str:
+    """A row of `Watch.evaluations` in a line."""
     at = f"{row['tokens']:>15,} ({row['share']:>4.0%})  loss {row['loss']:.4f}"
     if row["place"] == "before the band":
         return f"{at}  before the band begins"

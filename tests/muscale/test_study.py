@@ -108,9 +108,22 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     (full,) = study.runs().query("purpose == 'full'").to_dict("records")
     assert (full["loss"], full["environment"]["world_size"]) == (promotion.loss, 2)
     assert len(study.sweep().trials) == study.config.sweep.trials
+    check_watch(study, promotion)
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
     assert str(study.corpus) in page
+
+
+def check_watch(study: Study, promotion: Promotion) -> None:
+    """The run that the workers trained, beside a band that was registered before it began."""
+    watch = study.watch()
+    assert (watch.promotion, watch.measured, watch.asserted) == (promotion, promotion.loss, False)
+    assert watch.evaluations["tokens"].iloc[-1] == watch.n_tokens == study.plan().n_tokens
+    assert watch.inside is promotion.inside
+    assert "steps or more under the plan's schedule" in watch.band.reason, "the micro-study's ladder is too short"
+    begun = {stage: (study.ledger.latest_result(stage) or {})["created_at"] for stage in ("band", "promotion_started")}
+    assert begun["band"] < begun["promotion_started"]
+    assert list(study.calibration().table["plan"]) == [promotion.plan]
 
 
 def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion) -> None:

@@ -191,6 +191,7 @@ def test_following_ends_at_the_end_or_at_an_alarm(run: Run) -> None:
     watch, said = followed(run, "alarm")
     assert watch.alarming
     assert said.count("alarm: the loss of plan") == 1
+    assert said.count("ABOVE") == 3
     assert len(run.ledger.read(find, "results", {"stage": ALARM})) == 1
     steps = iter((0.6, 0.8, 1.0))
     watch = follow(
