@@ -132,6 +132,8 @@ def promote(
     registered = ledger.forecast(plan.key)
     if registered is None:
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
+    if misfits := list(config.promote.parallelism.misfits(plan.model)):
+        raise StageError(f"promote: {'; '.join(misfits)}")
     started = ledger.result("promotion_started", plan.key)
     if started is None:
         started = {"at": now(), "verdict": verdict, "forced": forced}
@@ -210,6 +212,9 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
                 "corpus": corpus,
                 "checkpoint_every_tokens": settings.checkpoint_every_tokens,
                 "evaluate_every_tokens": settings.evaluate_every_tokens,
+                "micro_batch": settings.micro_batch,
+                "parallelism": settings.parallelism,
+                "compile": resources.compile,
             },
         },
         scaling_config=ScalingConfig(
