@@ -46,7 +46,8 @@ def chunked_cross_entropy(
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     rows = hidden.flatten(0, -2)
-    return cast(Tensor, _Chunked.apply(rows, weight, targets.flatten(), dtype, label_smoothing, z_loss))
+    loss = _Chunked.apply(rows, weight, targets.flatten(), dtype, label_smoothing, z_loss)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _Chunked(torch.autograd.Function):
@@ -72,7 +73,7 @@ class _Chunked(torch.autograd.Function):
         return total / len(hidden)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
         table = weight.to(ctx.dtype)

@@ -43,6 +43,7 @@ def recomputing(kind: Checkpointing, function: Callable[..., Tensor], *arguments
     """
     if kind == "none" or not torch.is_grad_enabled():
         return function(*arguments)
-    options = {"context_fn": _selective_contexts} if kind == "selective" else {}
-    result = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=is_random, **options)
-    return cast(Tensor, result)
+    arguments_of_torch: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
+    if kind == "selective":
+        arguments_of_torch["context_fn"] = _selective_contexts
+    return cast(Tensor, checkpoint(function, *arguments, **arguments_of_torch))

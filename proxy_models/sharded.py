@@ -6,7 +6,7 @@ Importing DTensor takes most of a second, so it is not imported here: where nobo
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def own(tensor: Tensor) -> Tensor:
     """What this device holds of it, with gradients: of a replicated one, and of one that is no DTensor, the whole."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or not is_sharded(tensor):
         return tensor
-    return cast(Tensor, tensor.to_local())  # type: ignore[no-untyped-call]
+    return tensor.to_local()
 
 
 @torch.no_grad()

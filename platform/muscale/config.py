@@ -110,8 +110,7 @@ class ResourceSettings(_Table):
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
     compile: Compile = (
-        False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it;
-        # of the full run, each block is compiled by itself
+        False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
     )
 
     @pydantic.model_validator(mode="after")

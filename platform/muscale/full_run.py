@@ -12,7 +12,8 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,13 @@ from muscale.environment import environment
 from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
 from muscale.parallelism import Parallelism
-from muscale.sharding import ShardedStrategy, between_parts, build_decoder, node_ranks, settle
+from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
 from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import send
-from proxy_models.memory import largest_micro_batch
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import make_optimizer
@@ -80,7 +80,7 @@ class FullRun:
     evaluate_every_tokens: int
     min_unit_params: int = MIN_UNIT_PARAMS
     micro_batch: int | None = None
-    parallelism: Parallelism = Parallelism()
+    parallelism: Parallelism = field(default_factory=Parallelism)
     compile: Compile = False
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
     @property
     def data_rank(self) -> int:
         """The number of this rank's share, which those that share its products have too."""
-        return self.global_rank // self.run.parallelism.tensor_parallel
+        return int(self.global_rank) // self.run.parallelism.tensor_parallel
 
     @property
     def decoder(self) -> Decoder:
@@ -182,12 +182,15 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         numerics, length = run.numerics, run.numerics.model.context_length
         self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
         self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
+        fitting = fitting_micro_batch(
+            run.numerics, run.segments[0].recipe, run.parallelism, world_size=self.trainer.world_size, device=self.device
+        )
         self._stepper = Stepper(
             self.decoder,
             self.optimizers(use_pl_optimizer=False),
             run.numerics,
             run.recipe_before(self.start),
-            micro_batch=run.micro_batch or self._fitting_micro_batch(),
+            micro_batch=run.micro_batch or fitting,
             rank=self.data_rank,
             mean=_mean,
             before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
@@ -195,24 +198,6 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if self.resume:
             self.checkpoints.load(self.resume, self._stepper)
         self._started = time.perf_counter() - self._spent
-
-    def _fitting_micro_batch(self) -> int | None:
-        """On a GPU, what fits by the estimate; else the whole share."""
-        if self.device.type != "cuda":
-            return None
-        run = self.run
-        recipe, layout = run.segments[0].recipe, run.parallelism
-        replicas = layout.grid(self.trainer.world_size, node_ranks=node_ranks())[0]
-        return largest_micro_batch(
-            run.numerics.model,
-            recipe.ramp.first_batch_tokens // run.numerics.model.context_length // self.data_ranks,
-            limit=int(_MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory),
-            precision=run.numerics.precision,
-            optimizer=recipe.optimizer,
-            sharding=layout.sharding,
-            world_size=self.data_ranks // (replicas if layout.sharding == "hybrid" else 1),
-            checkpointing=layout.checkpointing,
-        )
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
         """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
@@ -264,7 +249,6 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             self.checkpoints.save(self._stepper, tokens)
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")
     def evaluate(self) -> dict[str, Any]:
         """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32 and eager, without dropout.
 
@@ -278,7 +262,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * n_shares):
                 share = torch.tensor_split(batch, n_shares)[self.data_rank]
                 # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
-                loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
+                with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+                    loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
                 sums[source] += len(share) / len(held_out.sequences) * loss
         self.decoder.train()
         settle(self.decoder)

@@ -252,7 +252,8 @@ def _train_worker(config: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import get_device
 
-    from muscale.full_run import FullRun, ShardedStrategy, train
+    from muscale.full_run import FullRun, train
+    from muscale.sharding import ShardedStrategy
 
     torch.set_num_threads(config["threads"])
     run = FullRun(**config["run"])

@@ -8,6 +8,7 @@ Tried on gloo with up to four ranks. Unproven: several GPUs, several nodes, and 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any, cast
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from muscale.compat import import_lightning
 from muscale.parallelism import Parallelism
 from proxy_models.decoder import Block, Decoder
+from proxy_models.memory import largest_micro_batch
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize
 from proxy_models.recipe import Recipe
@@ -35,6 +37,10 @@ from proxy_models.recipe import Recipe
 import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
+# A norm over two mesh dimensions takes two reductions, which it warns of; gathered one dimension after another, ranks still agree.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+_MEMORY_SHARE = 0.85  # of a GPU, that an estimate may fill; the rest is for allocator and communication (assumed)
 _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
 
 
@@ -46,11 +52,11 @@ class ShardedStrategy(ModelParallelStrategy):
         *,
         world_size: int,
         root_device: torch.device | None = None,
-        parallelism: Parallelism = Parallelism(),
+        parallelism: Parallelism | None = None,
     ) -> None:
         super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=True)
         self._chosen_device = root_device
-        self.parallelism = parallelism
+        self.parallelism = parallelism or Parallelism()
 
     @property
     def root_device(self) -> torch.device:
@@ -133,6 +139,25 @@ def build_decoder(
     return model
 
 
+def fitting_micro_batch(
+    numerics: Numerics, recipe: Recipe, parallelism: Parallelism, *, world_size: int, device: torch.device
+) -> int | None:
+    """Sequences of a pass on a rank: on a GPU the largest whole part of its share that fits by the estimate; else None, its share."""
+    if device.type != "cuda":
+        return None
+    replicas, shards, _ = parallelism.grid(world_size, node_ranks=node_ranks())
+    return largest_micro_batch(
+        numerics.model,
+        recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards),
+        limit=int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
+        precision=numerics.precision,
+        optimizer=recipe.optimizer,
+        sharding=parallelism.sharding,
+        world_size=replicas if parallelism.sharding == "none" else shards,
+        checkpointing=parallelism.checkpointing,
+    )
+
+
 def between_parts(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
     """Before a part of a rank's batch: gradients go to the other replicas after the last part only, and weights stay till then."""
     if not isinstance(model, FSDPModule):
@@ -179,7 +204,7 @@ def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
                 for name in ("query_norm", "key_norm")
             }
         parallelize_module(block, mesh, plan)
-    rest: dict[str, ParallelStyle] = {"embedding": _Alike(), "final_norm": _Alike(), "readout": _Alike()}
+    rest: dict[str, ParallelStyle] = {"embedding": _Alike(), "final_norm": _Alike(), "readout": _Alike(copied=True)}
     if model.config.positions == "learned":
         rest["position"] = _Alike()
     parallelize_module(model, mesh, rest)
@@ -188,18 +213,26 @@ def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 class _Alike(ParallelStyle):
-    """A module that every rank of the tensor dimension computes alike, from the same input and replicated parameters."""
+    """A module that every rank of the tensor dimension computes alike, from the same input and replicated parameters.
+
+    `copied`: Its output is no view, as that of the whole model must not be under FSDP2.
+    """
+
+    def __init__(self, *, copied: bool = False) -> None:
+        super().__init__()
+        self._copied = copied
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, self._enter, self._leave)
+        leave: Any = self._leave  # torch's annotation leaves out what it returns
+        return distribute_module(module, device_mesh, None, self._enter, leave)
 
     @staticmethod
     def _enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
 
-    @staticmethod
-    def _leave(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
-        return cast(Tensor, output.to_local())
+    def _leave(self, _module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
+        local = cast(Tensor, output.to_local())
+        return local.clone() if self._copied else local
 
 
 def _blocks(model: Decoder) -> Iterator[Block]:
