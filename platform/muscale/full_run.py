@@ -183,7 +183,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
         self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
         fitting = fitting_micro_batch(
-            run.numerics, run.segments[0].recipe, run.parallelism, world_size=self.trainer.world_size, device=self.device
+            run.numerics,
+            run.segments[0].recipe,
+            run.parallelism,
+            world_size=self.trainer.world_size,
+            device=self.device,
         )
         self._stepper = Stepper(
             self.decoder,

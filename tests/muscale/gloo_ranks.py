@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from proxy_models.memory import CHUNK_ENTRIES
+
 if TYPE_CHECKING:
     from muscale.full_run import FullRun
 
@@ -16,12 +18,15 @@ _RANK = """
 import os, pickle, sys, traceback
 import torch.distributed as dist
 from muscale.full_run import ShardedStrategy, train  # makes lightning importable
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from proxy_models import memory
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 for line in sys.stdin:
-    run, variables = pickle.loads(bytes.fromhex(line))
+    run, variables, chunk_entries = pickle.loads(bytes.fromhex(line))
     os.environ.update(variables)
+    memory.CHUNK_ENTRIES = chunk_entries
     told = ""
     try:
         train(run, strategy=ShardedStrategy(world_size=int(variables["WORLD_SIZE"])), plugins=[TorchElasticEnvironment()])
@@ -29,6 +34,7 @@ for line in sys.stdin:
         told = traceback.format_exc()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # which remembers meshes
     print(told.encode().hex(), file=answers, flush=True)
 """
 
@@ -39,7 +45,7 @@ class GlooRanks:
     def __init__(self) -> None:
         self._ranks: list[subprocess.Popen[str]] = []
 
-    def train(self, run: FullRun, world_size: int) -> None:
+    def train(self, run: FullRun, world_size: int, *, chunk_entries: int = CHUNK_ENTRIES) -> None:
         """Train on the first `world_size` of them; an error of any is this one's."""
         while len(self._ranks) < world_size:
             program = [sys.executable, "-c", _RANK]
@@ -57,7 +63,7 @@ class GlooRanks:
         for number, rank in enumerate(self._ranks[:world_size]):
             variables = shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
             assert rank.stdin is not None
-            rank.stdin.write(pickle.dumps((run, variables)).hex() + "\n")
+            rank.stdin.write(pickle.dumps((run, variables, chunk_entries)).hex() + "\n")
         for rank in self._ranks[:world_size]:
             assert rank.stdout is not None
             answer = rank.stdout.readline()
@@ -72,5 +78,5 @@ class GlooRanks:
         """End them all."""
         for rank in self._ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()
         self._ranks.clear()

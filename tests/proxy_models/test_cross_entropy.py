@@ -28,7 +28,9 @@ def test_loss_and_gradients_are_the_plain_ones(
     chunked = chunked_cross_entropy(hidden, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
     torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=1e-6)
     for here, there in zip(
-        torch.autograd.grad(3 * chunked, (hidden, weight)), torch.autograd.grad(3 * plain, (hidden, weight)), strict=True
+        torch.autograd.grad(3 * chunked, (hidden, weight)),
+        torch.autograd.grad(3 * plain, (hidden, weight)),
+        strict=True,
     ):
         assert here.dtype == dtype
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)

@@ -105,7 +105,11 @@ def test_checkpointing_and_low_precision_keep_less() -> None:
     plain = activation_bytes(config, 2)
     assert activation_bytes(config, 2, "bf16") < plain
     assert activation_bytes(config, 2, checkpointing="full") < plain / 3
-    assert activation_bytes(config, 2, checkpointing="full") < activation_bytes(config, 2, checkpointing="selective") < plain
+    assert (
+        activation_bytes(config, 2, checkpointing="full")
+        < activation_bytes(config, 2, checkpointing="selective")
+        < plain
+    )
     assert activation_bytes(config, 4) == 2 * plain
 
 

@@ -14,7 +14,9 @@ from proxy_models.decoder import Block, Decoder, training_loss
 from proxy_models.memory import Checkpointing
 from proxy_models.precision import autocast
 
-MODEL = ModelConfig(d_model=64, n_layers=3, context_length=64, mlp_dropout=0.2, attention_dropout=0.1, stochastic_depth=0.3)
+MODEL = ModelConfig(
+    d_model=64, n_layers=3, context_length=64, mlp_dropout=0.2, attention_dropout=0.1, stochastic_depth=0.3
+)
 
 
 class Products(TorchDispatchMode):
