@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -153,6 +155,23 @@ def test_logits_in_chunks_are_those_of_one_process_with_a_tied_table(
     run = replace(whole, directory=whole.directory.with_name("sharded"), parallelism=parallelism)
     gloo_ranks.train(run, 2, chunk_entries=50 * 256)
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+
+
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
+def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))  # put back at the end
+    eager = make_run()
+    train(eager)
+    run = replace(eager, directory=eager.directory.with_name("compiled"), compile=True)
+    torch._dynamo.reset()
+    counters.clear()
+    assert train(run)["environment"]["compiled"]
+    assert counters["stats"]["unique_graphs"] == 1  # blocks of one shape share it
+    np.testing.assert_allclose(losses(run), losses(eager), rtol=1e-5)
 
 
 @contextmanager
