@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
+from muscale.metrics_file import drop_after, last_row
 from muscale.parallelism import Parallelism
 from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
@@ -306,9 +306,10 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     run.directory.mkdir(parents=True, exist_ok=True)
     start, resume = Checkpoints(run.directory / CHECKPOINTS).latest() or (0, None)
     metrics = run.directory / METRICS
-    _drop_metrics_after(metrics, start)
+    if _launched_rank() == 0:
+        drop_after(metrics, start)
     module = FullRunModule(
-        run, start, resume, spent=_last_row(metrics)["seconds"] if start and _launched_rank() == 0 else 0.0
+        run, start, resume, spent=last_row(metrics)["seconds"] if start and _launched_rank() == 0 else 0.0
     )
     if isinstance(strategy, ShardedStrategy):
         strategy.parallelism = run.parallelism
@@ -329,7 +330,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     )
     if start < run.n_tokens:
         trainer.fit(module)
-    last = _last_row(metrics)  # written before the barrier that ended the last checkpoint
+    last = last_row(metrics)  # written before the barrier that ended the last checkpoint
     result = {
         "loss": last["val_loss"],
         "source_losses": last["source_losses"],
@@ -346,28 +347,6 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         unfinished.write_text(json.dumps(result))
         unfinished.replace(finished)
     return result
-
-
-def _last_row(metrics: Path) -> dict[str, Any]:
-    return dict(json.loads(metrics.read_text().splitlines()[-1]))
-
-
-def _drop_metrics_after(metrics: Path, tokens: int) -> None:
-    """Forget the steps that will be trained again; a torn last line goes with them."""
-    if _launched_rank() != 0 or not metrics.exists():
-        return
-    kept = [json.dumps(row) + "\n" for row in _whole_rows(metrics) if row["tokens"] <= tokens]
-    unfinished = metrics.with_suffix(".unfinished")
-    unfinished.write_text("".join(kept))
-    unfinished.replace(metrics)
-
-
-def _whole_rows(metrics: Path) -> Iterator[dict[str, Any]]:
-    for line in metrics.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
 
 
 def _launched_rank() -> int:

@@ -3,7 +3,7 @@
 Data parallelism of every kind is FSDP2's, over one mesh dimension or two; tensor parallelism is DTensor's, under it. On a mesh all
 parameters are DTensors with their own names, which optimizer groups, clipping and checkpoints go by.
 
-Tried on gloo with up to four ranks. Unproven: several GPUs, several nodes, and torch.compile together with tensor parallelism.
+Tried on gloo with up to four ranks, compiled with up to two. Unproven: several GPUs, and several nodes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from muscale.compat import import_lightning
+from muscale.errors import StageError
 from muscale.parallelism import Parallelism
 from proxy_models.decoder import Block, Decoder
 from proxy_models.memory import largest_micro_batch
@@ -70,9 +71,16 @@ class ShardedStrategy(ModelParallelStrategy):
         self._chosen_device = device
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and lay the mesh over them, which Lightning would have of two dimensions only."""
+        """Join the other ranks, and lay the mesh over them, which Lightning would have of two dimensions only.
+
+        Raises:
+            StageError: If they are no grid of that layout.
+        """
         self._setup_distributed()
-        grid = self.parallelism.grid(self.world_size, node_ranks=node_ranks())
+        try:
+            grid = self.parallelism.grid(self.world_size, node_ranks=node_ranks())
+        except ValueError as error:
+            raise StageError(f"promote: {error}") from error
         self._device_mesh = mesh_of(grid, self.root_device.type)
         module: Any = self.lightning_module
         module._device_mesh = self._device_mesh

@@ -180,7 +180,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # torch puts the rank before every line that one prints
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
