@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scaling.checks import positive
 from scaling.forms.form import Array
 from scaling.law import compute_flops
 from scaling.presentation import Result, lines
@@ -98,15 +99,13 @@ class Forecast(Result):
 
 def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) -> Forecast:
     """See `ScalingFit.forecast`."""
-    for name, value in (("n_params", n_params), ("n_tokens", n_tokens)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be finite and above 0, got {value!r}")
+    n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
     loss = math.exp(fit.ensemble.log_loss(n_params, n_tokens))
     scale = float(log_scale(fit.ensemble, n_params, n_tokens))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
-        n_params=float(n_params),
-        n_tokens=float(n_tokens),
+        n_params=n_params,
+        n_tokens=n_tokens,
         loss=loss,
         low=loss / reach,
         high=loss * reach,
