@@ -8,6 +8,7 @@ minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where 
 """
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.bootstrap import refit, stem_weights, widening
-from scaling.forms import Chinchilla
+from scaling.errors import ScalingError, TooFewRunsError
+from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.form import Array, Form, Problem
 from scaling.multistart import N_STARTS as N_MULTISTARTS
 from scaling.multistart import descend
@@ -68,19 +70,24 @@ def fit(
             are.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or too few distinct points remain.
+        ValueError: a column or an argument is missing or breaks its rule, or too few distinct points remain (`TooFewRunsError`).
+        TypeError: the form is none.
+        ScalingError: the form's loss is nowhere above 0.
     """
-    if not n_params_convention.strip():
-        raise ValueError("n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings'")
+    if not (isinstance(n_params_convention, str) and n_params_convention.strip()):
+        raise ValueError(
+            "n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings', "
+            f"got {n_params_convention!r}"
+        )
     for name, value in (("delta", delta), ("max_regret", max_regret)):
-        if not value > 0:
+        if not (isinstance(value, Real) and value > 0):
             raise ValueError(f"{name} must be above 0, got {value!r}")
     if method not in ("newton", "multistart"):
         raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
-    if n_bootstrap < 2:
-        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
+    if not (isinstance(n_bootstrap, Integral) and n_bootstrap >= 2):
+        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
-    form = form or Chinchilla()
+    form = require_form(Chinchilla() if form is None else form)
     rows, left_out = select(runs, form, max_regret)
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
@@ -93,6 +100,7 @@ def fit(
     else:
         thetas, values, converged = minima(problem, log_loss, weights, deltas)
     best = int(np.argmin(values))
+    _require_loss(values)
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
@@ -112,6 +120,25 @@ def fit(
             *_doubts_about_fit(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
     )
+
+
+def require_form(form: object) -> Form:
+    """The form, if it is one.
+
+    Raises:
+        TypeError: it is none; the message says what was meant by a class or a name.
+    """
+    if isinstance(form, Form):
+        return form
+    name = form if isinstance(form, str) else getattr(form, "name", None)
+    meant = f": {ALL_FORMS[name].__name__}() is meant" if name in ALL_FORMS else ""
+    raise TypeError(f"form must be a form with its parentheses, such as Joint(), got {form!r}{meant}")
+
+
+def _require_loss(objectives: Array) -> None:
+    """Raise ScalingError if the form's loss is above 0 for every run nowhere that was tried."""
+    if not np.isfinite(objectives).any():
+        raise ScalingError("the form gives no loss above 0 for every run, wherever between its bounds it was tried")
 
 
 def _named(form: Form, values: Array) -> Mapping[str, float]:
@@ -156,12 +183,12 @@ def _require_points(rows: pd.DataFrame, form: Form, left_out: pd.DataFrame) -> N
     columns = [rows[name].to_numpy() for name in form.columns]
     points, wanted = len(np.unique(np.stack(columns), axis=1).T), len(form.parameters) + 1
     if points < wanted:  # as many as there are parameters are met exactly, and leave no residual
-        raise ValueError(
+        raise TooFewRunsError(
             f"need at least {wanted} distinct ({', '.join(form.columns)}) for {wanted - 1} parameters, got {points}{also}"
         )
     for column in ("n_params", "n_tokens"):
         if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
-            raise ValueError(
+            raise TooFewRunsError(
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
                 f"got {levels}{also}"
             )
@@ -193,12 +220,14 @@ def minima(
 
 
 def _screen(problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int) -> Array:
-    """The most promising starts, [n_starts, P]."""
+    """The most promising starts, [n_starts, P], fewer where the form's loss is above 0 at fewer."""
     some = _some(len(log_loss), MANY_ROWS)
     starts = problem.part(some).starts(log_loss[some])
     few = _some(len(log_loss), SCREENED_ROWS)
     values = objective(problem.part(few), log_loss[few], weights[few], starts, delta)
-    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
+    _require_loss(values)
+    values = np.where(np.isfinite(values), values, np.inf)
+    return np.asarray(starts[np.argsort(values)[: min(n_starts, int(np.isfinite(values).sum()))]])
 
 
 def _some(n_rows: int, wanted: int) -> NDArray[np.int64]:
@@ -245,7 +274,8 @@ def _doubts_about_fit(
     if (least := float(np.exp(log_loss.min()))) <= E:
         doubts.append(f"E = {E:.4g} is not below the least loss, {least:.4g}: larger runs can't be forecast from it")
     jacobian = problem.linearise(theta[None])[1][0]
-    condition = float(np.linalg.cond(jacobian / np.linalg.norm(jacobian, axis=0)))
+    lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 of what has no effect
+    condition = float(np.linalg.cond(jacobian / lengths))
     if condition > MAX_CONDITION:
         doubts.append(
             f"ill-conditioned (condition number {condition:.1e}): N and D vary too much together "
