@@ -108,7 +108,7 @@ def test_a_schedule_far_from_the_fitted_ones_is_told_of() -> None:
     deep["lr"] = np.linspace(PEAK, PEAK / 100, len(deep))
     for rows, reason in (
         (hot.assign(lr=100 * hot["lr"]), "peak rate 0.03: tested within 1.5× of the fitted 0.0003 to 0.0003"),
-        (long, "48000 steps: tested to 3× the fitted 12000"),
+        (long, "48000 steps: tested to 3.1× the fitted 12000"),
         (deep, "the rate falls to 0.01 of its peak, in the fitted curves to 0.1 at least"),
     ):
         assert law.reasons_against(rows) == (reason,)
