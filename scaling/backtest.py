@@ -19,8 +19,9 @@ from scaling.forecast import interval_factor, log_scale, reasons_against
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.form import Array
 from scaling.law import compute_flops
-from scaling.presentation import Result
+from scaling.presentation import Result, counted
 from scaling.result import ScalingFit
+from scaling.runs import Table, naming, read_table
 from scaling.table import numbers, require_columns
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ class Backtest(Result):
         predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
             predicted, log_error (of the prediction), and for each level low_… and high_…; supported (of `forecast` only).
         too_few: cuts below which too few runs lie to fit anything, and why.
+        n_params_convention: what N counts.
+        loss_unit: of the losses.
     """
 
     predictions: pd.DataFrame = field(repr=False)
     too_few: dict[float, str]
+    n_params_convention: str
+    loss_unit: str
 
     def table(self) -> pd.DataFrame:
         """A row for each cut and method.
@@ -88,14 +93,29 @@ class Backtest(Result):
 
         return draw_backtest(backtest_data(self))
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        return {
+            "predictions": self.predictions.to_dict("list"),
+            "too_few": [*self.too_few.items()],
+            "n_params_convention": self.n_params_convention,
+            "loss_unit": self.loss_unit,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Backtest:
+        """The inverse of `to_dict`."""
+        return cls(**(data | {"predictions": pd.DataFrame(data["predictions"]), "too_few": dict(data["too_few"])}))
+
     def __str__(self) -> str:
-        """The table, and what could not be cut."""
+        """The table, what could not be cut, and the units."""
         told = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
-        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items())])
+        units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
+        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
 
 
 def backtest(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
     cuts: Sequence[float] = (10, 30),
@@ -113,23 +133,25 @@ def backtest(
         cuts: Cmax over the compute below which runs are fitted.
         forms: compared beside the default, one or several; what they depend on beside N and D must be in the runs.
         seed: of the resampling.
-        options: further ones of `fit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
+        options: further ones of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
     Raises:
         ValueError: the runs can't be fitted at all, a column is missing, or a cut is not above 1.
         TypeError: an option is none, or a form is none.
     """
-    if own := {"form", "n_bootstrap"} & set(options):
-        raise TypeError(f"backtest has no option {', '.join(sorted(own))}: forms are given as forms=[…]")
+    if fixed := {"form", "n_bootstrap"} & set(options):
+        raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
     forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
-    further = [name for form in forms for name in form.columns if name not in ("n_params", "n_tokens")]
-    require_columns(runs, ("n_params", "n_tokens", "loss", *further))
+    table = read_table(runs).reset_index(drop=True)
+    names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts):
         raise ValueError(f"cuts must be above 1, got {list(cuts)}")
     options = {"n_params_convention": n_params_convention, **options}
-    runs = runs.reset_index(drop=True)
-    whole = fit(runs, n_bootstrap=2, **options).rows
-    whole = whole.assign(**{name: numbers(runs, name)[whole.index] for name in further})
+    with naming(runs):
+        require_columns(table, ("n_params", "n_tokens", "loss", *names))
+        checked = fit(table, n_bootstrap=2, **options)
+        whole = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
+    options["loss_unit"] = checked.loss_unit  # what was in bits is in nats by now
     flops = compute_flops(whole["n_params"], whole["n_tokens"])
     tables, too_few = [], {}
     for cut in cuts:
@@ -142,7 +164,12 @@ def backtest(
             too_few[cut] = str(error)
     columns = ["cut", "method"]
     found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
-    return Backtest(predictions=found[[*columns, *found.columns.difference(columns, sort=False)]], too_few=too_few)
+    return Backtest(
+        predictions=found[[*columns, *found.columns.difference(columns, sort=False)]],
+        too_few=too_few,
+        n_params_convention=n_params_convention,
+        loss_unit=checked.loss_unit,
+    )
 
 
 def _predictions(

@@ -56,7 +56,8 @@ MIN_DROP = 0.1
 """Part of the highest rate by which some curve's must fall for the second term to be seen."""
 MAX_PEAK_RATIO, MAX_STEPS_RATIO, MAX_DEPTH_RATIO = 1.5, 3.1, 2.0
 """Declared support: a peak rate within this factor of the fitted ones (assumed), at most so many times their steps (measured to
-three, above; the last loss may lie before the end), and a least rate, as a part of the peak, at most this factor below theirs (assumed)."""
+three, above; the last loss may lie before the end), and a least rate, as a part of the peak, at most this factor below theirs
+(assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@
 resampled runs, with the residuals' scatter. `scaling.two_step` goes from (N, D) to the metric by way of the task's loss.
 
 A metric that is positive and falls to a floor as a loss does (bits per byte, perplexity's logarithm, the share answered wrongly) is
-fitted by `fit` itself: give it as `loss`, and read "nats per token" as its own unit.
+fitted by `fit` itself: give it as `loss`, and its unit as `loss_unit`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from scaling.bootstrap import stem_weights
 from scaling.checks import names
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines, span
 from scaling.table import numbers, require_columns
+from scaling.weights import stem_weights
 
 PARAMETERS = ("floor", "ceiling", "midpoint", "width")
 MIN_ROWS = 6

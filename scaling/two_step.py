@@ -18,8 +18,10 @@ from scaling.downstream import DownstreamLaw, fit_downstream
 from scaling.fitting import fit
 from scaling.forecast import Forecast, interval_factor
 from scaling.forms.form import Array, Form
-from scaling.presentation import Result, lines
+from scaling.law import NATS
+from scaling.presentation import Result, counted, lines
 from scaling.result import ScalingFit
+from scaling.runs import Table, naming, read_table, to_nats
 from scaling.table import numbers, require_columns
 
 _PER_DRAW = 20  # errors of the loss's forecast that each refit of the sigmoid is met with
@@ -60,7 +62,9 @@ class TaskForecast(Result):
         return lines(
             {
                 self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
-                "task loss": f"{self.loss.loss:.4g} ({self.loss.low:.4g} to {self.loss.high:.4g})",
+                "task loss": f"{self.loss.loss:.4g} ({self.loss.low:.4g} to {self.loss.high:.4g}) {self.loss.loss_unit}",
+                "at": f"{self.loss.n_params:.4g} parameters ({counted(self.loss.n_params_convention)}), "
+                f"{self.loss.n_tokens:.4g} tokens",
                 "status": "doubtful: " + "; ".join(self.reasons) if self.reasons else "ok",
             }
         )
@@ -121,9 +125,10 @@ class TwoStep(Result):
 
 
 def fit_two_step(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
+    loss_unit: str = NATS,
     metric: str = "accuracy",
     checkpoints: pd.DataFrame | None = None,
     chance: float | None = None,
@@ -139,8 +144,10 @@ def fit_two_step(
     lie on another surface of the loss (not annealed, or badly tuned).
 
     Args:
-        runs: one row per finished run, as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's column.
+        runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
+            column.
         n_params_convention: what N counts.
+        loss_unit: of the task's loss, as for `fit`.
         metric: the column.
         checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
             they belong to one run.
@@ -152,13 +159,23 @@ def fit_two_step(
     Raises:
         ValueError, ScalingError: as `fit` and `fit_downstream`.
     """
-    require_columns(runs, ("n_params", "n_tokens", "task_loss", metric))
-    table = _with_loss(runs)
-    law = fit(table, n_params_convention=n_params_convention, form=form, n_bootstrap=n_bootstrap, seed=seed)
+    given = read_table(runs)
+    with naming(runs):
+        require_columns(given, ("n_params", "n_tokens", "task_loss", metric))
+        factor, unit = to_nats(loss_unit)
+        table = _with_loss(given, factor)
+        law = fit(
+            table,
+            n_params_convention=n_params_convention,
+            loss_unit=unit,
+            form=form,
+            n_bootstrap=n_bootstrap,
+            seed=seed,
+        )
     pairs = table[["loss", metric]].assign(stem=_stems(table, "run"))
     if checkpoints is not None:
         require_columns(checkpoints, ("task_loss", metric))
-        further = _with_loss(checkpoints)
+        further = _with_loss(checkpoints, factor)
         own = _stems(further, "run" if "stem" in further else "checkpoint")
         pairs = pd.concat([pairs, further[["loss", metric]].assign(stem=own)], ignore_index=True)
     task = fit_downstream(
@@ -167,9 +184,9 @@ def fit_two_step(
     return TwoStep(loss=law, task=task)
 
 
-def _with_loss(table: pd.DataFrame) -> pd.DataFrame:
-    """The task's loss as the loss."""
-    return table.drop(columns="task_loss").assign(loss=numbers(table, "task_loss"))
+def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
+    """The task's loss, times the factor, as the loss."""
+    return table.drop(columns="task_loss").assign(loss=factor * numbers(table, "task_loss"))
 
 
 def _stems(table: pd.DataFrame, kind: str) -> NDArray[Any]:

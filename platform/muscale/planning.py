@@ -87,7 +87,8 @@ class Plan:
     def __str__(self) -> str:
         forecast, model = self.forecast, self.model
         lines = [
-            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} (compute-optimal "
+            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} "
+            f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",

@@ -28,7 +28,7 @@ _LAYOUT = {
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#808488", "family": "system-ui, sans-serif"},
-    "legend": {"orientation": "h", "y": -0.25},
+    "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
     "margin": {"l": 60, "r": 16, "t": 32, "b": 56},
     "autosize": True,
 }

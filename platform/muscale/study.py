@@ -248,10 +248,11 @@ class Study:
 
     @cached_property
     def _fit(self) -> ScalingFit:
-        settings, rows = self.config.fit, self.ladder()
+        settings = self.config.fit
+        rows = self.ladder()
         try:
             return fit(
-                rows[rows["left_out"] == ""].drop(columns="left_out"),
+                rows,
                 n_params_convention=N_PARAMS_CONVENTION,
                 n_bootstrap=settings.n_bootstrap,
                 seed=settings.seed,

@@ -72,7 +72,7 @@ class Form(ABC):
 
     @abstractmethod
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token, of the broadcast shape of the values and the columns."""
+        """Expected loss, of the broadcast shape of the values and the columns."""
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
         """The form bound to K runs, as it is fitted.
@@ -86,6 +86,10 @@ class Form(ABC):
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
         """(a, p, b, q) if the loss grows with a·N^−p + b·D^−q and depends on nothing else: it is least where that is."""
         return None
+
+    def stacked(self, parameters: Array) -> dict[str, Array]:
+        """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
+        return dict(zip(self.parameters, parameters.T[:, :, None], strict=True))
 
     def law(self, **values: float) -> Law:
         """The form with numbers.

@@ -9,6 +9,7 @@ import pytest
 
 from scaling import Chinchilla, Joint, Kaplan, Law, RepeatedData, ScalingError, backtest, fit
 from scaling.backtest import DEFAULT
+from scaling.law_figures import backtest_data
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -125,5 +126,18 @@ def test_without_a_cut_there_is_no_figure(runs: pd.DataFrame) -> None:
 
 def test_figure(runs: pd.DataFrame) -> None:
     figure = backtest(runs, n_params_convention="total", cuts=[5, 10], forms=[]).plot()
-    assert len(figure.data) == 2
-    assert figure.layout.yaxis.title.text == "measured loss above its forecast (%)"
+    shown = {(trace.name, trace.yaxis) for trace in figure.data}
+    assert {("90 % interval", "y"), ("90 % interval", "y2")} <= shown
+    assert figure.layout.yaxis.title.text == "measured above<br>forecast (%)"
+
+
+def test_figure_s_runs_are_within_where_they_lie_between_the_ends(runs: pd.DataFrame) -> None:
+    runs = runs.copy()
+    runs.loc[runs.index[-1], "loss"] *= 1.2
+    found = backtest(runs, n_params_convention="total", cuts=[5], forms=[])
+    data = backtest_data(found)
+    assert (data["within"] == data["error"].between(data["error_low"], data["error_high"])).all()
+    np.testing.assert_allclose(data["predicted"] * (1 + data["error"] / 100), data["loss"])
+    (outside,) = (trace for trace in found.plot().data if trace.name == "outside")
+    assert outside.y.max() == pytest.approx(data["error"].max())
+    assert data["error"].max() > 10, "the run that was made a fifth worse"

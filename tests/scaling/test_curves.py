@@ -166,5 +166,6 @@ def test_public_curves_of_other_schedules(
     law = fit_schedule_law(table[trained], warmup_steps=2160)
     held_out = law.score(table[~trained])
     assert len(held_out) == 6
+    assert all(law.reasons_against(curve) == law.warnings for _, curve in table.groupby("run"))
     assert held_out["mean_relative_error"].mean() < error
     assert held_out["r_squared"].mean() > r_squared

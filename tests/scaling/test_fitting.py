@@ -194,4 +194,11 @@ def test_an_irreducible_loss_above_a_run_is_doubted(ladder: Ladder) -> None:
     runs["loss"] *= floor.loss(runs["n_params"], runs["n_tokens"]) / PLANTED.loss(runs["n_params"], runs["n_tokens"])
     result = fitted(runs)
     assert result.law["E"] > runs["loss"].min()
-    assert "is not below the least loss" in "; ".join(result.warnings)
+    assert "of the least loss: larger runs can't be forecast" in "; ".join(result.warnings)
+
+
+def test_a_floor_far_below_every_run_is_doubted(ladder: Ladder) -> None:
+    low = Chinchilla().law(E=0.3, A=30.0, B=50.0, alpha=0.15, beta=0.15)
+    runs = ladder(noise=0.001)
+    runs["loss"] *= low.loss(runs["n_params"], runs["n_tokens"]) / PLANTED.loss(runs["n_params"], runs["n_tokens"])
+    assert "of the least loss: forecasts were tested where" in "; ".join(fitted(runs).warnings)
