@@ -65,7 +65,8 @@ class Form(ABC):
         super().__init_subclass__(**options)
         if missing := [name for name in ("name", "formula", "parameters") if not hasattr(cls, name)]:
             raise TypeError(f"form {cls.__name__} must have name, formula and parameters: {', '.join(missing)} missing")
-        for name, (low, high) in cls.parameters.items():
+        # A form with fields may have them tell its parameters.
+        for name, (low, high) in cls.parameters.items() if isinstance(cls.parameters, Mapping) else ():
             positive(f"bounds of {name} in form {cls.__name__}", [low, high])
             if not low < high:
                 raise ValueError(f"bounds of {name} in form {cls.__name__} must rise, got ({low!r}, {high!r})")
