@@ -21,7 +21,7 @@ from scaling.forms.form import Array
 from scaling.law import compute_flops
 from scaling.presentation import Result, counted
 from scaling.result import ScalingFit
-from scaling.runs import Table, naming, read_table
+from scaling.runs import Table, naming, read_table, require_convention
 from scaling.table import numbers, require_columns
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def backtest(
     if fixed := {"form", "n_bootstrap"} & set(options):
         raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
     forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
+    require_convention(n_params_convention)
     table = read_table(runs).reset_index(drop=True)
     names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts):
