@@ -21,7 +21,7 @@ from scaling.errors import ScalingError
 from scaling.forms.form import Array, Problem, Values, columns_of
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
-from scaling.law import Law, compute_flops
+from scaling.law import NATS, Law, compute_flops
 from scaling.newton import Prior, minimize
 from scaling.screening import screened
 from scaling.weights import noise_weights, stem_weights
@@ -100,12 +100,15 @@ class Ensemble:
         return np.asarray(np.log(Joint().loss(values, rows)).std(axis=0))
 
 
-def fit_ensemble(rows: pd.DataFrame, *, seed: int = 0) -> Ensemble:
+def fit_ensemble(
+    rows: pd.DataFrame, *, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
+) -> Ensemble:
     """Fit every variant.
 
     Args:
         rows: n_params, n_tokens, loss, stem; with `noise` they are weighted by 1/noise².
         seed: of the resampling.
+        n_params_convention, loss_unit: of the laws.
 
     Raises:
         ScalingError: there are too few distinct (N, D) for the joint form.
@@ -119,7 +122,13 @@ def fit_ensemble(rows: pd.DataFrame, *, seed: int = 0) -> Ensemble:
     n_params, n_tokens = rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy()
     log_compute, ratio = np.log10(compute_flops(n_params, n_tokens)), n_tokens / n_params
     weights = noise_weights(rows)
-    fits = _Fits(Joint().problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss), log_loss, weights)
+    fits = _Fits(
+        Joint().problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss),
+        log_loss,
+        weights,
+        n_params_convention,
+        loss_unit,
+    )
     usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
     base, sigma = fits.adaptive()
     residual = fits.residual(base)
@@ -165,6 +174,8 @@ class _Fits:
     problem: Problem
     log_loss: Array
     weights: Array
+    n_params_convention: str
+    loss_unit: str
 
     def prior(self, variance: float) -> Prior:
         """In the units of an objective whose residuals have a variance."""
@@ -201,4 +212,10 @@ class _Fits:
 
     def law(self, theta: Array) -> Law:
         """The law of one theta."""
-        return Joint().law(**dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True)))
+        numbers = dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
+        return Law(
+            form=Joint(),
+            parameters=numbers,
+            n_params_convention=self.n_params_convention,
+            loss_unit=self.loss_unit,
+        )

@@ -1,7 +1,7 @@
 """The fitted law."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -120,13 +120,9 @@ class ScalingFit(Result):
                 f"forecasts are tested for laws of n_params and n_tokens, {self.law.form.name} depends on "
                 f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
             )
-        found = fit_ensemble(self.rows, seed=self.seed)
-
-        def told(law: Law) -> Law:
-            return replace(law, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit)
-
-        variants = {name: told(law) for name, law in found.variants.items()}
-        return replace(found, variants=variants, squares=told(found.squares))
+        return fit_ensemble(
+            self.rows, seed=self.seed, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
+        )
 
     @property
     def best_law(self) -> Law:

@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 
 from muscale.sections import Section, as_table, drawn
 from scaling import Forecast, ScalingFit
-from scaling.size_figures import draw_sizes, sizes_data
 
 if TYPE_CHECKING:
     from muscale.next_stems import NextStems
@@ -45,13 +44,12 @@ def law_sections(
         ),
         (
             "Loss over size and tokens",
-            "Lines of equal loss and of equal compute by the one form fitted; its frontier passes where they touch. A plan is "
-            "decided by the mean of the forecast's fits, so its target may lie off that line.",
+            "Lines of equal loss and of equal compute by the mean of the forecast's fits; its frontier passes where they touch.",
             fit.plot_contours(target),
         ),
         (
             "Best size and tokens against compute",
-            "N, D and D/N on the frontier; the bands are refits to the runs drawn again, which take the form for right.",
+            "N, D and D/N on the frontier; the bands tell how they move with the choice of fit and with the runs drawn again.",
             fit.plot_allocation(),
         ),
         (
@@ -85,7 +83,7 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
         command="plan",
         about="The forecast over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
         drawings=drawn(
-            draw_sizes(sizes_data(fit.ensemble.law, [flops], within)),
+            fit.plot_sizes([flops], within),
             "loss against size at the plan's compute, with its flat part",
         ),
         table=as_table(pd.DataFrame(decision["near"]) if decision.get("near") else None),
