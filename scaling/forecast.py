@@ -157,8 +157,8 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
     flops = float(compute_flops(n_params, n_tokens))
     if (beyond := math.log10(flops / high)) > MAX_DECADES_BEYOND:
         reasons.append(
-            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}, so from a run of "
-            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs on"
+            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}; a run of "
+            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs would bring it inside"
         )
     if flops < low:
         reasons.append(f"{flops:.3g} FLOPs lie below the smallest run's {low:.3g}: tested upwards only")
@@ -166,7 +166,7 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
     ratio = n_tokens / n_params
     if not low / RATIO_MARGIN <= ratio <= high * RATIO_MARGIN:
         reasons.append(
-            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}, so with "
-            f"runs {'from' if ratio < low else 'up to'} {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g}"
+            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}; runs "
+            f"at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
     return tuple(reasons)
