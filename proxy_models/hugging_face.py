@@ -32,6 +32,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) 
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
     }
+    before = content["pre_tokenizer"] or {}
+    if "add_prefix_space" in before:  # transformers 4 overrules the file's by a default of its own
+        settings["add_prefix_space"] = before["add_prefix_space"]
     paths = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
     for path, values in zip(paths, (content, settings), strict=True):
         path.write_text(json.dumps(values, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
