@@ -148,7 +148,12 @@ def llama_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_llama(
-    decoder: Decoder, folder: Path, tokenizer: Tokenizer | None, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    decoder: Decoder,
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    card: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write what `AutoModelForCausalLM` and `AutoTokenizer` load from a folder.
 
@@ -156,6 +161,7 @@ def write_llama(
         decoder: With its weights and multipliers.
         folder: Written whole or not at all; there must be nothing yet, or an empty folder.
         tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
+        card: The text of a README.md beside them.
         max_shard_bytes: Weights of more are split over several files, listed in an index.
 
     Raises:
@@ -171,6 +177,8 @@ def write_llama(
         _write_json(unfinished / "generation_config.json", generation)
         if tokenizer is not None:
             write_tokenizer(tokenizer, unfinished, context_length=decoder.config.context_length)
+        if card is not None:
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_weights(decoder: Decoder, folder: Path, max_shard_bytes: int) -> None:

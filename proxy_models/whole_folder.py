@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +25,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        readable = stat.S_IMODE(unfinished.stat().st_mode) & 0o666
         for file in unfinished.rglob("*"):
+            if file.is_file():
+                file.chmod(readable)  # some libraries write files that only their owner may read
             _to_disk(file)
         _to_disk(unfinished)
         require_free(path)

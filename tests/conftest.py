@@ -5,6 +5,7 @@ import os
 # Before NumPy is imported: on a busy machine two threads take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -26,7 +27,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def transformers() -> ModuleType:
     """The library that exports are held against; it is slow to import, and of the tests only."""
     mend_torchvision()
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
+    module = import_module("transformers")
+    module.utils.logging.disable_progress_bar()
+    return module

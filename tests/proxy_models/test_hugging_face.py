@@ -1,5 +1,6 @@
 """Exported tokenizers give the ids that the model was trained on, on any text."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,13 +34,13 @@ def bpe(tmp_path: Path) -> FileTokenizer:
 def with_template(tmp_path: Path) -> FileTokenizer:
     """One that puts tokens around a text, cuts and pads it; of which a corpus uses nothing."""
     loaded = Loaded(BPE())
-    loaded.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # type: ignore[assignment]
+    loaded.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     trainer = BpeTrainer(
         vocab_size=320, special_tokens=["[CLS]", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     loaded.train_from_iterator(TEXTS, trainer)
     loaded.add_special_tokens([AddedToken("[CLS]", special=True)])
-    loaded.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+    loaded.post_processor = processors.TemplateProcessing(
         single="[CLS] $A </s>", special_tokens=[("[CLS]", 0), ("</s>", 1)]
     )
     loaded.enable_truncation(8)
@@ -62,7 +63,12 @@ def in_transformers(transformers: ModuleType, tokenizer: Tokenizer, folder: Path
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "file"])
 def test_transformers_gives_the_ids_that_the_corpus_has(kind: str, transformers: ModuleType, tmp_path: Path) -> None:
-    ours = {"bytes": lambda _: BytesTokenizer(), "bpe": bpe, "file": with_template}[kind](tmp_path)
+    makers: dict[str, Callable[[Path], Tokenizer]] = {
+        "bytes": lambda _: BytesTokenizer(),
+        "bpe": bpe,
+        "file": with_template,
+    }
+    ours = makers[kind](tmp_path)
     theirs = in_transformers(transformers, ours, tmp_path / "llama")
     for text in TEXTS:
         (expected,) = ours.encode([text.encode()])

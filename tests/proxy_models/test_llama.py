@@ -19,7 +19,7 @@ from proxy_models.parametrization import Scheme, parametrize
 from proxy_models.tokenizer import BytesTokenizer
 
 BASE = ModelConfig(d_model=32, n_layers=2, context_length=48)
-MULTIPLIERS = {"embedding_multiplier": 1.7, "output_multiplier": 0.6, "attention_multiplier": 2.5}
+MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 1.7, "output_multiplier": 0.6, "attention_multiplier": 2.5}
 EXPORTED: dict[str, dict[str, Any]] = {
     "default": {},
     "grouped": {"queries_per_kv": 2},
@@ -97,7 +97,7 @@ def test_weights_of_more_than_a_shard_lie_in_several_files(transformers: ModuleT
     index = json.loads((tmp_path / "llama" / "model.safetensors.index.json").read_text())
     shards = sorted((tmp_path / "llama").glob("model-*.safetensors"))
     assert len(shards) > 2
-    found = {}
+    found: dict[str, str] = {}
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), shard.name)

@@ -22,6 +22,14 @@ def test_it_appears_at_the_end_only_also_over_an_empty_folder(tmp_path: Path) ->
         assert [entry.name for entry in path.parent.iterdir() if "unfinished" in entry.name] == []
 
 
+def test_its_files_may_be_read_by_whom_the_folder_may(tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "folder") as unfinished:
+        (unfinished / "file").write_text("text")
+        (unfinished / "file").chmod(0o600)
+    mode = (tmp_path / "folder").stat().st_mode
+    assert (tmp_path / "folder" / "file").stat().st_mode & 0o777 == mode & 0o666
+
+
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError), whole_folder(tmp_path / "folder") as unfinished:
         (unfinished / "file").write_text("text")
