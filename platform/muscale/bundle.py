@@ -6,7 +6,7 @@
     model.json               the run's numerics (shape, base, seed, precision …) and the forward multipliers
     parametrization.json     the table by parameter name
     schedule.json            the segments: recipe, phase, tokens from and to
-    config.json              the resolved study file
+    study.json               the resolved study file
     data.json                the corpus's manifest, and how often the run saw each source
     tokenizer/               where it is not bytes
     environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
@@ -49,7 +49,7 @@ OPTIMIZER = "optimizer.safetensors"
 MODEL = "model.json"
 PARAMETRIZATION = "parametrization.json"
 SCHEDULE = "schedule.json"
-CONFIG = "config.json"
+STUDY = "study.json"  # not config.json, for which transformers would take the folder for a model of its own
 DATA = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
 ENVIRONMENT = "environment.json"

@@ -85,27 +85,12 @@ def preserve(study: Study, *, average: int = 1) -> Bundle:
         StageError: If no run was promoted to its end, its last checkpoint is gone, or its weights do not give its loss.
         BundleError: If there is a bundle already, and it is damaged.
     """
-    run = finished_run(study)
-    name = run.plan.key if average == 1 else f"{run.plan.key}-average-{average}"
+    plan, promotion = _promoted(study)
+    name = plan.key if average == 1 else f"{plan.key}-average-{average}"
     path = study.directory / BUNDLES / name
-    return Bundle.open(path) if path.exists() else write_bundle(run, path, average=average)
-
-
-def finished_run(study: Study) -> FinishedRun:
-    """The run promoted last, with its lineage.
-
-    Raises:
-        StageError: If there is none.
-    """
-    found = study.ledger.latest_result("promotion")
-    if found is None:
-        raise StageError("bundle: no run was promoted to its end yet; run `muscale promote` first")
-    promotion = Promotion.from_dict(found["payload"])
-    forecast = study.ledger.forecast(promotion.plan)
-    if forecast is None:
-        raise StageError(f"bundle: the ledger has no plan {promotion.plan}, though its run was promoted")
-    plan = Plan.from_dict({**forecast["payload"], "registered_at": forecast["registered_at"]})
-    return FinishedRun(
+    if path.exists():
+        return Bundle.open(path)
+    run = FinishedRun(
         name=study.config.name,
         plan=plan,
         promotion=promotion,
@@ -116,6 +101,18 @@ def finished_run(study: Study) -> FinishedRun:
         lineage=_lineage(study, plan, promotion),
         runs=study.runs(),
     )
+    return write_bundle(run, path, average=average)
+
+
+def _promoted(study: Study) -> tuple[Plan, Promotion]:
+    found = study.ledger.latest_result("promotion")
+    if found is None:
+        raise StageError("bundle: no run was promoted to its end yet; run `muscale promote` first")
+    promotion = Promotion.from_dict(found["payload"])
+    forecast = study.ledger.forecast(promotion.plan)
+    if forecast is None:
+        raise StageError(f"bundle: the ledger has no plan {promotion.plan}, though its run was promoted")
+    return Plan.from_dict({**forecast["payload"], "registered_at": forecast["registered_at"]}), promotion
 
 
 def _chain_of(study: Study, plan: Plan) -> Chain:
@@ -247,7 +244,7 @@ def _write_facts(run: FinishedRun, stepper: Stepper, folder: Path) -> None:
     _write(folder / parts.MODEL, {"numerics": numerics.to_dict(), "multipliers": asdict(multipliers)})
     _write(folder / parts.PARAMETRIZATION, stepper.parametrization.to_dict())
     _write(folder / parts.SCHEDULE, [segment_to_dict(segment) for segment in segments])
-    _write(folder / parts.CONFIG, run.config)
+    _write(folder / parts.STUDY, run.config)
     _write(folder / parts.SEEDS, _seeds(run))
     _write(folder / parts.LINEAGE, run.lineage)
     reasons = list(run.plan.forecast.reasons)

@@ -36,13 +36,13 @@ from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.segments import chain
 from proxy_models.state import capture
-from proxy_models.tokenizer import BYTES, TokenizerSettings
+from proxy_models.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
 from scaling import Forecast
 
 BATCH, STEPS = 256, 24
 NUMBERS = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
 WRITTEN = {
-    *(parts.CARD, parts.WEIGHTS, parts.OPTIMIZER, parts.MODEL, parts.PARAMETRIZATION, parts.SCHEDULE, parts.CONFIG),
+    *(parts.CARD, parts.WEIGHTS, parts.OPTIMIZER, parts.MODEL, parts.PARAMETRIZATION, parts.SCHEDULE, parts.STUDY),
     *(parts.DATA, parts.ENVIRONMENT, parts.LOCK, parts.SEEDS, parts.METRICS, parts.FORECAST, parts.LINEAGE, parts.RUNS),
 }
 
@@ -193,6 +193,8 @@ def test_every_optimizer_and_variant_comes_back(
     assert again == pytest.approx(run.promotion.loss, rel=1e-6)
     assert any(key.startswith("memory/") for key in bundle.optimizer_state()) == (guard is not None)
     assert bundle.numerics == run.chain.numerics
+    assert bundle.tokenizer() == BytesTokenizer()
+    assert 0 < len(bundle.generate("abc", 10)) <= 10
 
 
 def test_the_facts_are_those_of_the_run(case: Case) -> None:
@@ -200,7 +202,7 @@ def test_the_facts_are_those_of_the_run(case: Case) -> None:
     forecast = bundle.read(parts.FORECAST)
     assert forecast["residual"] == run.promotion.loss - 3.0
     assert bundle.read(parts.SEEDS) == {"full_run": 3, "sweep.seed": 7}
-    assert bundle.read(parts.CONFIG)["fit"] == {"max_regret": None}, "JSON has no infinity"
+    assert bundle.read(parts.STUDY)["fit"] == {"max_regret": None}, "JSON has no infinity"
     assert bundle.read(parts.DATA)["key"] == run.corpus.key
     assert bundle.read(parts.SCHEDULE)[-1]["end"] == BATCH * STEPS
     assert bundle.read(parts.PARAMETRIZATION) == run.chain.numerics.parametrization("adamw").to_dict()
