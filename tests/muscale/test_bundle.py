@@ -19,6 +19,7 @@ from torch import Tensor
 from muscale import bundle as parts
 from muscale.bundle import Bundle, load_bundle
 from muscale.bundle_files import MANIFEST, sha256, verify
+from muscale.bundle_writing import FinishedRun, write_bundle
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
@@ -27,7 +28,6 @@ from muscale.full_run import FullRun, train
 from muscale.layout import METRICS, RESULT
 from muscale.lineage import Chain
 from muscale.planning import Plan
-from muscale.preserve import FinishedRun, write_bundle
 from muscale.promotion import Promotion
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
