@@ -33,7 +33,7 @@ from proxy_models.hugging_face import write_tokenizer
 from proxy_models.tokenizer import Tokenizer
 from proxy_models.whole_folder import whole_folder
 
-MAX_SHARD_BYTES = 5 * 10**9  # what transformers itself splits at, by default
+MAX_SHARD_BYTES = 5 * 10**9  # as transformers 4 by default; what loads a shard holds it in memory
 WEIGHTS = "model.safetensors"
 _LAYER = "model.layers"
 _NAMES = {

@@ -37,7 +37,8 @@ from proxy_models.decoder import Decoder
 from proxy_models.kept_tokenizer import kept_tokenizer
 from proxy_models.llama import NotLlamaError, write_llama
 from proxy_models.numerics import Numerics
-from proxy_models.parametrization import ForwardMultipliers
+from proxy_models.parametrization import ForwardMultipliers, Parametrization
+from proxy_models.state import TrainState
 from proxy_models.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ FORECAST = "forecast.json"
 LINEAGE = "lineage.json"
 RUNS = "runs.csv"
 AVERAGING = "averaging.json"
+MEMORY = "memory/"  # before the names of what the steps remember
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +116,18 @@ class Bundle:
         _fill(decoder, weights, self.path / name)
         return decoder.eval()
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's moments as `<kind>/<parameter>`, and what the steps remember as `memory/<name>`."""
-        return self._tensors(OPTIMIZER)
+    def train_state(self) -> TrainState:
+        """What a training needs to go on exactly from the end of the run; see `proxy_models.training.Trainer`.
+
+        A guard's last snapshot is not in it: the next one is taken as the training goes on.
+        """
+        weights = {f"weight/{name}": tensor for name, tensor in self._tensors(WEIGHTS).items()}
+        rest = {name.removeprefix(MEMORY): tensor for name, tensor in self._tensors(OPTIMIZER).items()}
+        return TrainState(
+            tokens=int(self.read(SCHEDULE)[-1]["end"]),
+            parametrization=Parametrization.from_dict(self.read(PARAMETRIZATION)),
+            tensors=weights | rest,
+        )
 
     def tokenizer(self) -> Tokenizer | None:
         """What encoded the text; None where the corpus was given as tokens.

@@ -128,7 +128,7 @@ def _write_tensors(stepper: Stepper, folder: Path) -> None:
     for key, tensor in capture(stepper.module, stepper.optimizer).items():
         kind, _, name = key.partition("/")
         (weights if kind == "weight" else rest)[name if kind == "weight" else key] = tensor.cpu().contiguous()
-    memory = {f"memory/{name}": value for name, value in stepper.memory().items() if not name.startswith(GOOD)}
+    memory = {f"{parts.MEMORY}{name}": value for name, value in stepper.memory().items() if not name.startswith(GOOD)}
     save_file(weights, folder / parts.WEIGHTS, metadata={"format": "pt"})
     save_file({**rest, **memory}, folder / parts.OPTIMIZER, metadata={"format": "pt"})
 
