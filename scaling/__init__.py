@@ -21,7 +21,7 @@
     pareto_front(rows)                       the runs of which none is cheaper and better  -> DataFrame
     fit_response(rows, box=SearchBox(…))     loss over all of them, across scales: search  -> ResponseSurface
 
-Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token.
+Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token unless their `loss_unit` is stated.
 """
 
 from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator

@@ -8,7 +8,7 @@ import pandas as pd
 from scaling.accelerators import Accelerator, Budget, to_device
 from scaling.forecast import Forecast
 from scaling.law import Law, compute_flops
-from scaling.presentation import Result, lines, span
+from scaling.presentation import Result, counted, lines, span
 from scaling.spending import FLOPS_PER_PARAM_SERVED
 
 
@@ -17,10 +17,10 @@ class Decision(Result):
     """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
 
     Attributes:
-        law: by which it was decided.
+        law: by which it was decided; it says what N counts and what the loss is in.
         n_params: parameters N.
         n_tokens: training tokens D.
-        loss: the law's at (N, D), nats per token.
+        loss: the law's at (N, D), in its unit.
         served_tokens: over the model's life.
         serving_price: of a FLOP of serving, in FLOPs of training.
         unique_tokens: in the corpus, None if it was not said.
@@ -30,12 +30,14 @@ class Decision(Result):
         near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the ends of the
             band with the best between them, or all of the sizes given that lie in it.
         tolerance: of that band, a share of the loss.
-        intervals: estimate, low, high of n_params, n_tokens, tokens_per_param, total_flops, loss over the fit's bootstrap;
-            None for a law alone.
-        size_by_fit: the best N by each fit that the forecast is a mean of, or None: how far the form decides.
+        intervals: estimate, low, high of n_params, n_tokens, tokens_per_param, total_flops, loss, as
+            `scaling.decision_intervals` finds them; None for a law alone.
+        size_by_fit: the best N by each fit that the forecast is a mean of and by the one form fitted, or None: how far the
+            form decides.
         level: of the intervals.
-        forecast: of the run decided on, or None; its loss is a mean over forms, and its interval the tested one.
+        forecast: of the run decided on, or None; its loss is the decision's.
         limits: what holds the answer back, such as memory or data; empty if the budget alone does.
+        doubts: why the answer may mean little, beside what the forecast says.
         assumptions: what was taken for granted.
     """
 
@@ -56,6 +58,7 @@ class Decision(Result):
     level: float
     forecast: Forecast | None
     limits: tuple[str, ...]
+    doubts: tuple[str, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -89,8 +92,10 @@ class Decision(Result):
         return self.budget.of_flops(self.total_flops)
 
     def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":
-        """The same decision, priced on other devices."""
-        budget = replace(self.budget, accelerator=to_device(device), n_devices=n_devices)
+        """The same decision, priced on other devices, as many if no number is given."""
+        budget = replace(
+            self.budget, accelerator=to_device(device), n_devices=n_devices or self.budget.n_devices, terms=""
+        )
         return replace(self, budget=budget)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,6 +120,7 @@ class Decision(Result):
             "size_by_fit": None if self.size_by_fit is None else self.size_by_fit.to_dict(),
             "forecast": None if self.forecast is None else self.forecast.to_dict(),
             "limits": list(self.limits),
+            "doubts": list(self.doubts),
             "assumptions": list(self.assumptions),
         }
 
@@ -122,9 +128,11 @@ class Decision(Result):
         """Size, tokens, loss, cost, band, and everything assumed."""
         low, high = self.near["n_params"].min(), self.near["n_params"].max()
         rows = {
-            "decided": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens ({self.tokens_per_param:.4g} per parameter)"
+            "decided": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens "
+            f"({self.tokens_per_param:.4g} per parameter)"
             + ("" if self.config is None or isinstance(self.config, float | int) else f": {self.config}"),
-            "loss": f"{self.loss:.4f} nats per token by the law"
+            "loss": f"{self.loss:.4f} {self.law.loss_unit}"
+            + (" by the law" if self.forecast is None else f", {self.forecast.law_loss:.4f} by the one form fitted")
             + ("" if self.target_loss is None else f", the least compute for {self.target_loss:.4f}"),
             "budget": self.budget.terms or self.budget.worth,
             "cost": self.cost.worth
@@ -135,19 +143,21 @@ class Decision(Result):
             last = "loss" if self.target_loss is None else "total_flops"
             shown = self.intervals.loc[["n_params", "n_tokens", last]]
             told = [f"{name} {span(row.low, row.high, 4)}" for name, row in shown.iterrows()]
-            rows[f"{self.level:.0%} of refits"] = "; ".join(told)
+            rows[f"{self.level:.0%} interval"] = "; ".join(told)
         if self.size_by_fit is not None:
             rows["other fits"] = f"would choose {span(self.size_by_fit.min(), self.size_by_fit.max())} parameters"
         if self.forecast is not None:
             status = "supported" if self.forecast.supported else "unsupported: " + "; ".join(self.forecast.reasons)
-            rows["forecast"] = (
-                f"{self.forecast.loss:.4f}, {self.level:.0%} within {self.forecast.low:.4f} to {self.forecast.high:.4f}, {status}"
-            )
+            rows["forecast"] = f"{self.level:.0%} within {self.forecast.low:.4f} to {self.forecast.high:.4f}, {status}"
         if self.epochs is not None:
             rows["data"] = f"{self.epochs:.3g} epochs of {self.unique_tokens:.4g} unique tokens"
         if self.limits:
             rows["held by"] = "; ".join(self.limits)
-        return "\n- ".join([f"{lines(rows)}\nassumed", *self.assumptions])
+        if self.doubts:
+            rows["doubtful"] = "; ".join(self.doubts)
+        device = self.budget.accelerator
+        priced = (f"{device}: share of the peak and price are assumed unless you set them",) if device else ()
+        return "\n- ".join([f"{lines(rows)}\nassumed", *self.assumptions, *priced])
 
 
 def _finite(intervals: pd.DataFrame) -> dict[str, dict[str, float | None]]:

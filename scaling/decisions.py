@@ -6,9 +6,13 @@
     decide(fit, budget, served_tokens=2e13)                            training and serving out of one budget
     decide(fit, budget, unique_tokens=5e11)                            … with so much data
     decide(fit, budget, memory=MemoryLimit.serving("H100 SXM"))        … within a memory
+    decide(fit, budget, deadline=Budget.of_days(30, "H100 SXM", 512))  … in time
     decide(fit, budget, sizes=configs)                                 … among shapes that can be built
 
 They combine. The answer prints what was decided, how sure it is, and what was assumed.
+
+A fit of a law in N and D decides by the law behind its forecast, the mean of several fits: on public ladders that errs less
+than the one form fitted, and so a decision and its forecast are of one mind. `decide(fit.law, …)` takes the one form.
 """
 
 import math
@@ -21,14 +25,22 @@ import pandas as pd
 
 from scaling.accelerators import Budget, require_positive
 from scaling.decision import Decision
+from scaling.decision_intervals import by_forecast, by_refits
 from scaling.errors import ScalingError
+from scaling.forecast import Forecast, reasons_against
 from scaling.forms.form import Array
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.memory import MemoryLimit
+from scaling.presentation import counted
 from scaling.result import ScalingFit
 from scaling.spending import UNIQUE, Spending
 
-QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
+SANE_RATIO = (0.5, 2e4)
+"""Assumed: tokens per parameter outside which an answer by a law alone is doubted."""
+USEFUL_EPOCHS = 40.0
+"""At which a repeat was found to be worth nothing any more (Muennighoff et al. 2305.16264, fig. 1)."""
+PLATEAU = 0.25
+"""Assumed: of the budget; if less comes within the tolerance of the loss, most of the compute is wasted."""
 
 
 def decide(
@@ -40,8 +52,9 @@ def decide(
     serving_price: float = 1.0,
     unique_tokens: float | None = None,
     max_epochs: float | None = None,
-    memory: MemoryLimit | Iterable[MemoryLimit] = (),
+    memory: MemoryLimit | Iterable[MemoryLimit] | None = None,
     sizes: Iterable[Any] | None = None,
+    deadline: Budget | None = None,
     tolerance: float = 0.005,
     level: float = 0.9,
     **columns: float,
@@ -51,7 +64,7 @@ def decide(
     Args:
         law: a fit, which also tells how sure the answer is, or a law alone.
         budget: of training and serving together; a number is FLOPs.
-        loss: to reach with the least compute, nats per token, instead of a budget.
+        loss: to reach with the least compute, in the law's unit, instead of a budget.
         served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
         serving_price: what a FLOP of serving costs in FLOPs of training: the ratio of price over MFU, which is above 1
             where answers are made one token at a time.
@@ -59,6 +72,7 @@ def decide(
         max_epochs: most times that each is seen, for a law with the column `unique_tokens`.
         memory: limits that the model must fit into.
         sizes: what N can be: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
+        deadline: most that the training alone may take, serving left out: `Budget.of_days`.
         tolerance: of the band of near-optimal sizes, a share of the loss.
         level: of the intervals.
         columns: other columns of the law's form.
@@ -71,48 +85,77 @@ def decide(
         raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
     if loss is not None:
         require_positive("loss", loss)
-    if budget is not None and not isinstance(budget, Budget):
-        budget = Budget(compute_flops=float(budget))
     for name, value in (("served_tokens", served_tokens), ("tolerance", tolerance)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     require_positive("serving_price", serving_price)
-    memory = (memory,) if isinstance(memory, MemoryLimit) else tuple(memory)
-    point = law.law if isinstance(law, ScalingFit) else law
-    spending, chosen = _spending(point, served_tokens, serving_price, unique_tokens, max_epochs, memory, sizes, columns)
-    values = _stacked(point, np.array([[*point.parameters.values()]]))
-    asked = math.nan if budget is None else budget.compute_flops
-    if budget is None:
-        budget = Budget(compute_flops=_least(spending, values, float(loss or 0)))
+    memory = (memory,) if isinstance(memory, MemoryLimit) else tuple(memory or ())
     fit = law if isinstance(law, ScalingFit) else None
-    answer = _answers(spending, values, np.array([budget.compute_flops])).iloc[0]
+    point = law if isinstance(law, Law) else law.best_law
+    chosen = _sizes(sizes)
+    spending = _spending(
+        point, served_tokens, serving_price, unique_tokens, max_epochs, memory, chosen, deadline, columns
+    )
+    values = point.form.stacked(np.array([[*point.parameters.values()]]))
+    if budget is None:
+        given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
+    else:
+        given = budget if isinstance(budget, Budget) else Budget(compute_flops=_number("budget", budget))
+    answer = spending.answers(values, np.array([given.compute_flops])).iloc[0]
     if not math.isfinite(answer["loss"]):
-        raise ScalingError(
-            f"serving {served_tokens:.4g} tokens alone costs more than {budget.compute_flops:.4g} FLOPs at every size"
-        )
-    forecasts = {*point.form.columns} == {"n_params", "n_tokens"}
+        why = f"serving {served_tokens:.4g} tokens alone costs" if served_tokens else "one token of every size costs"
+        raise ScalingError(f"{why} more than {given.compute_flops:.4g} FLOPs")
+    n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
+    forecast = fit.forecast(n_params, n_tokens, level) if fit and fit.has_forecast else None
+    if fit and forecast:
+        intervals = by_forecast(fit.ensemble, spending, values, answer, loss, forecast)
+    elif fit:
+        intervals = by_refits(fit, spending, answer, loss, given.compute_flops, level)
     return Decision(
         law=point,
-        n_params=answer["n_params"],
-        n_tokens=answer["n_tokens"],
-        loss=answer["loss"],
+        n_params=n_params,
+        n_tokens=n_tokens,
+        loss=float(answer["loss"]),
         served_tokens=served_tokens,
         serving_price=serving_price,
         unique_tokens=unique_tokens,
-        budget=budget,
+        budget=given,
         target_loss=loss,
-        config=None if chosen is None else chosen[float(answer["n_params"])],
-        near=_near(spending, values, answer, budget.compute_flops, tolerance),
+        config=None if chosen is None else chosen[n_params],
+        near=_near(spending, values, answer, given.compute_flops, tolerance),
         tolerance=tolerance,
-        intervals=_intervals(fit, spending, asked, loss, answer, level) if fit else None,
-        size_by_fit=_size_by_fit(fit, spending, budget.compute_flops) if fit and forecasts else None,
+        intervals=intervals if fit else None,
+        size_by_fit=_size_by_fit(fit, spending, given.compute_flops) if fit and forecast else None,
         level=level,
-        forecast=fit.forecast(answer["n_params"], answer["n_tokens"], level) if fit and forecasts else None,
-        limits=_limits(spending, answer, memory),
-        assumptions=_assumptions(law, spending, budget, memory),
+        forecast=forecast,
+        limits=_limits(spending, answer, memory, deadline),
+        doubts=_doubts(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
+        assumptions=_assumptions(law, forecast, spending, memory),
     )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a number, got {value!r}") from error
+
+
+def _sizes(sizes: Iterable[Any] | None) -> dict[float, Any] | None:
+    """What can be chosen, by its parameters N."""
+    if sizes is None:
+        return None
+    given = [sizes] if isinstance(sizes, int | float) else [*sizes]
+    if not given:
+        raise ValueError("sizes must hold at least one size, got none")
+    by_size = {
+        _number("sizes", getattr(size, "n_params", size)): size for size in reversed(given)
+    }  # of equals the first
+    for size in by_size:
+        require_positive("sizes", size)
+    return by_size
 
 
 def _spending(
@@ -122,10 +165,11 @@ def _spending(
     unique_tokens: float | None,
     max_epochs: float | None,
     memory: Sequence[MemoryLimit],
-    sizes: Iterable[Any] | None,
+    chosen: Mapping[float, Any] | None,
+    deadline: Budget | None,
     columns: Mapping[str, float],
-) -> tuple[Spending, dict[float, Any] | None]:
-    """The conditions, and the configuration of each size that can be chosen."""
+) -> Spending:
+    """The conditions."""
     for name, value in (("unique_tokens", unique_tokens), ("max_epochs", max_epochs)):
         if value is not None:
             require_positive(name, value)
@@ -142,51 +186,20 @@ def _spending(
         raise ValueError(f"{law.form.name} wants {named}, got {', '.join(columns) or 'none'}")
     max_params = min((limit.max_params for limit in memory), default=math.inf)
     unique = math.inf if unique_tokens is None else unique_tokens
-    chosen = None
-    if sizes is not None:
-        chosen = {float(getattr(size, "n_params", size)): size for size in reversed([*sizes])}  # of equals the first
-        for size in chosen:
-            require_positive("sizes", size)
-        if not chosen:
-            raise ValueError("sizes must hold at least one size, got none")
-        if not (fitting := sorted(size for size in chosen if size <= max_params)):
-            raise ScalingError(
-                f"the smallest of the sizes, {min(chosen):.4g}, is above the {max_params:.4g} of the memory"
-            )
-    spending = Spending(
+    fitting = None if chosen is None else np.array(sorted(size for size in chosen if size <= max_params))
+    if chosen and fitting is not None and not fitting.size:
+        raise ScalingError(f"the smallest of the sizes, {min(chosen):.4g}, is above the {max_params:.4g} of the memory")
+    return Spending(
         form=law.form,
         served_tokens=served_tokens,
         serving_price=serving_price,
         unique_tokens=unique,
         max_tokens=unique * (max_epochs or math.inf) if repeats else unique,
         max_params=max_params,
-        sizes=None if chosen is None else np.array(fitting),
+        max_training_flops=deadline.compute_flops if deadline else math.inf,
+        sizes=fitting,
         columns=columns,
     )
-    return spending, chosen
-
-
-def _stacked(law: Law, parameters: Array) -> dict[str, Array]:
-    """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
-    return dict(zip(law.form.parameters, parameters.T[:, :, None], strict=True))
-
-
-def _answers(spending: Spending, values: Mapping[str, Array], budget: Array) -> pd.DataFrame:
-    """The best of each law's budget, [J]: a row each of `QUANTITIES`."""
-    # A law that never reaches the loss has no budget; it is worked out at an arbitrary one and taken out below.
-    finite = np.where(np.isfinite(budget), budget, 1.0)
-    n_params = spending.best(values, finite)
-    n_tokens = spending.tokens(n_params, finite)
-    found = {
-        "n_params": n_params,
-        "n_tokens": n_tokens,
-        "tokens_per_param": n_tokens / n_params,
-        "total_flops": n_params * (FLOPS_PER_PARAM_TOKEN * n_tokens + spending.served_flops_per_param),
-        "loss": spending.loss(values, n_params[:, None], n_tokens[:, None])[:, 0],
-    }
-    table = pd.DataFrame(found, columns=[*QUANTITIES])
-    table[~np.isfinite(budget)] = np.inf
-    return table
 
 
 def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> float:
@@ -217,29 +230,21 @@ def _near(
     return pd.DataFrame({"n_params": sizes, "n_tokens": tokens, "loss": losses, "loss_above_best": losses / loss - 1})
 
 
-def _intervals(
-    fit: ScalingFit, spending: Spending, budget: float, loss: float | None, answer: pd.Series, level: float
-) -> pd.DataFrame:
-    """Estimate, low, high of `QUANTITIES` over the bootstrap refits; infinite where refits never reach the loss."""
-    values = _stacked(fit.law, fit.draws)
-    n_laws = len(fit.draws)
-    budgets = np.full(n_laws, budget) if loss is None else spending.least_budget(values, loss, n_laws)
-    found = _answers(spending, values, budgets).to_numpy()
-    # Ends are draws themselves: between two infinite ones there is nothing to interpolate.
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0, method="nearest")
-    return pd.DataFrame({"estimate": answer.to_numpy(), "low": low, "high": high}, index=[*QUANTITIES])
-
-
 def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Series:
-    """The best N under each fit that the forecast is a mean of."""
-    variants = fit.ensemble.variants
-    first = next(iter(variants.values()))
-    values = _stacked(first, np.array([[*variant.parameters.values()] for variant in variants.values()]))
-    found = replace(spending, form=first.form).best(values, np.full(len(variants), budget))
-    return pd.Series(found, index=[*variants], name="n_params")
+    """The best N under each fit that the forecast is a mean of, and under the one form fitted."""
+    laws = {**fit.ensemble.variants, f"{fit.law.form.name} alone": fit.law}
+    found = [
+        replace(spending, form=law.form).best(
+            law.form.stacked(np.array([[*law.parameters.values()]])), np.array([budget])
+        )
+        for law in laws.values()
+    ]
+    return pd.Series(np.concatenate(found), index=[*laws], name="n_params")
 
 
-def _limits(spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit]) -> tuple[str, ...]:
+def _limits(
+    spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit], deadline: Budget | None
+) -> tuple[str, ...]:
     """What holds the answer back."""
     held = []
     if answer["n_tokens"] >= spending.max_tokens * (1 - 1e-6):
@@ -248,25 +253,52 @@ def _limits(spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit]
     tightest = min(memory, key=lambda limit: limit.max_params, default=None)
     if tightest is not None and answer["n_params"] >= tightest.max_params * (1 - 1e-6):
         held.append(f"memory of {tightest}")
+    training = FLOPS_PER_PARAM_TOKEN * answer["n_params"] * answer["n_tokens"]
+    if deadline is not None and training >= deadline.compute_flops * (1 - 1e-6):
+        held.append(f"the deadline: {deadline.terms or deadline.worth}")
     return tuple(held)
 
 
-def _assumptions(
-    law: Law | ScalingFit, spending: Spending, budget: Budget, memory: Sequence[MemoryLimit]
+def _doubts(
+    fit: ScalingFit | None,
+    forecast: Forecast | None,
+    spending: Spending,
+    values: Mapping[str, Array],
+    answer: pd.Series,
+    budget: float,
+    tolerance: float,
 ) -> tuple[str, ...]:
-    counts = (
-        f"N counted {law.n_params_convention}, as in the fit"
-        if isinstance(law, ScalingFit)
-        else "N counted as in the law"
-    )
-    said = [f"training costs 6·N·D FLOPs, {counts}"]
+    """Why the answer may mean little, beside what its forecast says."""
+    n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
+    doubts: list[str] = []
+    if fit and forecast is None:
+        doubts += reasons_against(fit, n_params, n_tokens)
+    low, high = SANE_RATIO
+    if fit is None and not low <= n_tokens / n_params <= high:
+        doubts.append(f"{n_tokens / n_params:.3g} tokens per parameter: no ladder that we know of reaches so far")
+    if UNIQUE in spending.form.columns and (epochs := n_tokens / spending.unique_tokens) > 1:
+        seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
+        where = "repeats were found to be worth nothing" if fit is None else "the runs end"
+        if epochs > seen:
+            doubts.append(f"{epochs:.4g} epochs: {where} at {seen:.3g}")
+    if spending.sizes is None and tolerance > 0:
+        enough = float(spending.least_budget(values, float(answer["loss"]) * (1 + tolerance), 1)[0])
+        if enough < PLATEAU * budget:
+            doubts.append(
+                f"{enough:.3g} FLOPs come within {tolerance:.2%} of this loss: the rest of {budget:.3g} buys next to nothing"
+            )
+    return tuple(doubts)
+
+
+def _assumptions(
+    law: Law | ScalingFit, forecast: Forecast | None, spending: Spending, memory: Sequence[MemoryLimit]
+) -> tuple[str, ...]:
+    said = [f"training costs 6·N·D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
     if spending.served_tokens:
         said.append(
             f"serving costs 2·N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "
-            "times as dear as in training"
+            "times as dear as in training, out of one budget; a deadline for the training alone is `deadline`"
         )
-    if budget.accelerator is not None:
-        said.append(f"{budget.accelerator}: share of the peak and price are assumed unless you set them")
     if math.isfinite(spending.unique_tokens):
         repeats = UNIQUE in spending.form.columns
         said.append(
@@ -277,8 +309,10 @@ def _assumptions(
     if memory:
         said += [f"memory of {limit}" for limit in memory]
         said.append("memory holds every parameter, also those that N may not count")
-    if isinstance(law, ScalingFit):
+    if forecast:
         said.append(
-            f"intervals: {len(law.draws)} bootstrap refits, which take the form for right; the forecast's own does not"
+            "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"
         )
+    elif isinstance(law, ScalingFit):
+        said.append(f"intervals: {len(law.draws)} bootstrap refits, which take the form for right")
     return tuple(said)

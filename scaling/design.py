@@ -22,6 +22,7 @@ from scaling.ensemble import PRIOR, Ensemble
 from scaling.forms.form import Array
 from scaling.forms.powers import Joint, JointPowers
 from scaling.law import compute_flops
+from scaling.weights import noise_weights
 
 MISFIT_PER_DECADE = 0.01
 """What a run says of a target loses for each decade between them, as a standard deviation of log loss (public ladders)."""
@@ -67,7 +68,7 @@ class Design:
             noise=max(ensemble.residual, LEAST_NOISE),
             target_flops=float(np.exp(np.log(compute_flops(n_params, n_tokens)).mean())),
         )
-        variance = blank.noise_variance(compute_flops(rows["n_params"], rows["n_tokens"]))
+        variance = blank.noise_variance(compute_flops(rows["n_params"], rows["n_tokens"]), noise_weights(rows))
         return replace(blank, covariance=np.linalg.inv(jacobian.T @ (jacobian / variance[:, None]) + prior))
 
     @property
@@ -75,10 +76,10 @@ class Design:
         """Of the log loss at the target, from the parameters alone; the mean over several targets."""
         return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
 
-    def noise_variance(self, compute: ArrayLike) -> Array:
-        """Of the log loss of a run of this compute, FLOPs, as evidence for the target."""
+    def noise_variance(self, compute: ArrayLike, weights: ArrayLike = 1.0) -> Array:
+        """Of the log loss of a run of this compute, FLOPs, and weight, as evidence for the target."""
         below = np.maximum(np.log10(self.target_flops / np.asarray(compute, np.float64)), 0)
-        return np.asarray(self.noise**2 + (MISFIT_PER_DECADE * below) ** 2)
+        return np.asarray(self.noise**2 / np.asarray(weights) + (MISFIT_PER_DECADE * below) ** 2)
 
     def gains(self, gradient: Array, noise_variance: Array) -> Array:
         """What each run, [K, P] and [K], takes off the variance at the target, [K]."""

@@ -21,11 +21,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.bootstrap import stem_weights
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines
 from scaling.table import losses, numbers, require_columns
+from scaling.weights import stem_weights
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.forms.form import Array, Form, Values
@@ -19,6 +20,7 @@ from scaling.law import FLOPS_PER_PARAM_TOKEN
 
 FLOPS_PER_PARAM_SERVED = 2.0
 """FLOPs per parameter and token of a forward pass (Kaplan et al. 2001.08361, sec. 2.1)."""
+QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
 UNIQUE = "unique_tokens"
 """Column of the forms that know what a repeated token is worth."""
 _SHARE = (0.05, 0.95)  # of log(C/6), between which log N is sought
@@ -37,6 +39,7 @@ class Spending:
         unique_tokens: in the corpus, or infinite.
         max_tokens: most training tokens, repeats included, or infinite.
         max_params: most parameters, or infinite.
+        max_training_flops: most FLOPs of the training alone, or infinite.
         sizes: the only N that can be chosen, [M], or None for any.
         columns: the form's other columns, the same for every run.
     """
@@ -47,6 +50,7 @@ class Spending:
     unique_tokens: float = math.inf
     max_tokens: float = math.inf
     max_params: float = math.inf
+    max_training_flops: float = math.inf
     sizes: Array | None = None
     columns: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,9 +60,11 @@ class Spending:
         return FLOPS_PER_PARAM_SERVED * self.serving_price * self.served_tokens
 
     def tokens(self, n_params: Array, budget: ArrayLike) -> Array:
-        """Training tokens D that the budget and the corpus leave a size; none or fewer if serving alone costs too much."""
-        afforded = (np.asarray(budget) / n_params - self.served_flops_per_param) / FLOPS_PER_PARAM_TOKEN
-        return np.asarray(np.minimum(afforded, self.max_tokens))
+        """Training tokens D that the limits leave a size; none or fewer if serving alone costs too much."""
+        flops_per_param = np.minimum(
+            np.asarray(budget) / n_params - self.served_flops_per_param, self.max_training_flops / n_params
+        )
+        return np.asarray(np.minimum(flops_per_param / FLOPS_PER_PARAM_TOKEN, self.max_tokens))
 
     def loss(self, values: Values, n_params: Array, n_tokens: Array) -> Array:
         """Expected loss, infinite without tokens."""
@@ -85,6 +91,23 @@ class Spending:
             best = np.argmin(self.at(values, np.exp(log_n), budget), axis=1)[:, None]
             low, high = (np.take_along_axis(log_n, np.clip(best + step, 0, points - 1), axis=1) for step in (-1, 1))
         return np.asarray(np.exp((low + high) / 2)[:, 0])
+
+    def answers(self, values: Values, budget: Array) -> pd.DataFrame:
+        """The best of each law's budget, [J]: a row each of `QUANTITIES`, infinite where the budget is."""
+        # A law that never reaches a loss has no budget; it is worked out at an arbitrary one and taken out below.
+        finite = np.where(np.isfinite(budget), budget, 1e20)
+        n_params = self.best(values, finite)
+        n_tokens = self.tokens(n_params, finite)
+        found = {
+            "n_params": n_params,
+            "n_tokens": n_tokens,
+            "tokens_per_param": n_tokens / n_params,
+            "total_flops": n_params * (FLOPS_PER_PARAM_TOKEN * n_tokens + self.served_flops_per_param),
+            "loss": self.loss(values, n_params[:, None], n_tokens[:, None])[:, 0],
+        }
+        table = pd.DataFrame(found, columns=[*QUANTITIES])
+        table[~np.isfinite(budget)] = np.inf
+        return table
 
     def range(self, budget: Array) -> tuple[Array, Array]:
         """Log N between which the best is sought."""

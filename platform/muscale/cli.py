@@ -150,8 +150,13 @@ def fit(study: Path, *, options: Options = Options()) -> int:
 
 @app.command
 def plan(study: Path, *, options: Options = Options()) -> int:
-    """Decide the full run for the budget, and register its forecast."""
-    return _stage(study, options, lambda opened: opened.plan(), "promote")
+    """Decide the full run for the budget, register its forecast, and say which runs would make it surer."""
+
+    def planned(opened: Study) -> Any:
+        plan = opened.plan()
+        return plan if options.json else f"{plan}\n{opened.next_runs(plan)}"
+
+    return _stage(study, options, planned, "promote")
 
 
 @app.command

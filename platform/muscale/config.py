@@ -19,6 +19,7 @@ from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
+from muscale.plan_settings import PlanSettings
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
@@ -28,8 +29,6 @@ from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
-
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class CheckSettings(_Table):
@@ -61,13 +60,6 @@ class FitSettings(_Table):
     max_regret: PositiveFloat = 0.0025  # predicted relative difference from the policy's loss; rows beyond it stay out
     n_bootstrap: PositiveInt = 1000
     seed: int = 0
-
-
-class PlanSettings(_Table):
-    """[plan]: the full run."""
-
-    compute_flops: PositiveFloat
-    level: Fraction = 0.9  # of the forecast's interval
 
 
 class PromoteSettings(_Table):

@@ -40,7 +40,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]
     rows.append(("ladder", len(steps), *_trained(steps)))
-    rows.append(("promote", 1, pd.NA, config.plan.compute_flops))  # how it is spent is the plan's to say
+    rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # how it is spent is the plan's to say
     return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"]).astype({"n_tokens": "Int64"})
 
 

@@ -88,6 +88,7 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     pd.testing.assert_frame_equal(outcomes(resumed), outcomes(undisturbed))
     assert undisturbed.plan().key == resumed.plan().key
 
+    check_that_another_budget_is_another_plan(resumed, promotion)
     check_that_a_divergence_is_told(undisturbed)
 
     trained = segments(ledger)
@@ -142,6 +143,23 @@ def check_bundle(study: Study, promotion: Promotion) -> None:
 def test_a_study_without_a_promoted_run_has_no_bundle(make_study: MakeStudy) -> None:
     with pytest.raises(StageError, match="no run was promoted to its end yet; run `muscale promote` first"):
         Study.open(make_study(), quiet=True).bundle()
+
+
+def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion) -> None:
+    """Registered beside the study file's, which the report goes on showing, with runs for a surer forecast."""
+    trained = len(study.runs())
+    further = study.next_runs()
+    assert further.result.now.n_params == study.plan().n_params
+    other = study.plan(compute_flops=4e10)
+    assert 2.5e10 < other.compute_flops <= 4e10 * 1.01
+    assert other.key != promotion.plan
+    assert study.next_runs(other).share == pytest.approx(further.affordable_flops / other.compute_flops, rel=0.5)
+    assert study.ledger.latest_forecast()["plan"] == other.key  # type: ignore[index]
+    page = study.report().read_text()
+    assert f"measured {promotion.loss:.4f}" in page
+    assert "What to run next" in page
+    assert len(study.runs()) == trained
+    assert study.promote(study.plan()) == promotion
 
 
 def check_that_a_divergence_is_told(study: Study) -> None:

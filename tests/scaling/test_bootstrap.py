@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from scaling import Chinchilla
-from scaling.bootstrap import share_seen, stem_weights, widening
+from scaling.bootstrap import share_seen, widening
 from scaling.forms.form import Problem
+from scaling.weights import stem_weights
 
 LAW = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from scaling import (
     Kaplan,
     Law,
     MemoryLimit,
+    RepeatedData,
     ScalingError,
     ScalingFit,
     TiedChinchilla,
@@ -193,31 +195,108 @@ def fitted() -> ScalingFit:
     )
 
 
-def test_intervals_are_those_of_each_refit_alone(fitted: ScalingFit) -> None:
+def test_a_decision_and_its_forecast_are_of_one_mind(fitted: ScalingFit) -> None:
     found = decide(fitted, 1e21, level=0.8)
-    sizes = [
-        fitted.law.form.law(**dict(zip(fitted.law.parameters, draw, strict=True))).allocate(1e21).n_params
-        for draw in fitted.draws
-    ]
+    forecast = fitted.forecast(found.n_params, found.n_tokens, 0.8)
+    assert found.forecast == forecast
+    assert found.loss == pytest.approx(forecast.loss, rel=1e-12)
+    around = [math.log(fitted.forecast(n, 1e21 / 6 / n).loss) for n in found.n_params * np.array([0.8, 1, 1.25])]
+    assert around[1] == min(around)
     assert found.intervals is not None
-    row = found.intervals.loc["n_params"]
-    low, high = np.quantile(sizes, [0.1, 0.9], method="nearest")
-    assert [row["estimate"], row["low"], row["high"]] == pytest.approx([found.n_params, low, high], rel=1e-5)
-    assert found.forecast == fitted.forecast(found.n_params, found.n_tokens, 0.8)
+    assert found.intervals.loc["loss", ["low", "high"]].tolist() == [forecast.low, forecast.high]
+    assert decide(fitted.law, 1e21).n_params == pytest.approx(fitted.law.allocate(1e21).n_params, rel=1e-5)
+
+
+def test_sizes_are_as_sure_as_the_fits_and_the_runs_make_them(fitted: ScalingFit) -> None:
+    """The ends are the mean's size, moved as one of the fits differs from their mean and one draw from the base."""
+    found = decide(fitted, 1e21, level=0.8)
+    fits = np.log([law.allocate(1e21).n_params for law in fitted.ensemble.variants.values()])
+    names = list(Joint.parameters)
+    drawn = [Joint().law(**dict(zip(names, map(float, draw), strict=True))) for draw in fitted.ensemble.draws]
+    draws = np.log([law.allocate(1e21).n_params for law in drawn])
+    moved = ((fits - fits.mean())[:, None] + draws - fits[0]).ravel()
+    expected = found.n_params * np.exp(np.quantile(moved, [0.1, 0.9], method="nearest"))
+    assert found.intervals is not None
+    assert found.intervals.loc["n_params", ["low", "high"]].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
+    assert found.intervals.loc["n_tokens", "low"] == pytest.approx(1e21 / 6 / expected[1], rel=1e-3)
     assert found.size_by_fit is not None
     for name, variant in fitted.ensemble.variants.items():
         assert found.size_by_fit[name] == pytest.approx(variant.allocate(1e21).n_params, rel=1e-5)
+    assert found.size_by_fit["chinchilla alone"] == pytest.approx(fitted.law.allocate(1e21).n_params, rel=1e-5)
+    shapes = decide(fitted, 1e21, sizes=[1e8, 1e9, 1e10, 1e11])
+    assert shapes.intervals is not None
+    assert set(shapes.intervals.loc["n_params"]) <= {1e8, 1e9, 1e10, 1e11}
 
 
-def test_refits_that_never_reach_the_loss_make_the_interval_endless(fitted: ScalingFit) -> None:
-    floors = dict(zip(fitted.law.parameters, fitted.draws.T, strict=True))["E"]
-    loss = max(float(np.quantile(floors, 0.5)), fitted.law["E"]) * 1.02
-    found = decide(fitted, loss=loss)
+def test_compute_for_a_loss_is_as_sure_as_the_forecast(fitted: ScalingFit) -> None:
+    """With the least compute the forecast's interval ends at the loss, with the most it begins there; or never does."""
+    found = decide(fitted, loss=2.6)
     assert found.intervals is not None
-    assert math.isfinite(found.total_flops)
-    assert math.isinf(found.intervals.loc["total_flops", "high"])
-    assert found.intervals.loc["total_flops", "low"] < found.total_flops
-    assert found.to_dict()["intervals"]["total_flops"]["high"] is None
+    assert found.forecast is not None
+    reach, (low, high) = found.forecast.high / found.forecast.loss, found.intervals.loc["total_flops", ["low", "high"]]
+    mean = fitted.ensemble.law
+    assert mean.allocate(low).loss == pytest.approx(2.6 * reach, rel=1e-6)
+    assert mean.allocate(high).loss == pytest.approx(2.6 / reach, rel=1e-6)
+    assert found.intervals.loc["n_params", "low"] <= mean.allocate(low).n_params * (1 + 1e-6)
+    far = decide(fitted, loss=1.01 * mean.allocate(1e50).loss)
+    assert far.intervals is not None
+    assert math.isfinite(far.total_flops)
+    assert math.isinf(far.intervals.loc["total_flops", "high"])
+    assert far.to_dict()["intervals"]["total_flops"]["high"] is None
+
+
+def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
+    deadline = Budget.of_days(1, "H100 SXM", 8)
+    budget = Budget.of_dollars(1e5, "A100 80GB")
+    late = decide(fitted, budget, served_tokens=1e12, deadline=deadline)
+    assert late.training_flops == pytest.approx(deadline.compute_flops, rel=1e-6)
+    assert late.serving_flops > 0
+    assert "held by" in str(late)
+    assert "the deadline: 1 days of 8 × H100 SXM" in str(late)
+    free = decide(fitted, budget, served_tokens=1e12)
+    assert free.loss < late.loss
+    with pytest.raises(ScalingError, match="never reach 2.0500"):
+        decide(fitted, loss=2.05, deadline=deadline)
+
+
+def test_a_law_of_repeats_decides_by_its_refits() -> None:
+    rng = np.random.default_rng(0)
+    size, ratio, epochs = (grid.ravel() for grid in np.meshgrid([1e7, 3e7, 1e8], [5.0, 20.0, 80.0], [1.0, 4.0, 16.0]))
+    law = RepeatedData().law(E=1.9, A=500, B=1500, alpha=0.35, beta=0.35, rd_star=15.4, rn_star=5.3)
+    runs = pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "unique_tokens": size * ratio / epochs})
+    runs["loss"] = law.loss(**runs) * np.exp(0.001 * rng.standard_normal(len(runs)))
+    fitted = fit(runs, n_params_convention="total", form=RepeatedData(), n_bootstrap=20)
+    found = decide(fitted, 1e21, unique_tokens=1e9, level=0.8)
+    refits = [
+        decide(
+            fitted.law.form.law(**dict(zip(fitted.law.parameters, map(float, draw), strict=True))),
+            1e21,
+            unique_tokens=1e9,
+        )
+        for draw in fitted.draws
+    ]
+    assert found.forecast is None
+    assert found.intervals is not None
+    expected = np.quantile([refit.n_params for refit in refits], [0.1, 0.9], method="nearest")
+    assert found.intervals.loc["n_params", ["low", "high"]].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+    assert "epochs: the runs end at 16" in "; ".join(found.doubts)
+
+
+def test_money_spent_on_a_plateau_is_doubted() -> None:
+    law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
+    found = decide(law, 1e27, unique_tokens=1e8)
+    told = "; ".join(found.doubts)
+    assert "epochs: repeats were found to be worth nothing at 40" in told
+    enough = float(re.findall(r"([\d.e+]+) FLOPs come within 0.50%", told)[0])
+    assert decide(law, enough, unique_tokens=1e8).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
+    assert not decide(law, 1e22, unique_tokens=1e12).doubts
+    assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).doubts)
+
+
+def test_on_other_devices_the_old_price_is_not_told(fitted: ScalingFit) -> None:
+    moved = decide(fitted, Budget.of_dollars(1e5, "H100 SXM", n_devices=64)).on("A100 80GB")
+    assert "H100" not in str(moved)
+    assert moved.cost.days is not None
 
 
 def test_decisions_say_everything(fitted: ScalingFit) -> None:
@@ -226,12 +305,13 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
     text = str(found)
     for words in (
         "$50,000 for A100 80GB",
-        "N counted total",
+        "parameters (total)",
+        "N as in the law: total",
         "serving costs 2·N FLOPs for each of 1e+11 tokens",
-        "90% of refits",
+        "90% interval",
         "other fits",
         "forecast",
-        "60 bootstrap refits",
+        "decided by the mean of the forecast's fits",
         "memory of serving: at most 1.4e+10 parameters",
     ):
         assert words in text
@@ -253,6 +333,9 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
         ({"budget": 1e20, "unique_tokens": 0}, ValueError, "unique_tokens must be finite and above 0, got 0"),
         ({"budget": 1e20, "level": 1}, ValueError, "level must lie between 0 and 1, got 1"),
         ({"budget": 1e20, "sizes": []}, ValueError, "sizes must hold at least one size"),
+        ({"budget": 1e20, "sizes": ["7B"]}, ValueError, "sizes must be a number, got '7B'"),
+        ({"budget": "a lot"}, ValueError, "budget must be a number, got 'a lot'"),
+        ({"budget": 5.0}, ScalingError, "one token of every size costs more than 5 FLOPs"),
         ({"budget": 1e20, "epochs": 2}, ValueError, "chinchilla wants no further columns, got epochs"),
         ({"loss": 1.5}, ScalingError, "tend to a loss of 1.69.. under these limits and never reach 1.5000"),
         ({"loss": 2.0, "unique_tokens": 1e10}, ScalingError, "under these limits and never reach 2.0000"),

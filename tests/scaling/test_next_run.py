@@ -118,7 +118,7 @@ def test_batches_keep_within_what_is_affordable_and_shrink_the_interval(fitted: 
     assert found.width_then < found.width_now
     assert found.runs.index.is_unique
     text = str(found)
-    assert "2e+09 parameters, 4e+10 tokens" in text
+    assert "2e+09 parameters (total), 4e+10 tokens" in text
     assert f"{found.width_then:.2%} expected after {len(found.runs)} more runs" in text
 
 
@@ -187,3 +187,24 @@ def test_errors_name_the_rule_and_the_value(fitted: ScalingFit, ladder: Callable
         next_runs(fitted, *TARGET, affordable_flops=1e19, candidates=pd.DataFrame({"n_params": [1e8]}))
     with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1"):
         next_runs(fitted, -1, 1e9, affordable_flops=1e19)
+
+
+def test_it_does_not_stop_short_of_support(ladder: Callable[..., pd.DataFrame]) -> None:
+    """Eight runs want seven more to be supported: they are chosen even where none of them tells much."""
+    fitted = fit(ladder(noise=0.002).iloc[[0, 3, 5, 9, 10, 14, 16, 19]], n_params_convention="total", n_bootstrap=2)
+    found = next_runs(fitted, 1e9, 2e10, affordable_flops=1e20, n_runs=12)
+    assert len(found.runs) >= 7
+    assert not found.reasons
+
+
+def test_candidates_keep_to_ratios_and_sizes_that_are_known(ladder: Callable[..., pd.DataFrame]) -> None:
+    runs = ladder(noise=0.002)
+    runs["n_tokens"] *= np.tile([0.05, 1, 1, 30], 5)
+    fitted = fit(runs, n_params_convention="total", n_bootstrap=2)
+    found = candidate_runs(fitted, 1e9, 2e10, affordable_flops=1e20)
+    ratio = found["n_tokens"] / found["n_params"]
+    assert ratio.min() >= 2 * (1 - 1e-9)
+    assert ratio.max() <= 500 * (1 + 1e-9)
+    assert found["cost_flops"].min() >= fitted.compute_range[0]
+    out = candidate_runs(fitted, 1e9, 1e12, affordable_flops=1e22)
+    assert (out["n_tokens"] / out["n_params"]).max() == pytest.approx(1000), "the target lies there"
