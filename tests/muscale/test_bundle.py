@@ -42,7 +42,7 @@ from proxy_models.training import Trainer
 from scaling import Forecast
 
 BATCH, STEPS = 256, 24
-NUMBERS = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
+NUMBERS: dict[str, Any] = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
 WRITTEN = {
     *(parts.CARD, parts.WEIGHTS, parts.OPTIMIZER, parts.MODEL, parts.PARAMETRIZATION, parts.SCHEDULE, parts.STUDY),
     *(parts.DATA, parts.ENVIRONMENT, parts.LOCK, parts.SEEDS, parts.METRICS, parts.FORECAST, parts.LINEAGE, parts.RUNS),
