@@ -39,6 +39,7 @@ from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict, fit, fit_verdict
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle
     from proxy_models.coordinate_check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -356,6 +357,20 @@ class Study:
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)
+
+    def bundle(self, *, average: int = 1) -> Bundle:
+        """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
+
+        Args:
+            average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+
+        Raises:
+            StageError: If no run was promoted to its end, or its last weights are gone.
+            BundleError: If the bundle was written before and is damaged.
+        """
+        from muscale.preserve import preserve
+
+        return preserve(self, average=average)
 
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""
