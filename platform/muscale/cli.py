@@ -137,6 +137,12 @@ def transfer(study: Path, *, options: Options = Options()) -> int:
 
 
 @app.command
+def ablate(study: Path, *, options: Options = Options()) -> int:
+    """Swap one component of the model at a time, over seeds: muscale ablate study.toml --set ablate.components='["norm"]'."""
+    return _stage(study, options, lambda opened: opened.ablate(), "ablate")
+
+
+@app.command
 def ladder(study: Path, *, options: Options = Options()) -> int:
     """Train the runs that the law is fitted from."""
     return _stage(study, options, lambda opened: opened.ladder(), "ladder")
@@ -311,7 +317,8 @@ def _stage(
         from muscale.costs import estimate
 
         table = estimate(StudyConfig.read(path, options.set))
-        _show(table if name is None else table[table["stage"] == name], as_json=options.json)
+        shown = table["stage"] != "ablate" if name is None else table["stage"] == name  # no stage of `run`
+        _show(table[shown], as_json=options.json)
         return 0
     from muscale.study import Study
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin, ge
 import pydantic
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
+from muscale.ablation_settings import AblateSettings
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
@@ -135,6 +136,7 @@ class StudyConfig(_Table):
     fit: FitSettings = FitSettings()
     plan: PlanSettings
     promote: PromoteSettings = PromoteSettings()
+    ablate: AblateSettings = AblateSettings()
     resources: ResourceSettings = ResourceSettings()
     storage: StorageSettings = StorageSettings()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import data, ladder, next_stems, planning, promotion, transfer
+from muscale import ablation, data, ladder, next_stems, planning, promotion, transfer
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, finish, staying_cluster
@@ -36,7 +36,7 @@ from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict, fit, fit_verdict
+from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle
@@ -318,6 +318,17 @@ class Study:
                 verdict=verdict.verdict,
                 forced=not (check.passed and verdict.passed),
             )
+
+    def ablate(self) -> Ablation:
+        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""
+        found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
+        self._finish("ablate", [variant.job for variant in found])
+        try:
+            result = compare_ablations(ablation.rows(self.ledger.runs(), found))
+        except ScalingError as error:
+            raise StageError(f"ablate: {error}") from error
+        self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
+        return result
 
     def run(self, *, force: bool = False) -> Promotion:
         """Every stage in turn; what is known is not done again.
