@@ -1,7 +1,4 @@
-"""Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it.
-
-What lies in the middle of the scale of `figures.COLOURS` is seen on a light and on a dark page alike: lines keep to it.
-"""
+"""Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +8,28 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.figures import COLOURS, COMPUTE, LOSS, add_band
+from scaling.figures import (
+    COLOURS,
+    COMPUTE,
+    EDGE,
+    STAR,
+    add_band,
+    error_bars,
+    log_axis,
+    loss_title,
+    params_title,
+    stacked,
+)
 from scaling.forecast import Forecast
 from scaling.forms.form import Array, Form, Values
-from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
+from scaling.forms.powers import Joint
+from scaling.law import FLOPS_PER_PARAM_TOKEN, NATS, Law, compute_flops
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from scaling.result import ScalingFit
 
-PARAMS = "parameters N"
 TOKENS = "training tokens D"
 RATIO = "tokens per parameter D/N"
 BEYOND = 10.0
@@ -33,21 +41,25 @@ _HALVINGS = 60  # of a bracket of some tens in log units: to rounding
 _REACH = math.log(1e4)  # around the law's best log N, within which a draw's is sought
 
 
-def contours_data(fit: "ScalingFit", target: Forecast | None = None, **columns: float) -> pd.DataFrame:
+def contours_data(
+    fit: "ScalingFit", target: Forecast | None = None, *, alone: bool = False, **columns: float
+) -> pd.DataFrame:
     """Series run, contour, frontier, isoflop, target: n_params, n_tokens, compute_flops, loss.
 
     A contour's points share their `loss`, an isoflop's their `compute_flops`. The losses of contours are about even along
-    the frontier, rounded. All but the runs' and the target's are the law's.
+    the frontier, rounded. All but the runs' and the target's are those of `ScalingFit.best_law`.
 
     Args:
         fit: the fitted law.
         target: another run to show; the figure reaches it, and 10 times the largest run's compute.
+        alone: by the one form fitted instead.
         columns: values of the law's further columns.
     """
     runs = fit.residuals()[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
     low, high = fit.compute_range
     top = max(BEYOND * high, target.compute_flops if target else 0)
-    frontier = fit.law.frontier(np.geomspace(low, top, 48), **columns).assign(series="frontier")
+    law = fit.law if alone else fit.best_law
+    frontier = law.frontier(np.geomspace(low, top, 48), **columns).assign(series="frontier")
     parts = [runs, frontier]
     if target is not None:
         names = ("n_params", "n_tokens", "compute_flops", "loss")
@@ -56,17 +68,17 @@ def contours_data(fit: "ScalingFit", target: Forecast | None = None, **columns: 
     box = {name: (shown[name].min() / _MARGIN, shown[name].max() * _MARGIN) for name in ("n_params", "n_tokens")}
     for decade in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1):
         n_params = np.geomspace(*box["n_params"], 64)
-        parts.append(_points(fit.law, n_params, 10**decade / FLOPS_PER_PARAM_TOKEN / n_params, columns, "isoflop"))
+        parts.append(_points(law, n_params, 10**decade / FLOPS_PER_PARAM_TOKEN / n_params, columns, "isoflop"))
         parts[-1]["compute_flops"] = 10.0**decade  # exactly, as they are grouped by it
     for level in _levels(frontier["loss"].to_numpy()):
-        n_params, n_tokens = _contour(fit.law, level, box["n_params"], box["n_tokens"], columns)
-        parts.append(_points(fit.law, n_params, n_tokens, columns, "contour").assign(loss=level))
+        n_params, n_tokens = _contour(law, level, box["n_params"], box["n_tokens"], columns)
+        parts.append(_points(law, n_params, n_tokens, columns, "contour").assign(loss=level))
     data = pd.concat(parts, ignore_index=True)
     inside = np.all([data[name].between(*ends) for name, ends in box.items()], axis=0)
     return data[inside].reset_index(drop=True)
 
 
-def draw_contours(data: pd.DataFrame) -> "go.Figure":
+def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
@@ -83,26 +95,26 @@ def draw_contours(data: pd.DataFrame) -> "go.Figure":
             _label(figure, part.iloc[_INSET], f"10<sup>{math.log10(flops):.0f}</sup>", "top right")
     for i, level in enumerate(levels):
         part = data[(data["series"] == "contour") & (data["loss"] == level)]
-        _line(figure, part, {"color": shades[i], "width": 1.5}, "equal " + LOSS, first=i == 0)
+        _line(figure, part, {"color": shades[i], "width": 1.5}, "equal " + loss_title(loss_unit), first=i == 0)
         _label(figure, part.iloc[-1], f"{level:.{places}f}", "top left")
     runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "target"))
     _line(figure, frontier, {"color": COLOURS[2], "width": 4}, "best N and D")
     _markers(figure, runs, "runs", {"color": "grey", "size": 5})
     if len(target):
-        _markers(figure, target, "target", {"symbol": "star", "size": 13, "color": COLOURS[5]})
-    for name, axis, title in (("n_params", "xaxis", PARAMS), ("n_tokens", "yaxis", TOKENS)):
+        _markers(figure, target, "target", STAR)
+    titles = (("n_params", "xaxis", params_title(n_params_convention)), ("n_tokens", "yaxis", TOKENS))
+    for name, axis, title in titles:
         ends = np.log10([data[name].min(), data[name].max()])
-        figure.update_layout(
-            {axis: {"title": title, "type": "log", "exponentformat": "power", "dtick": "D2", "range": list(ends)}}
-        )
+        figure.update_layout({axis: {"title": title, "range": list(ends), **log_axis(data[name])}})
     return figure
 
 
-def allocation_data(fit: "ScalingFit", level: float = 0.9, **columns: float) -> pd.DataFrame:
+def allocation_data(fit: "ScalingFit", level: float = 0.9, *, alone: bool = False, **columns: float) -> pd.DataFrame:
     """One row for each quantity and budget: quantity (n_params, n_tokens, tokens_per_param), compute_flops, value, low, high.
 
-    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it. The interval is between
-    percentiles of the bootstrap: how the optimum depends on which runs were made, not whether the form is right.
+    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it. The optimum is that of
+    `ScalingFit.best_law`, its interval tells how it depends on the fit and on which runs were made (`Ensemble.moves`). With
+    `alone`, or for a law without a forecast, it is the one form's and depends on the runs.
 
     Raises:
         ValueError: the level is not between 0 and 1.
@@ -111,9 +123,15 @@ def allocation_data(fit: "ScalingFit", level: float = 0.9, **columns: float) -> 
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
     low, high = fit.compute_range
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
-    best = fit.law.frontier(flops, **columns)
-    draws = dict(zip(fit.law.form.parameters, fit.draws.T[:, :, None], strict=True))
-    drawn = best_sizes(fit.law.form, draws, flops, best["n_params"].to_numpy(), columns)
+    alone = alone or not fit.has_forecast
+    best = (fit.law if alone else fit.best_law).frontier(flops, **columns)
+    around = best["n_params"].to_numpy()
+    if not alone:
+        drawn = around * np.exp(
+            fit.ensemble.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, around, columns)))
+        )
+    else:
+        drawn = best_sizes(fit.law.form, fit.law.form.stacked(fit.draws), flops, around, columns)
     product = flops / FLOPS_PER_PARAM_TOKEN
     of_draws = {"n_params": drawn, "n_tokens": product / drawn, "tokens_per_param": product / drawn**2}
     best["tokens_per_param"] = best["n_tokens"] / best["n_params"]
@@ -126,15 +144,19 @@ def allocation_data(fit: "ScalingFit", level: float = 0.9, **columns: float) -> 
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_allocation(data: pd.DataFrame) -> "go.Figure":
-    """The best N, D and D/N against compute with their intervals, dashed beyond the runs."""
-    from plotly.subplots import make_subplots
-
-    quantities = {"n_params": PARAMS, "n_tokens": TOKENS, "tokens_per_param": RATIO}
-    figure = make_subplots(cols=3, horizontal_spacing=0.12)
-    for column, (quantity, title) in enumerate(quantities.items(), start=1):
-        part, place = data[data["quantity"] == quantity], {"row": 1, "col": column, "showlegend": column == 1}
-        name = f"{100 * part['level'].iloc[0]:g} % of the bootstrap"
+def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+    """A panel for each quantity: the best against compute with its interval, dashed beyond the runs, and single optima."""
+    titles = {
+        "n_params": params_title(n_params_convention, "<br>"),
+        "n_tokens": TOKENS,
+        "tokens_per_param": RATIO,
+    }
+    quantities = data["quantity"].unique()
+    figure = stacked(len(quantities), shared_xaxes=True)
+    for row, quantity in enumerate(quantities, start=1):
+        whole, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
+        part, points = whole[whole["series"] != "optimum"], whole[whole["series"] == "optimum"]
+        name = f"{100 * part['level'].iloc[0]:g} % interval"
         add_band(figure, part["compute_flops"], part["low"], part["high"], name=name, **place)
         for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
             own = part[part["series"] == series]
@@ -148,10 +170,19 @@ def draw_allocation(data: pd.DataFrame) -> "go.Figure":
                 text=hover,
                 **place,
             )
-        ticks = {} if quantity == "tokens_per_param" else {"dtick": "D2"}
-        figure.update_yaxes(title=title, type="log", exponentformat="power", row=1, col=column, **ticks)
-    figure.update_xaxes(type="log", exponentformat="power")
-    figure.update_xaxes(title=COMPUTE, col=2)  # of all three: side by side the titles would run into each other
+        if len(points):
+            figure.add_scatter(
+                x=points["compute_flops"],
+                y=points["value"],
+                error_y=error_bars(points, "value"),
+                mode="markers",
+                name="read off the runs",
+                marker={"color": COLOURS[5], "size": 7, "line": {"color": EDGE, "width": 1}},
+                **place,
+            )
+        figure.update_yaxes(title=titles[quantity], **log_axis(whole["value"]), row=row, col=1)
+    figure.update_xaxes(**log_axis(data["compute_flops"]))
+    figure.update_xaxes(title=COMPUTE, row=len(quantities), col=1)
     return figure
 
 
@@ -244,5 +275,5 @@ def _markers(figure: "go.Figure", part: pd.DataFrame, name: str, marker: dict[st
 
 def _label(figure: "go.Figure", point: "pd.Series[Any]", text: str, place: str) -> None:
     common = {"mode": "text", "textposition": place, "showlegend": False, "hoverinfo": "skip"}
-    font = {"size": 10, "color": "#808488"}
+    font = {"size": 10, "color": EDGE}
     figure.add_scatter(x=[point["n_params"]], y=[point["n_tokens"]], text=[text], textfont=font, **common)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,9 @@ from numpy.typing import ArrayLike
 
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines, span
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 PARAMETERS = ("params_exponent", "tokens_exponent", "n_params_ref", "n_tokens_ref")
 MIN_POINTS = 4
@@ -35,10 +38,14 @@ class ComputePowers(Result):
         n_params_ref, n_tokens_ref: N* and D* at `compute_ref`.
         compute_ref: geometric mean of the points' compute, FLOPs.
         n_params_convention: what N counts.
+        loss_unit: of the points' losses.
         draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`.
         points: the optima: compute_flops, n_params, n_tokens, loss, and what the approach knows besides.
+        rows: what they were read off: n_params, n_tokens, loss, compute_flops (of an isoFLOP, its budget), and the `run` of
+            an envelope's curves.
         bias: what the approach is estimated to get wrong by itself (see `fit_isoflops`); empty where that isn't known.
         warnings: why the numbers are doubtful; empty if they are not.
+        assumptions: what was taken for granted of the runs, as no column says it.
     """
 
     approach: str
@@ -48,10 +55,13 @@ class ComputePowers(Result):
     n_tokens_ref: float
     compute_ref: float
     n_params_convention: str
+    loss_unit: str
     draws: Array = field(repr=False)
     points: pd.DataFrame = field(repr=False)
+    rows: pd.DataFrame = field(repr=False)
     bias: dict[str, float]
     warnings: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
     @property
     def status(self) -> str:
@@ -83,16 +93,32 @@ class ComputePowers(Result):
         index = ["params_exponent", "tokens_exponent", "n_params", "n_tokens"]
         return pd.DataFrame({"estimate": both[0], "low": low, "high": high}, index=index)
 
+    def plot(self) -> go.Figure:
+        """What the optima were read off: parabolas of loss over N, or curves of loss over compute with their envelope."""
+        from scaling.powers_figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
+
+        if self.approach == "envelope":
+            return draw_envelope(envelope_data(self), self.n_params_convention, self.warnings, self.loss_unit)
+        return draw_isoflops(isoflops_data(self), self.n_params_convention, self.warnings, self.loss_unit)
+
+    def plot_powers(self, level: float = 0.9) -> go.Figure:
+        """N* and D* against compute, with percentiles over resampled runs and the optima that they go through."""
+        from scaling.powers_figures import draw_powers, powers_data
+
+        return draw_powers(powers_data(self, level), self.n_params_convention, self.warnings)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` restores it."""
         points = self.points.astype(object).where(self.points.notna(), None)
         return {
             "approach": self.approach,
-            **{name: getattr(self, name) for name in (*PARAMETERS, "compute_ref", "n_params_convention")},
+            **{name: getattr(self, name) for name in (*PARAMETERS, "compute_ref", "n_params_convention", "loss_unit")},
             "draws": self.draws.tolist(),
             "points": points.to_dict("list"),
+            "rows": self.rows.to_dict("list"),
             "bias": self.bias,
             "warnings": list(self.warnings),
+            "assumptions": list(self.assumptions),
         }
 
     @classmethod
@@ -101,7 +127,9 @@ class ComputePowers(Result):
         restored = {
             "draws": np.asarray(data["draws"], np.float64),
             "points": pd.DataFrame(data["points"]),
+            "rows": pd.DataFrame(data["rows"]),
             "warnings": tuple(data["warnings"]),
+            "assumptions": tuple(data["assumptions"]),
         }
         return cls(**(data | restored))
 
@@ -114,6 +142,7 @@ class ComputePowers(Result):
             "points": f"{len(self.points)} at {span(*np.quantile(self.points['compute_flops'], [0, 1]))} FLOPs, "
             f"N* and D* above at {self.compute_ref:.3g}",
             "interval": f"90 % of {len(self.draws)} resamplings of the runs, without the approach's own bias",
+            **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
             "status": "; ".join((self.status, *self.warnings)),
         }
         return f"{table}\n{lines(about)}"

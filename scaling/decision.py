@@ -8,7 +8,7 @@ import pandas as pd
 from scaling.accelerators import Accelerator, Budget, to_device
 from scaling.forecast import Forecast
 from scaling.law import Law, compute_flops
-from scaling.presentation import Result, lines, span
+from scaling.presentation import Result, counted, lines, span
 from scaling.spending import FLOPS_PER_PARAM_SERVED
 
 
@@ -17,10 +17,10 @@ class Decision(Result):
     """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
 
     Attributes:
-        law: by which it was decided.
+        law: by which it was decided; it says what N counts and what the loss is in.
         n_params: parameters N.
         n_tokens: training tokens D.
-        loss: the law's at (N, D), nats per token.
+        loss: the law's at (N, D), in its unit.
         served_tokens: over the model's life.
         serving_price: of a FLOP of serving, in FLOPs of training.
         unique_tokens: in the corpus, None if it was not said.
@@ -128,9 +128,10 @@ class Decision(Result):
         """Size, tokens, loss, cost, band, and everything assumed."""
         low, high = self.near["n_params"].min(), self.near["n_params"].max()
         rows = {
-            "decided": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens ({self.tokens_per_param:.4g} per parameter)"
+            "decided": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens "
+            f"({self.tokens_per_param:.4g} per parameter)"
             + ("" if self.config is None or isinstance(self.config, float | int) else f": {self.config}"),
-            "loss": f"{self.loss:.4f} nats per token"
+            "loss": f"{self.loss:.4f} {self.law.loss_unit}"
             + (" by the law" if self.forecast is None else f", {self.forecast.law_loss:.4f} by the one form fitted")
             + ("" if self.target_loss is None else f", the least compute for {self.target_loss:.4f}"),
             "budget": self.budget.terms or self.budget.worth,

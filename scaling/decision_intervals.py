@@ -8,9 +8,10 @@ import pandas as pd
 
 from scaling.ensemble import Ensemble
 from scaling.forecast import Forecast
-from scaling.forms.form import Array
+from scaling.forms.form import Array, Values
+from scaling.forms.powers import Joint
 from scaling.result import ScalingFit
-from scaling.spending import QUANTITIES, Spending, stacked
+from scaling.spending import QUANTITIES, Spending
 
 
 def by_forecast(
@@ -23,9 +24,9 @@ def by_forecast(
 ) -> pd.DataFrame:
     """Estimate, low, high of `QUANTITIES` for what was decided by the forecast's mean.
 
-    The loss is the forecast's own. A size is moved by what each of the fits would choose against their mean, and by what each
-    resampling of the runs would against the base fit; of all pairs the quantiles are taken. To reach a loss, the compute is
-    that at which the forecast's interval begins and ends, and sizes and tokens reach from the one's to the other's at least.
+    The loss is the forecast's own. Sizes and tokens are moved as the choice of fit and of runs moves them (`Ensemble.moves`).
+    To reach a loss, the compute is that at which the forecast's interval begins and ends, and sizes and tokens reach from the
+    one's to the other's at least.
 
     Args:
         ensemble: of the fit.
@@ -35,18 +36,14 @@ def by_forecast(
         loss: to be reached, or None for a budget.
         forecast: of what was decided, at the level wanted.
     """
-    laws = [[*law.parameters.values()] for law in ensemble.variants.values()]
-    base = next(iter(ensemble.variants.values()))
-    each, those = replace(spending, form=base.form), stacked(base, np.vstack([np.array(laws), ensemble.draws]))
-    count = len(laws) + len(ensemble.draws)
-    budgets = np.full(count, answer["total_flops"]) if loss is None else each.least_budget(those, loss, count)
-    with np.errstate(invalid="ignore"):  # infinite where a fit never reaches the loss
-        log = np.log(each.answers(those, budgets)[["n_params", "n_tokens"]].to_numpy())
-        fits, draws = log[: len(laws)], log[len(laws) :]
-        centre = np.where(np.isfinite(fits), fits, np.nan)
-        moved = (fits - np.nanmean(centre, axis=0))[:, None] + (draws - fits[0])
-        sizes, tokens = np.exp(np.log(answer[["n_params", "n_tokens"]].to_numpy(float)) + moved.reshape(-1, 2)).T
-    sizes, tokens = (np.nan_to_num(found, nan=np.inf) for found in (sizes, tokens))
+    each = replace(spending, form=Joint())
+
+    def chosen(those: Values, count: int) -> Array:
+        budgets = np.full(count, answer["total_flops"]) if loss is None else each.least_budget(those, loss, count)
+        return np.asarray(np.log(each.answers(those, budgets)[["n_params", "n_tokens"]].to_numpy(float)))
+
+    decided = np.log(answer[["n_params", "n_tokens"]].to_numpy(float))
+    sizes, tokens = np.exp(decided + ensemble.moves(chosen)).T
     if spending.sizes is not None:
         sizes = spending.sizes[np.abs(np.log(spending.sizes) - np.log(sizes)[:, None]).argmin(axis=1)]
     sizes = np.minimum(sizes, spending.max_params)
@@ -54,7 +51,10 @@ def by_forecast(
         tokens = spending.tokens(sizes, answer["total_flops"])
     ends = np.array([(1 - forecast.level) / 2, (1 + forecast.level) / 2])
     table = pd.DataFrame({"estimate": answer.to_numpy(float)}, index=[*QUANTITIES])
-    for name, found in {"n_params": sizes, "n_tokens": tokens, "tokens_per_param": tokens / sizes}.items():
+    ratio = np.where(
+        np.isfinite(tokens) & np.isfinite(sizes), tokens / np.where(np.isfinite(sizes), sizes, 1.0), np.inf
+    )
+    for name, found in {"n_params": sizes, "n_tokens": tokens, "tokens_per_param": ratio}.items():
         table.loc[name, ["low", "high"]] = np.quantile(found, ends, method="nearest")
     table.loc["total_flops", ["low", "high"]] = answer["total_flops"]
     table.loc["loss", ["low", "high"]] = [forecast.low, forecast.high]
@@ -73,7 +73,7 @@ def by_refits(
     fit: ScalingFit, spending: Spending, answer: pd.Series, loss: float | None, budget: float, level: float
 ) -> pd.DataFrame:
     """The same over the bootstrap of a law that has no forecast; infinite where refits never reach the loss."""
-    values, count = stacked(fit.law, fit.draws), len(fit.draws)
+    values, count = fit.law.form.stacked(fit.draws), len(fit.draws)
     budgets = np.full(count, budget) if loss is None else spending.least_budget(values, loss, count)
     found = spending.answers(values, budgets).to_numpy()
     # Ends are draws themselves: between two infinite ones there is nothing to interpolate.

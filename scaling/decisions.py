@@ -31,8 +31,9 @@ from scaling.forecast import Forecast, reasons_against
 from scaling.forms.form import Array
 from scaling.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.memory import MemoryLimit
+from scaling.presentation import counted
 from scaling.result import ScalingFit
-from scaling.spending import UNIQUE, Spending, stacked
+from scaling.spending import UNIQUE, Spending
 
 SANE_RATIO = (0.5, 2e4)
 """Assumed: tokens per parameter outside which an answer by a law alone is doubted."""
@@ -63,7 +64,7 @@ def decide(
     Args:
         law: a fit, which also tells how sure the answer is, or a law alone.
         budget: of training and serving together; a number is FLOPs.
-        loss: to reach with the least compute, nats per token, instead of a budget.
+        loss: to reach with the least compute, in the law's unit, instead of a budget.
         served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
         serving_price: what a FLOP of serving costs in FLOPs of training: the ratio of price over MFU, which is above 1
             where answers are made one token at a time.
@@ -92,13 +93,12 @@ def decide(
     require_positive("serving_price", serving_price)
     memory = (memory,) if isinstance(memory, MemoryLimit) else tuple(memory or ())
     fit = law if isinstance(law, ScalingFit) else None
-    forecasts = fit is not None and {*fit.law.form.columns} == {"n_params", "n_tokens"}
-    point = law if isinstance(law, Law) else law.ensemble.law if forecasts else law.law
+    point = law if isinstance(law, Law) else law.best_law
     chosen = _sizes(sizes)
     spending = _spending(
         point, served_tokens, serving_price, unique_tokens, max_epochs, memory, chosen, deadline, columns
     )
-    values = stacked(point, np.array([[*point.parameters.values()]]))
+    values = point.form.stacked(np.array([[*point.parameters.values()]]))
     if budget is None:
         given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
     else:
@@ -108,7 +108,7 @@ def decide(
         why = f"serving {served_tokens:.4g} tokens alone costs" if served_tokens else "one token of every size costs"
         raise ScalingError(f"{why} more than {given.compute_flops:.4g} FLOPs")
     n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
-    forecast = fit.forecast(n_params, n_tokens, level) if fit and forecasts else None
+    forecast = fit.forecast(n_params, n_tokens, level) if fit and fit.has_forecast else None
     if fit and forecast:
         intervals = by_forecast(fit.ensemble, spending, values, answer, loss, forecast)
     elif fit:
@@ -127,7 +127,7 @@ def decide(
         near=_near(spending, values, answer, given.compute_flops, tolerance),
         tolerance=tolerance,
         intervals=intervals if fit else None,
-        size_by_fit=_size_by_fit(fit, spending, given.compute_flops) if fit and forecasts else None,
+        size_by_fit=_size_by_fit(fit, spending, given.compute_flops) if fit and forecast else None,
         level=level,
         forecast=forecast,
         limits=_limits(spending, answer, memory, deadline),
@@ -234,7 +234,9 @@ def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Serie
     """The best N under each fit that the forecast is a mean of, and under the one form fitted."""
     laws = {**fit.ensemble.variants, f"{fit.law.form.name} alone": fit.law}
     found = [
-        replace(spending, form=law.form).best(stacked(law, np.array([[*law.parameters.values()]])), np.array([budget]))
+        replace(spending, form=law.form).best(
+            law.form.stacked(np.array([[*law.parameters.values()]])), np.array([budget])
+        )
         for law in laws.values()
     ]
     return pd.Series(np.concatenate(found), index=[*laws], name="n_params")
@@ -291,12 +293,7 @@ def _doubts(
 def _assumptions(
     law: Law | ScalingFit, forecast: Forecast | None, spending: Spending, memory: Sequence[MemoryLimit]
 ) -> tuple[str, ...]:
-    counts = (
-        f"N counted {law.n_params_convention}, as in the fit"
-        if isinstance(law, ScalingFit)
-        else "N counted as in the law"
-    )
-    said = [f"training costs 6·N·D FLOPs, {counts}"]
+    said = [f"training costs 6·N·D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
     if spending.served_tokens:
         said.append(
             f"serving costs 2·N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "

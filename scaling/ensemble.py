@@ -8,7 +8,7 @@ public ladder, and to choose one by its held-out error would be hindsight. Measu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike
 
 from scaling.bootstrap import refit
 from scaling.errors import ScalingError
-from scaling.forms.form import Array, Problem, columns_of
+from scaling.forms.form import Array, Problem, Values, columns_of
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
-from scaling.law import Law, compute_flops
+from scaling.law import NATS, Law, compute_flops
 from scaling.newton import Prior, minimize
 from scaling.screening import screened
 from scaling.weights import noise_weights, stem_weights
@@ -65,8 +65,26 @@ class Ensemble:
         """The forecast's point at every (N, D), as a law."""
         return mean_of([*self.variants.values()])
 
+    def moves(self, log_of: Callable[[Values, int], Array]) -> Array:
+        """How a quantity's logarithm moves with the fit and with the runs, [n_variants·n_draws, …].
+
+        What each variant says against their mean, and what each draw says against the base, of every pair of the two; infinite
+        where a fit gives none.
+
+        Args:
+            log_of: the logarithm, [J, …], of J sets of the joint form's parameters, [J, 1] each.
+        """
+        laws = np.array([[*law.parameters.values()] for law in self.variants.values()])
+        every = np.vstack([laws, self.draws])
+        logs = log_of(Joint().stacked(every), len(every))
+        fits, draws = logs[: len(laws)], logs[len(laws) :]
+        with np.errstate(invalid="ignore"):
+            centre = np.nanmean(np.where(np.isfinite(fits), fits, np.nan), axis=0)
+            moved = (fits - centre)[:, None] + (draws - fits[0])
+        return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
+
     def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-        """The forecast, log nats per token, of the broadcast shape."""
+        """The forecast, log loss, of the broadcast shape."""
         return np.asarray(np.log(self.law.loss(n_params, n_tokens)))
 
     def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
@@ -82,12 +100,15 @@ class Ensemble:
         return np.asarray(np.log(Joint().loss(values, rows)).std(axis=0))
 
 
-def fit_ensemble(rows: pd.DataFrame, *, seed: int = 0) -> Ensemble:
+def fit_ensemble(
+    rows: pd.DataFrame, *, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
+) -> Ensemble:
     """Fit every variant.
 
     Args:
         rows: n_params, n_tokens, loss, stem; with `noise` they are weighted by 1/noise².
         seed: of the resampling.
+        n_params_convention, loss_unit: of the laws.
 
     Raises:
         ScalingError: there are too few distinct (N, D) for the joint form.
@@ -101,7 +122,13 @@ def fit_ensemble(rows: pd.DataFrame, *, seed: int = 0) -> Ensemble:
     n_params, n_tokens = rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy()
     log_compute, ratio = np.log10(compute_flops(n_params, n_tokens)), n_tokens / n_params
     weights = noise_weights(rows)
-    fits = _Fits(Joint().problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss), log_loss, weights)
+    fits = _Fits(
+        Joint().problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss),
+        log_loss,
+        weights,
+        n_params_convention,
+        loss_unit,
+    )
     usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
     base, sigma = fits.adaptive()
     residual = fits.residual(base)
@@ -147,6 +174,8 @@ class _Fits:
     problem: Problem
     log_loss: Array
     weights: Array
+    n_params_convention: str
+    loss_unit: str
 
     def prior(self, variance: float) -> Prior:
         """In the units of an objective whose residuals have a variance."""
@@ -183,4 +212,10 @@ class _Fits:
 
     def law(self, theta: Array) -> Law:
         """The law of one theta."""
-        return Joint().law(**dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True)))
+        numbers = dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
+        return Law(
+            form=Joint(),
+            parameters=numbers,
+            n_params_convention=self.n_params_convention,
+            loss_unit=self.loss_unit,
+        )

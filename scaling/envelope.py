@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
-from scaling.law import compute_flops
+from scaling.law import NATS, compute_flops
+from scaling.runs import ASSUMED, Table, counts, naming, read_table, require_convention, to_nats
 from scaling.table import numbers, require_columns
 
 _COLUMNS = ("compute_flops", "n_params", "n_tokens", "loss", "smaller", "larger")
@@ -28,7 +29,7 @@ MAX_UNANSWERED = 0.05
 
 
 @dataclass(frozen=True)
-class _Curves:
+class Curves:
     """Interpolated losses [runs, levels], infinite outside a run's range, and N of each run."""
 
     compute: Array
@@ -51,10 +52,12 @@ class _Curves:
             found.setdefault((pair[0], pair[1]), []).append(int(i))
         records = []
         for (smaller, larger), at in sorted(found.items()):
-            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[np.array(at) + 1])).mean() / 2))
+            after = np.array(at) + 1
+            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[after])).mean() / 2))
+            height = float((loss[best[at], at] + loss[best[after], after]).mean() / 2)
             size = math.sqrt(smaller * larger)
             tokens = middle / float(compute_flops(size, 1.0))
-            records.append([middle, size, tokens, float(loss[best[at], at].mean()), smaller, larger])
+            records.append([middle, size, tokens, height, smaller, larger])
         return np.array(records).reshape(-1, len(_COLUMNS))
 
     def powers(self, chosen: NDArray[np.int64], reference: float) -> Powers | None:
@@ -66,15 +69,21 @@ class _Curves:
 
 
 def fit_envelope(
-    curves: pd.DataFrame, *, n_params_convention: str, n_bootstrap: int = 400, seed: int = 0
+    curves: Table,
+    *,
+    n_params_convention: str,
+    loss_unit: str = NATS,
+    n_bootstrap: int = 400,
+    seed: int = 0,
 ) -> ComputePowers:
     """Fit N* and D* as powers of compute through the envelope of loss curves.
 
     Args:
-        curves: one row per evaluation: `run`, `n_params`, `n_tokens` (so far), `loss` (nats per token, smoothed); optional
-            `annealed`. A curve's losses should be what a run of that length ends at: annealed branches, or runs of several
-            lengths; of one cosine run only the end is.
+        curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
+            (smoothed); optional `annealed`. A curve's losses should be what a run of that length ends at: annealed branches,
+            or runs of several lengths; of one cosine run only the end is.
         n_params_convention: what N counts.
+        loss_unit: as for `fit`.
         n_bootstrap: resamplings of the runs.
         seed: of the resampling.
 
@@ -85,12 +94,11 @@ def fit_envelope(
         ValueError: a column is missing or breaks its rule, or a run has several sizes.
         ScalingError: fewer than two crossings lie on the envelope.
     """
-    require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
-    table = pd.DataFrame({name: numbers(curves, name) for name in ("n_params", "n_tokens", "loss")})
-    table["run"] = curves["run"].to_numpy()
-    if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
-        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
-    interpolated = _interpolated(table)
+    require_convention(n_params_convention)
+    given = read_table(curves)
+    with naming(curves):
+        table, unit = _checked(given, loss_unit)
+    interpolated = curves_of(table)
     everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
     points = pd.DataFrame(interpolated.crossings(everyone), columns=list(_COLUMNS))
     if len(points) < 2:
@@ -109,7 +117,7 @@ def fit_envelope(
         doubts.append(
             f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
         )
-    if "annealed" in curves and not curves["annealed"].astype(bool).all():
+    if "annealed" in given and not given["annealed"].astype(bool).all():
         doubts.append("losses in mid-schedule: the envelope compares runs before and after their decay")
     if unanswered > MAX_UNANSWERED:
         doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
@@ -121,19 +129,37 @@ def fit_envelope(
         n_tokens_ref=estimate[3],
         compute_ref=reference,
         n_params_convention=n_params_convention,
+        loss_unit=unit,
         draws=draws,
         points=points,
+        rows=table,
         bias={},
         warnings=tuple(doubts),
+        assumptions=() if "annealed" in given else (ASSUMED["annealed"],),
     )
 
 
-def _interpolated(table: pd.DataFrame) -> _Curves:
-    compute = compute_flops(table["n_params"], table["n_tokens"])
+def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
+    """Columns n_params, n_tokens, loss, compute_flops, run, and the unit of the losses."""
+    require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
+    factor, unit = to_nats(loss_unit)
+    found = {"n_params": counts(curves, "n_params"), "n_tokens": numbers(curves, "n_tokens")}
+    found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}
+    table = pd.DataFrame({**found, "run": curves["run"].to_numpy()})
+    if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
+        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
+    return table, unit
+
+
+def curves_of(table: pd.DataFrame) -> Curves:
+    """At `LEVELS` of compute, of a table with the columns run, n_params, compute_flops, loss."""
+    compute = table["compute_flops"]
     levels = np.geomspace(compute.min(), compute.max(), LEVELS)
     sizes, losses = [], []
-    for _, part in table.assign(compute=compute).groupby("run", sort=True):
-        curve = part.sort_values("compute").drop_duplicates("compute")
+    for _, part in table.groupby("run", sort=True):
+        curve = part.sort_values("compute_flops").drop_duplicates("compute_flops")
         sizes.append(float(curve["n_params"].iloc[0]))
-        losses.append(np.interp(np.log(levels), np.log(curve["compute"]), curve["loss"], left=np.inf, right=np.inf))
-    return _Curves(levels, np.array(sizes), np.array(losses))
+        losses.append(
+            np.interp(np.log(levels), np.log(curve["compute_flops"]), curve["loss"], left=np.inf, right=np.inf)
+        )
+    return Curves(levels, np.array(sizes), np.array(losses))

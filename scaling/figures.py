@@ -1,14 +1,18 @@
 """Figures of optima and their laws, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-Every table has a column `series` that says what a row is, so that it can be drawn with other means as well.
+Every table has a column `series` that says what a row is, so that it can be drawn with other means as well. What all figures
+share is below: colours that are seen on a light and on a dark page alike, bands and error bars, panels, titles.
 """
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+
+from scaling.law import NATS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -18,10 +22,20 @@ if TYPE_CHECKING:
     from scaling.transfer import Transfer
     from scaling.verdict import Verdict
 
-LOSS = "loss (nats per token)"
+LOSS = f"loss ({NATS})"
 COMPUTE = "training compute 6·N·D (FLOPs)"
-COLOURS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#d8c219")
-BAND = "rgba(42, 120, 142, 0.2)"
+COLOURS = ("#a45cc0", "#5f7fd0", "#2a788e", "#22a884", "#63b53b", "#c9a50c")
+"""Of lines and marks: each at least 2.3 to 1 against white and against nearly black."""
+EDGE = "#808488"
+BAND = "rgba(42, 120, 142, 0.28)"
+STAR = {"symbol": "star", "size": 13, "color": COLOURS[5], "line": {"color": EDGE, "width": 1}}
+_PANEL, _AROUND = 230, 140
+"""Pixels of height of a panel, and of the titles and the legend around all of them."""
+_FEW_DECADES = 3.5
+ALONE, _LINE = 420, 14
+"""Of a figure of one panel, and of a line of a note."""
+_NOTE_WIDTH = 58
+"""Characters of such a line, which fit on a telephone."""
 
 
 def transfer_data(transfer: "Transfer") -> pd.DataFrame:
@@ -53,7 +67,7 @@ def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate
     for i, (size, part) in enumerate(data.groupby(along)):
         colour, group = COLOURS[i % len(COLOURS)], f"{along} {size:g}"
         runs, parabola, optimum = (part[part["series"] == name] for name in ("run", "parabola", "optimum"))
-        bars = {"array": runs["high"] - runs["loss"], "arrayminus": runs["loss"] - runs["low"]}
+        bars = error_bars(runs, "loss")
         common = {"legendgroup": group, "marker": {"color": colour}}
         dotted = {"color": colour, "dash": "dot"}
         figure.add_scatter(
@@ -61,12 +75,11 @@ def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate
         )
         solid = {"color": colour}
         figure.add_scatter(x=parabola[x], y=parabola["loss"], mode="lines", showlegend=False, line=solid, **common)
-        error = optimum["high"] - optimum[x]
         star = {"symbol": "star", "size": 13, "color": colour}
         figure.add_scatter(
             x=optimum[x],
             y=optimum["loss"],
-            error_x={"array": error.where(np.isfinite(error))},
+            error_x=error_bars(optimum, x),
             mode="markers",
             marker=star,
             showlegend=False,
@@ -79,19 +92,16 @@ def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate
 
 def draw_verdict(transfers: Sequence["Transfer"]) -> "go.Figure":
     """A panel for each transfer, as `draw_transfer` draws it; equal sizes share a colour and a place in the legend."""
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(rows=1, cols=max(1, len(transfers)), horizontal_spacing=0.1)
+    figure = stacked(max(1, len(transfers)))
     shown: set[str] = set()
-    for column, transfer in enumerate(transfers, start=1):
+    for row, transfer in enumerate(transfers, start=1):
         panel = transfer.plot()
         for trace in panel.data:
             trace.update(showlegend=trace.showlegend is not False and trace.legendgroup not in shown)
         shown |= {trace.legendgroup for trace in panel.data}
-        figure.add_traces(panel.data, rows=1, cols=column)
-        figure.update_xaxes(title=panel.layout.xaxis.title, row=1, col=column)
-    figure.update_yaxes(type="log")
-    figure.update_yaxes(title=LOSS, col=1)
+        figure.add_traces(panel.data, rows=row, cols=1)
+        figure.update_xaxes(title=panel.layout.xaxis.title, row=row, col=1)
+    figure.update_yaxes(type="log", title=LOSS)
     return figure
 
 
@@ -105,13 +115,16 @@ def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    ends = {"array": data["high"] - data["drift_octaves"], "arrayminus": data["drift_octaves"] - data["low"]}
-    bars = {name: values.where(np.isfinite(values)) for name, values in ends.items()}
     figure.add_vrect(x0=-bound, x1=bound, fillcolor=BAND, line_width=0)
     figure.add_scatter(
-        x=data["drift_octaves"], y=data["label"], error_x=bars, mode="markers", text=data["verdict"], showlegend=False
+        x=data["drift_octaves"],
+        y=data["label"],
+        error_x=error_bars(data, "drift_octaves"),
+        mode="markers",
+        text=data["verdict"],
+        showlegend=False,
     )
-    figure.update_xaxes(title="drift of the optimum from the smallest size to the largest (octaves)")
+    figure.update_xaxes(title="drift of the optimum (octaves),<br>from the smallest size to the largest")
     return figure
 
 
@@ -156,10 +169,14 @@ def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
     add_band(figure, law["n_tokens"], law["low"], law["high"])
     figure.add_scatter(x=law["n_tokens"], y=law[name], mode="lines", name="law", line={"color": COLOURS[2]})
     for i, (group, part) in enumerate(data[data["series"] == "optimum"].groupby("group")):
-        bars = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
         marker = {"color": COLOURS[i % len(COLOURS)], "size": 9}
         figure.add_scatter(
-            x=part["n_tokens"], y=part[name], error_y=bars, mode="markers", name=str(group), marker=marker
+            x=part["n_tokens"],
+            y=part[name],
+            error_y=error_bars(part, name),
+            mode="markers",
+            name=str(group),
+            marker=marker,
         )
     figure.update_xaxes(title="training tokens D", type="log")
     figure.update_yaxes(title=title, type="log")
@@ -185,3 +202,62 @@ def add_band(
         hoverinfo="skip",
         **place,
     )
+
+
+def error_bars(part: pd.DataFrame, name: str) -> dict[str, "pd.Series[float]"]:
+    """From a value to the columns `low` and `high`; none where an end is not known."""
+    ends = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
+    return {side: length.where(np.isfinite(length)) for side, length in ends.items()}
+
+
+def stacked(n_panels: int, **options: Any) -> "go.Figure":
+    """Panels below each other: side by side they have no room for their titles on a telephone."""
+    from plotly.subplots import make_subplots
+
+    gap = {"vertical_spacing": 0.06 if options.get("shared_xaxes") else 0.34 / n_panels}
+    figure = make_subplots(rows=n_panels, **(gap | options))
+    figure.update_annotations(font_size=12)  # of the panels' titles
+    return figure.update_layout(height=_AROUND + _PANEL * n_panels)
+
+
+def add_note(figure: "go.Figure", text: str) -> None:
+    """Say something above the panels, in lines that fit on a telephone; the figure grows by them."""
+    told = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
+    # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.
+    place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
+    title = {"text": "<br>".join(told), "font": {"size": 11}, "pad": {"l": 8, "t": 8}, **place}
+    above = _LINE * len(told)
+    figure.update_layout(title=title, margin={"t": above + 20}, height=(figure.layout.height or ALONE) + above)
+
+
+def loss_title(loss_unit: str) -> str:
+    """Of an axis of loss."""
+    return f"loss ({loss_unit})"
+
+
+def params_title(n_params_convention: str, between: str = " ") -> str:
+    """Of an axis of N; of a panel among others it needs two lines, with `<br>` between."""
+    return f"parameters N{between}({n_params_convention})"
+
+
+def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
+    """Of an axis that shows these: powers of ten, and twice and five times these where there are few."""
+    decades = float(np.log10(values.max() / values.min()))
+    steps = {} if decades < 1 else {"dtick": "D2" if decades <= _FEW_DECADES else 1}
+    return {"type": "log", "exponentformat": "power", **steps}
+
+
+def parameter_title(name: str, loss_unit: str) -> str:
+    """Of an axis of one of a law's parameters, or what `ScalingFit.profile` takes for one."""
+    exponents = {"params_exponent": "exponent a of N* ∝ C^a", "tokens_exponent": "exponent b of D* ∝ C^b"}
+    return {"E": f"E ({loss_unit})", "loss": loss_title(loss_unit), **exponents}.get(name, name)
+
+
+def size_colours(n_params: "pd.Series[float]", n_params_convention: str) -> dict[str, Any]:
+    """Of markers: the logarithm of N by colour, with its scale."""
+    counted = "<br>".join(textwrap.wrap(f"({n_params_convention})", 12, break_long_words=False))
+    return {
+        "color": np.log10(n_params),
+        "colorscale": list(COLOURS),
+        "colorbar": {"title": {"text": f"log10 N<br>{counted}"}, "thickness": 14},
+    }

@@ -8,21 +8,24 @@ minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where 
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from numbers import Integral, Real
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.bootstrap import refit, widening
-from scaling.forms import Chinchilla
+from scaling.errors import TooFewRunsError
+from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.form import Array, Form, Problem
+from scaling.law import NATS, Law
 from scaling.multistart import N_STARTS as N_MULTISTARTS
 from scaling.multistart import descend
 from scaling.newton import minimize
 from scaling.result import ScalingFit
-from scaling.screening import MANY_ROWS, screened, some_rows
-from scaling.table import numbers, require_columns
+from scaling.runs import Runs, Table, check_runs, naming, read_table, require_convention
+from scaling.screening import MANY_ROWS, require_loss, screened, some_rows
 from scaling.weights import noise_weights, stem_weights
 
 N_STARTS, N_FINALISTS = 6, 3
@@ -43,9 +46,10 @@ MAX_CONDITION = 1e3
 
 
 def fit(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
+    loss_unit: str = NATS,
     form: Form | None = None,
     method: Literal["newton", "multistart"] = "newton",
     delta: float = 1e-3,
@@ -56,14 +60,18 @@ def fit(
     """Fit a law to finished, annealed, tuned runs; by default L(N, D) = E + A/N^alpha + B/D^beta.
 
     Args:
-        runs: one row per (N, D, loss). Required columns: `n_params`, `n_tokens`, `loss` (nats per token), and what else
-            the form depends on. Optional: `stem` (rows branched from one training run share it and are resampled
-            together), `regret` (predicted relative loss given up by the row's hyperparameters), `annealed` (False for a
-            loss read in mid-schedule), `noise` (relative standard deviation of the loss from seed to seed; rows are
-            weighted by 1/noise²).
-            A metric other than loss that is positive and falls to a floor (bits per byte, the share of answers that are
-            wrong) may stand in the column `loss`: the law is then in its unit.
-        n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it.
+        runs: one row per (N, D, loss): a DataFrame, the path of a Parquet, CSV (.csv) or JSON Lines (.jsonl) file, or a
+            study's `ladder()`. Required columns: `n_params` and `n_tokens` (plain counts), `loss`, and what else the form
+            depends on. Optional: `stem` (rows branched from one training run share it and are resampled together;
+            without it each row is a run of its own), `regret` (predicted relative loss given up by the row's
+            hyperparameters), `annealed` (False for a loss read in mid-schedule), `left_out` (why the table itself leaves
+            a row out; empty if it doesn't), `noise` (relative standard deviation of the loss from seed to seed; rows are
+            weighted by 1/noise²), `compute_flops` (FLOPs, held against 6·N·D).
+        n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it, and every
+            result says it.
+        loss_unit: of `loss`: "nats per token", or "bits per token", which become nats. A metric other than these that is
+            positive and falls to a floor (bits per byte, the share of answers that are wrong) is fitted as it is, under
+            the name given here.
         form: of `scaling.forms`, or one's own; Chinchilla's by default.
         method: how the minimum is sought: the damped Newton method, or scipy's L-BFGS-B from many starts, slower, as a
             check. Both are approach 3 of Hoffmann et al.; approaches 1 and 2 are `fit_envelope` and `fit_isoflops`.
@@ -74,20 +82,23 @@ def fit(
             are.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or too few distinct points remain.
+        ValueError: the file can't be read, a column or an argument is missing or breaks its rule, or too few distinct points
+            remain (`TooFewRunsError`).
+        TypeError: the form is none.
+        ScalingError: the form's loss is nowhere above 0.
     """
-    if not n_params_convention.strip():
-        raise ValueError("n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings'")
+    require_convention(n_params_convention)
     for name, value in (("delta", delta), ("max_regret", max_regret)):
-        if not value > 0:
+        if not (isinstance(value, Real) and value > 0):
             raise ValueError(f"{name} must be above 0, got {value!r}")
     if method not in ("newton", "multistart"):
         raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
-    if n_bootstrap < 2:
-        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
+    if not (isinstance(n_bootstrap, Integral) and n_bootstrap >= 2):
+        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
-    form = form or Chinchilla()
-    rows, left_out = select(runs, form, max_regret)
+    form = require_form(Chinchilla() if form is None else form)
+    checked = select(runs, form, max_regret=max_regret, loss_unit=loss_unit)
+    rows = checked.rows
     log_loss = np.log(rows["loss"].to_numpy())
     problem = form.problem({name: rows[name].to_numpy() for name in form.columns}, log_loss)
     weights = noise_weights(rows)
@@ -99,75 +110,71 @@ def fit(
     else:
         thetas, values, converged = minima(problem, log_loss, weights, deltas)
     best = int(np.argmin(values))
+    require_loss(values)
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
     apart = thetas[best] + widening(problem, thetas[best], weights, stems) * (draws - thetas[best])
 
     return ScalingFit(
-        law=form.law(**_named(form, problem.natural(thetas[best][None])[0])),
+        law=Law(
+            form=form,
+            parameters=_named(form, problem.natural(thetas[best][None])[0]),
+            n_params_convention=n_params_convention,
+            loss_unit=checked.loss_unit,
+        ),
         objective=float(values[best]),
         delta=delta,
-        n_params_convention=n_params_convention,
         rows=rows,
-        left_out=left_out,
+        left_out=checked.left_out,
         draws=problem.natural(np.clip(apart, problem.lower, problem.upper)),
         seed=seed,
         warnings=(
+            *checked.warnings,
             *doubts_about_rows(rows),
             *_doubts_about_fit(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
+        assumptions=checked.assumptions,
     )
+
+
+def require_form(form: object) -> Form:
+    """The form, if it is one.
+
+    Raises:
+        TypeError: it is none; the message says what was meant by a class or a name.
+    """
+    if isinstance(form, Form):
+        return form
+    name = form if isinstance(form, str) else getattr(form, "name", None)
+    meant = f": {ALL_FORMS[name].__name__}() is meant" if name in ALL_FORMS else ""
+    raise TypeError(f"form must be a form with its parentheses, such as Joint(), got {form!r}{meant}")
 
 
 def _named(form: Form, values: Array) -> Mapping[str, float]:
     return dict(zip(form.parameters, map(float, values), strict=True))
 
 
-def select(runs: pd.DataFrame, form: Form, max_regret: float) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The rows to fit (see `fit`), in an order of their own, and the rows left out with a `reason`."""
-    needed = tuple(dict.fromkeys(("n_params", "n_tokens", *form.columns, "loss")))
-    require_columns(runs, needed)
-    columns: dict[str, Any] = {c: numbers(runs, c) for c in ((*needed, "noise") if "noise" in runs else needed)}
-    stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
-    if stem.isna().any():
-        raise ValueError(f"stem must name a training run in every row, got {stem.isna().sum()} empty values")
-    rows = pd.DataFrame({**columns, "stem": stem.array}, index=runs.index)
-
-    reason = np.full(len(runs), "", dtype=object)
-    if "regret" in runs:
-        regret = numbers(runs, "regret", inclusive=True)
-        for i in np.flatnonzero(regret > max_regret):
-            reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
-    if "annealed" in runs:
-        annealed = runs["annealed"]
-        if not annealed.isin([True, False]).all():
-            raise ValueError(f"annealed must be True or False in every row, got {annealed.unique().tolist()}")
-        reason[~annealed.astype(bool).to_numpy()] = "not annealed: a loss in mid-schedule lies on another surface"
-
-    kept = reason == ""
-    left_out = rows[~kept].assign(reason=pd.array(reason[~kept], dtype="str"))
-    order = np.lexsort([columns[name][kept] for name in ("loss", "n_tokens", "n_params")])
-    rows = rows.iloc[np.flatnonzero(kept)[order]]
-    _require_points(rows, form, left_out)
-    return rows, left_out
+def select(runs: Table, form: Form, *, max_regret: float, loss_unit: str) -> Runs:
+    """The rows to fit and those left out (see `fit`), enough of them for the form."""
+    table = read_table(runs)
+    with naming(runs):
+        checked = check_runs(table, form.columns, max_regret=max_regret, loss_unit=loss_unit)
+        _require_points(checked, form)
+    return checked
 
 
-def _require_points(rows: pd.DataFrame, form: Form, left_out: pd.DataFrame) -> None:
-    also = (
-        f"; {len(left_out)} rows were left out, the first because: {left_out['reason'].iloc[0]}"
-        if len(left_out)
-        else ""
-    )
+def _require_points(checked: Runs, form: Form) -> None:
+    rows, also = checked.rows, f"; {checked.omitted}" if checked.omitted else ""
     columns = [rows[name].to_numpy() for name in form.columns]
     points, wanted = len(np.unique(np.stack(columns), axis=1).T), len(form.parameters) + 1
     if points < wanted:  # as many as there are parameters are met exactly, and leave no residual
-        raise ValueError(
+        raise TooFewRunsError(
             f"need at least {wanted} distinct ({', '.join(form.columns)}) for {wanted - 1} parameters, got {points}{also}"
         )
     for column in ("n_params", "n_tokens"):
         if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
-            raise ValueError(
+            raise TooFewRunsError(
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
                 f"got {levels}{also}"
             )
@@ -243,7 +250,8 @@ def _doubts_about_fit(
             f"losses typically lie {typical:.1%} off the law: finished runs of one recipe were seen within {SEEN_MISFIT:.1%}, "
             "losses in mid-schedule or of several recipes beyond"
         )
-    condition = float(np.linalg.cond(jacobian / np.linalg.norm(jacobian, axis=0)))
+    lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 of what has no effect
+    condition = float(np.linalg.cond(jacobian / lengths))
     if condition > MAX_CONDITION:
         doubts.append(
             f"ill-conditioned (condition number {condition:.1e}): N and D vary too much together "

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scaling.checks import positive
 from scaling.forms.form import Array
-from scaling.law import compute_flops
-from scaling.presentation import Result, lines
+from scaling.law import NATS, compute_flops
+from scaling.presentation import Result, counted, lines
 
 if TYPE_CHECKING:
     from scaling.ensemble import Ensemble
@@ -41,16 +42,17 @@ class Forecast(Result):
     """The predicted final loss of one run.
 
     Attributes:
-        n_params: parameters N, in the fit's convention.
+        n_params: parameters N.
         n_tokens: training tokens D.
-        loss: point forecast, nats per token.
-        low: lower end of the interval, nats per token.
-        high: upper end of the interval, nats per token.
+        loss: point forecast.
+        low: lower end of the interval.
+        high: upper end of the interval.
         level: nominal coverage of the interval; it holds across ladders, not for several targets of one ladder.
         log_scale: s, the scale of the error of log loss.
         extrapolation: C of this run over the largest C in the fit.
         reasons: why the forecast is outside what the method was tested on; empty inside.
         law_loss: what the fitted law alone says, for comparison.
+        n_params_convention, loss_unit: what N counts and the losses are in, as in the fit.
     """
 
     n_params: float
@@ -63,6 +65,8 @@ class Forecast(Result):
     extrapolation: float
     reasons: tuple[str, ...]
     law_loss: float | None = None
+    n_params_convention: str = ""
+    loss_unit: str = NATS
 
     @property
     def supported(self) -> bool:
@@ -87,8 +91,9 @@ class Forecast(Result):
         """Loss, interval, where it lies and whether that is supported."""
         return lines(
             {
-                "loss": f"{self.loss:.4f} nats per token, {self.level:.0%} within {self.low:.4f} to {self.high:.4f}",
-                "at": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens, {self.compute_flops:.3g} FLOPs",
+                "loss": f"{self.loss:.4f} {self.loss_unit}, {self.level:.0%} within {self.low:.4f} to {self.high:.4f}",
+                "at": f"{self.n_params:.4g} parameters ({counted(self.n_params_convention)}), {self.n_tokens:.4g} tokens, "
+                f"{self.compute_flops:.3g} FLOPs",
                 **({} if self.law_loss is None else {"law": f"{self.law_loss:.4f} by the fitted form alone"}),
                 "extrapolation": f"{self.extrapolation:.3g}× the largest fitted compute",
                 "status": "supported" if self.supported else "unsupported: " + "; ".join(self.reasons),
@@ -98,15 +103,13 @@ class Forecast(Result):
 
 def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) -> Forecast:
     """See `ScalingFit.forecast`."""
-    for name, value in (("n_params", n_params), ("n_tokens", n_tokens)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be finite and above 0, got {value!r}")
+    n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
     loss = math.exp(fit.ensemble.log_loss(n_params, n_tokens))
     scale = float(log_scale(fit.ensemble, n_params, n_tokens))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
-        n_params=float(n_params),
-        n_tokens=float(n_tokens),
+        n_params=n_params,
+        n_tokens=n_tokens,
         loss=loss,
         low=loss / reach,
         high=loss * reach,
@@ -115,6 +118,8 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
         extrapolation=float(compute_flops(n_params, n_tokens)) / fit.compute_range[1],
         reasons=reasons_against(fit, n_params, n_tokens),
         law_loss=float(fit.predict(n_params, n_tokens)),
+        n_params_convention=fit.n_params_convention,
+        loss_unit=fit.loss_unit,
     )
 
 
@@ -152,8 +157,8 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
     flops = float(compute_flops(n_params, n_tokens))
     if (beyond := math.log10(flops / high)) > MAX_DECADES_BEYOND:
         reasons.append(
-            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}, so from a run of "
-            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs on"
+            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}; a run of "
+            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs would bring it inside"
         )
     if flops < low:
         reasons.append(f"{flops:.3g} FLOPs lie below the smallest run's {low:.3g}: tested upwards only")
@@ -161,7 +166,7 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
     ratio = n_tokens / n_params
     if not low / RATIO_MARGIN <= ratio <= high * RATIO_MARGIN:
         reasons.append(
-            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}, so with "
-            f"runs {'from' if ratio < low else 'up to'} {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g}"
+            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}; runs "
+            f"at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
     return tuple(reasons)

@@ -21,8 +21,8 @@ from scaling.errors import ScalingError
 from scaling.fitting import fit, select
 from scaling.forms import Chinchilla
 from scaling.forms.form import Array
-from scaling.law import FLOPS_PER_PARAM_TOKEN, Law, compute_flops
-from scaling.table import numbers
+from scaling.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
+from scaling.runs import Table, require_convention
 from scaling.weights import stem_weights
 
 SAME_BUDGET = 0.05
@@ -32,6 +32,8 @@ MIN_SIZES = 4
 MAX_UNANSWERED = 0.05
 TELLING = 0.01
 """Relative error of N*, here or at ten times the largest budget, from which the bias is warned of."""
+LEVEL = 0.9
+"""Of the vertices' intervals."""
 OFF_CENTRE = 0.5
 """Octaves of N from the middle of a budget's sizes to its best one, on average, from which it is warned of."""
 
@@ -55,11 +57,33 @@ class _Grid:
             return None
         return float(best), float(level - slope**2 / (4 * curvature)), float(2 * curvature)
 
+    def interval(self, log_size: Array, loss: Array) -> tuple[float, float]:
+        """Of the best size, at `LEVEL`; NaN where the runs don't tell a parabola from a straight line.
+
+        Its ends are the sizes at which the slope is not told from none, for runs whose errors are alike and independent
+        (Fieller, JRSS B 16 (1954) 175).
+        """
+        from scipy.special import stdtrit
+
+        x, y = log_size[self.rows] - log_size[self.rows].mean(), loss[self.rows]
+        columns = np.vander(x, 3)
+        (a, b, c), dof = np.linalg.lstsq(columns, y)[0], len(x) - 3
+        variance = float(np.square(y - columns @ [a, b, c]).sum()) / dof * np.linalg.inv(columns.T @ columns)
+        reach = variance * stdtrit(dof, (1 + LEVEL) / 2) ** 2
+        # Of (2·a·x + b)² = the square of t times its standard error.
+        square, twice, rest = 4 * (a**2 - reach[0, 0]), 4 * (a * b - reach[0, 1]), b**2 - reach[1, 1]
+        if square <= 0:
+            return math.nan, math.nan
+        middle, half = -twice / (2 * square), math.sqrt(max(twice**2 - 4 * square * rest, 0.0)) / (2 * square)
+        mean = float(log_size[self.rows].mean())
+        return math.exp(mean + middle - half), math.exp(mean + middle + half)
+
 
 def fit_isoflops(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
+    loss_unit: str = NATS,
     n_bootstrap: int = 400,
     seed: int = 0,
     max_regret: float = 0.0025,
@@ -67,30 +91,34 @@ def fit_isoflops(
     """Fit N* and D* as powers of compute through the vertices of parabolas.
 
     Args:
-        runs: one row per run: `n_params`, `n_tokens`, `loss` (nats per token), at a few budgets of several sizes each;
-            optional `compute_flops`, if it is not 6·N·D, and `stem`, `regret`, `annealed` as for `fit`.
+        runs: a table or file as `fit` takes it, at a few budgets of several sizes each; optional `compute_flops` tells the
+            budgets, if they are not 6·N·D.
         n_params_convention: what N counts.
+        loss_unit: as for `fit`.
         n_bootstrap: resamplings of the runs.
         seed: of the resampling.
         max_regret: as for `fit`.
 
     Returns:
         Powers, with `points` one row per budget used (also: off_centre and half_width of its sizes in octaves, curvature per
-        squared e-fold), and `bias`: what these grids do to a noise-free surface of the law fitted to the same runs, relative
-        error of N* at the largest budget (`n_params`) and at ten times it (`n_params_beyond`), error of a (`params_exponent`),
-        and of each the part that stays were every grid centred on its optimum (`…_centred`: width and alpha ≠ beta).
+        squared e-fold, and n_params_low, …, n_tokens_high, the 90 % interval of its own vertex, NaN where there is none), and
+        `bias`: what these grids do to a noise-free surface of the law fitted to the same runs, relative error of N* at the
+        largest budget (`n_params`) and at ten times it (`n_params_beyond`), error of a (`params_exponent`), and of each the
+        part that stays were every grid centred on its optimum (`…_centred`: width and alpha ≠ beta).
 
     Raises:
         ValueError: a column is missing or breaks its rule, or there are too few points for a law.
         ScalingError: fewer than two budgets have a minimum among their sizes.
     """
-    runs = runs.reset_index(drop=True)
-    rows, unfit = select(runs, Chinchilla(), max_regret)
-    runs = runs.loc[rows.index].assign(stem=rows["stem"])
+    require_convention(n_params_convention)
+    checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit)
+    rows, compute = checked.rows, checked.compute_flops
     n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))
-    compute = numbers(runs, "compute_flops") if "compute_flops" in runs else compute_flops(n_params, n_tokens)
     grids, left_out = _grids(compute, n_params)
-    even = np.ones(len(runs))
+    budgets = np.full(len(rows), np.nan)
+    for grid in grids:
+        budgets[grid.rows] = grid.compute
+    even = np.ones(len(rows))
     log_n, log_d = np.log(n_params), np.log(n_tokens)
 
     used, records = [], []
@@ -102,22 +130,22 @@ def fit_isoflops(
         ends = log_n[grid.rows].min(), log_n[grid.rows].max()
         off_centre, half_width = (by_n[0] - sum(ends) / 2) / math.log(2), (ends[1] - ends[0]) / 2 / math.log(2)
         used.append(grid)
-        records.append([grid.compute, math.exp(by_n[0]), math.exp(by_d[0]), by_n[1], off_centre, half_width, by_n[2]])
+        record = [grid.compute, math.exp(by_n[0]), math.exp(by_d[0]), by_n[1], off_centre, half_width, by_n[2]]
+        records.append([*record, *grid.interval(log_n, loss), *grid.interval(log_d, loss)])
     if len(used) < 2:
         raise ScalingError(f"need two budgets with a minimum among their sizes, got {len(used)}: {'; '.join(left_out)}")
     names = ["compute_flops", "n_params", "n_tokens", "loss", "off_centre", "half_width", "curvature"]
+    names += ["n_params_low", "n_params_high", "n_tokens_low", "n_tokens_high"]
     points = pd.DataFrame(records, columns=names)
     reference = float(np.exp(np.log(points["compute_flops"]).mean()))
 
-    weights = stem_weights(pd.factorize(runs["stem"])[0], n_bootstrap, seed)
+    weights = stem_weights(pd.factorize(rows["stem"])[0], n_bootstrap, seed)
     draws, unanswered = resampled(n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, weights[i], reference))
     estimate = _powers(used, log_n, log_d, loss, even, reference)
     assert estimate is not None  # noqa: S101 - every budget in use has a vertex
-    law = fit(rows, n_params_convention=n_params_convention, n_bootstrap=2).law
+    law = fit(rows, n_params_convention=n_params_convention, loss_unit=checked.loss_unit, n_bootstrap=2).law
     bias = _bias(law, used, n_params, n_tokens)
-    doubts = [*left_out, *_doubts(points, bias)]
-    if len(unfit):
-        doubts.insert(0, f"{len(unfit)} rows were left out, the first because: {unfit['reason'].iloc[0]}")
+    doubts = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_doubts(points, bias)]
     if unanswered > MAX_UNANSWERED:
         doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
     return ComputePowers(
@@ -128,10 +156,15 @@ def fit_isoflops(
         n_tokens_ref=estimate[3],
         compute_ref=reference,
         n_params_convention=n_params_convention,
+        loss_unit=checked.loss_unit,
         draws=draws,
         points=points,
+        rows=pd.DataFrame(
+            {"compute_flops": budgets, "n_params": n_params, "n_tokens": n_tokens, "loss": loss}
+        ).dropna(),
         bias=bias,
         warnings=tuple(doubts),
+        assumptions=checked.assumptions,
     )
 
 

@@ -9,10 +9,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.forms.form import Form, Values, columns_of
-from scaling.presentation import Result
+from scaling.presentation import Result, counted
 
+NATS = "nats per token"
+"""The unit of losses where none is stated."""
 FLOPS_PER_PARAM_TOKEN = 6.0
 """C = 6·N·D: two FLOPs per parameter and token forward, four backward (Kaplan et al. 2001.08361, sec. 2.1)."""
 _N_SHARE = (0.05, 0.95)
@@ -46,16 +49,19 @@ class Allocation(Result):
     """How one compute budget is best spent on parameters and tokens, and the loss that it buys.
 
     Attributes:
-        n_params: parameters N, in the convention of the runs that were fitted.
+        n_params: parameters N.
         n_tokens: training tokens D.
-        loss: expected loss at (N, D), nats per token.
+        loss: expected loss at (N, D).
         compute_flops: the budget C = 6·N·D.
+        n_params_convention, loss_unit: what N counts and the loss is in, as in the law.
     """
 
     n_params: float
     n_tokens: float
     loss: float
     compute_flops: float
+    n_params_convention: str = ""
+    loss_unit: str = NATS
 
     @property
     def tokens_per_param(self) -> float:
@@ -65,8 +71,8 @@ class Allocation(Result):
     def __str__(self) -> str:
         """One line: compute, parameters, tokens, their ratio, loss."""
         return (
-            f"{self.compute_flops:.3g} FLOPs: {self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens "
-            f"({self.tokens_per_param:.3g} per parameter), loss {self.loss:.4f}"
+            f"{self.compute_flops:.3g} FLOPs: {self.n_params:.4g} parameters ({counted(self.n_params_convention)}), "
+            f"{self.n_tokens:.4g} tokens ({self.tokens_per_param:.3g} per parameter), loss {self.loss:.4f} {self.loss_unit}"
         )
 
 
@@ -77,6 +83,8 @@ class Law(Result):
     Attributes:
         form: its formula.
         parameters: their numbers by name.
+        n_params_convention: what N counts, e.g. "total" or "without embeddings"; empty if it is not stated.
+        loss_unit: what the loss is in.
 
     Raises:
         ValueError: a parameter is missing or unknown, negative or not finite, or (E excepted) zero.
@@ -84,6 +92,8 @@ class Law(Result):
 
     form: Form
     parameters: Mapping[str, float]
+    n_params_convention: str = ""
+    loss_unit: str = NATS
 
     def __post_init__(self) -> None:
         if set(self.parameters) != set(self.form.parameters):
@@ -100,7 +110,11 @@ class Law(Result):
         return self.parameters[name]
 
     def loss(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> NDArray[np.float64]:
-        """Expected loss, nats per token, of the broadcast shape of the columns."""
+        """Expected loss, in `loss_unit`, of the broadcast shape of the columns: N, D, and what else the form depends on.
+
+        Raises:
+            ValueError: a value is not finite and above 0, or a column is missing or none of the form's.
+        """
         rows = columns_of(self.form, {"n_params": n_params, "n_tokens": n_tokens, **columns})
         return np.asarray(self.form.loss(self.parameters, rows))[()]
 
@@ -124,9 +138,7 @@ class Law(Result):
         Raises:
             ValueError: the budget is not finite and positive.
         """
-        if not (math.isfinite(compute_flops) and compute_flops > 0):
-            raise ValueError(f"compute_flops must be finite and above 0, got {compute_flops!r}")
-        product = compute_flops / FLOPS_PER_PARAM_TOKEN
+        product = float(positive("compute_flops", compute_flops)) / FLOPS_PER_PARAM_TOKEN
         if powers := self.form.powers(self.parameters):
             a, p, b, q = powers
             log_n = (math.log(p / q) + math.log(a) - math.log(b) + q * math.log(product)) / (p + q)
@@ -144,7 +156,14 @@ class Law(Result):
         n_params = math.exp(log_n)
         n_tokens = product / n_params
         loss = float(self.loss(n_params, n_tokens, **columns))
-        return Allocation(n_params=n_params, n_tokens=n_tokens, loss=loss, compute_flops=float(compute_flops))
+        return Allocation(
+            n_params=n_params,
+            n_tokens=n_tokens,
+            loss=loss,
+            compute_flops=float(compute_flops),
+            n_params_convention=self.n_params_convention,
+            loss_unit=self.loss_unit,
+        )
 
     def frontier(self, compute_flops: Iterable[float], **columns: float) -> pd.DataFrame:
         """The optimum at each budget: columns compute_flops, n_params, n_tokens, loss."""
@@ -155,33 +174,38 @@ class Law(Result):
         """Tokens with which a model of `n_params` parameters reaches `loss`.
 
         Raises:
-            ScalingError: the model does not reach the loss with any number of tokens.
+            ValueError: the loss or N is not finite and above 0.
+            ScalingError: the model does not reach the loss with any number of tokens, or does so with less than a thousand.
         """
-        return self._least(loss, lambda d: float(self.loss(n_params, d, **columns)), f"{n_params:.4g} parameters")
+        what = f"{float(positive('n_params', n_params)):.4g} parameters"
+        return self._least(loss, lambda d: float(self.loss(n_params, d, **columns)), what, "tokens")
 
     def compute_for(self, loss: float, **columns: float) -> Allocation:
         """The least compute that reaches `loss`, and how it is spent.
 
         Raises:
-            ScalingError: no compute reaches the loss.
+            ValueError: the loss is not finite and above 0.
+            ScalingError: no compute reaches the loss, or less than a thousand FLOPs do.
         """
-        flops = self._least(loss, lambda c: self.allocate(c, **columns).loss, "the best allocations")
+        flops = self._least(loss, lambda c: self.allocate(c, **columns).loss, "the best allocations", "FLOPs")
         return self.allocate(flops, **columns)
 
-    def _least(self, loss: float, loss_at: Any, what: str) -> float:
+    def _least(self, loss: float, loss_at: Any, what: str, unit: str) -> float:
         """The least tokens or compute at which a falling loss is reached."""
         from scipy.optimize import brentq
 
+        positive("loss", loss)
         if loss_at(_MOST) >= loss:
             raise ScalingError(f"{what} tend to a loss of {loss_at(_MOST):.4f} and never reach {loss:.4f}")
         if loss_at(_LEAST) <= loss:
-            return _LEAST
+            raise ScalingError(f"{what} reach {loss:.4f} with less than {_LEAST:,.0f} {unit}: no law was fitted there")
         found = brentq(lambda log_x: loss_at(math.exp(log_x)) - loss, math.log(_LEAST), math.log(_MOST), xtol=1e-12)
         return math.exp(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The form's name and the numbers; of a form of one's own, `from_dict` wants the form."""
-        return {"form": self.form.name, "parameters": dict(self.parameters)}
+        """The form's name, the numbers and their units; of a form of one's own, `from_dict` wants the form."""
+        plain = {"n_params_convention": self.n_params_convention, "loss_unit": self.loss_unit}
+        return {"form": self.form.name, "parameters": dict(self.parameters), **plain}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "Law":
@@ -194,10 +218,9 @@ class Law(Result):
 
         if form is None and data["form"] not in ALL_FORMS:
             raise ValueError(f"form must be given: {data['form']!r} is none of {', '.join(ALL_FORMS)}")
-        return cls(form=form or ALL_FORMS[data["form"]](), parameters=data["parameters"])
+        return cls(**(data | {"form": form or ALL_FORMS[data["form"]]()}))
 
     def __str__(self) -> str:
-        """The equation and its numbers."""
-        return f"L = {self.form.formula}: " + ", ".join(
-            f"{name} {value:.5g}" for name, value in self.parameters.items()
-        )
+        """The equation, its numbers, the loss's unit and what N counts."""
+        numbers = ", ".join(f"{name} {value:.5g}" for name, value in self.parameters.items())
+        return f"L = {self.form.formula}, {self.loss_unit}: {numbers} (N: {counted(self.n_params_convention)})"

@@ -7,6 +7,7 @@ public pools it reached a given error with about half of the FLOPs that a choice
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ from scaling.fitting import doubts_about_rows
 from scaling.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
 from scaling.forms.form import Array
 from scaling.law import compute_flops
-from scaling.presentation import Result, lines
+from scaling.presentation import Result, counted, lines
 from scaling.result import ScalingFit
 from scaling.table import numbers, require_columns
 
@@ -35,7 +36,7 @@ class NextRuns(Result):
         runs: the candidates' rows, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
             parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
             run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
-        now: the forecast of the target as the fit stands.
+        now: the forecast of the target as the fit stands; it says what N counts.
         stopped: why no further run was chosen.
         reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
     """
@@ -60,14 +61,34 @@ class NextRuns(Result):
         """The same, as expected after them."""
         return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it (the index and further columns of candidates must be JSON types)."""
+        return {
+            "runs": self.runs.to_dict("tight"),
+            "now": self.now.to_dict(),
+            "stopped": self.stopped,
+            "reasons": list(self.reasons),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "NextRuns":
+        """The inverse of `to_dict`."""
+        restored = {
+            "runs": pd.DataFrame.from_dict(data["runs"], orient="tight"),
+            "now": Forecast.from_dict(data["now"]),
+            "reasons": tuple(data["reasons"]),
+        }
+        return cls(**(data | restored))
+
     def __str__(self) -> str:
         """The target, the runs, and what they do to its interval."""
-        target = f"{self.now.n_params:.4g} parameters, {self.now.n_tokens:.4g} tokens"
+        counts = counted(self.now.n_params_convention)
+        target = f"{self.now.n_params:.4g} parameters ({counts}), {self.now.n_tokens:.4g} tokens"
         formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
         formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
         about = lines(
             {
-                "target": f"{target}: {self.now.loss:.4f} nats per token",
+                "target": f"{target}: {self.now.loss:.4f} {self.now.loss_unit}",
                 "interval": f"{self.now.level:.0%}, full width {self.width_now:.2%} of the loss now, "
                 f"{self.width_then:.2%} expected after {len(self.runs)} more runs of {self.cost_flops:.3g} FLOPs",
                 "stopped": self.stopped,

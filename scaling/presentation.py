@@ -17,6 +17,11 @@ def span(low: float, high: float, digits: int = 3) -> str:
     return f"{low:.{digits}g} to {high:.{digits}g}"
 
 
+def counted(n_params_convention: str) -> str:
+    """What N counts, as every output says it."""
+    return n_params_convention or "what N counts is not stated"
+
+
 def lines(rows: dict[str, str]) -> str:
     """Label and text per line, the texts aligned."""
     width = max(map(len, rows)) + 2

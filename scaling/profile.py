@@ -32,11 +32,13 @@ from scaling.errors import ScalingError
 from scaling.forms.form import Array, Form, Problem, columns_of
 from scaling.law import params_exponent
 from scaling.newton import objective
-from scaling.presentation import Result, lines
+from scaling.presentation import Result, counted, lines
 from scaling.profile_trace import Quantity, Trace
 from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
     from scaling.result import ScalingFit
 
 N_CALIBRATION = 200
@@ -57,6 +59,7 @@ class Profile(Result):
         low, high: its ends; 0 or infinite where the profile stays below the threshold as far as it was traced.
         scale: by which the objective is divided to be read as a log-likelihood.
         dof: degrees of freedom of Student's t.
+        n_params_convention, loss_unit: what N counts and the loss is in, as in the fit.
         table: along the profile: value, objective, root (signed, in standard deviations), and the law's parameters there.
     """
 
@@ -68,12 +71,25 @@ class Profile(Result):
     high: float
     scale: float
     dof: int
+    n_params_convention: str
+    loss_unit: str
     table: pd.DataFrame = field(repr=False)
 
     @property
     def is_open(self) -> bool:
         """Whether an end was not found: the runs don't bound the quantity there."""
         return self.low == 0 or not math.isfinite(self.high)
+
+    @property
+    def threshold(self) -> float:
+        """Of the squared root, t²: what lies below it is in the interval."""
+        return _quantile(self.dof, self.level) ** 2
+
+    def plot(self) -> go.Figure:
+        """The rise of the objective over the quantity, the threshold, and the interval between its crossings."""
+        from scaling.profile_figures import draw_profile, profile_data
+
+        return draw_profile(profile_data(self), self.loss_unit)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` restores it."""
@@ -86,6 +102,8 @@ class Profile(Result):
             "high": self.high if math.isfinite(self.high) else None,
             "scale": self.scale,
             "dof": self.dof,
+            "n_params_convention": self.n_params_convention,
+            "loss_unit": self.loss_unit,
             "table": self.table.to_dict("list"),
         }
 
@@ -99,11 +117,13 @@ class Profile(Result):
         """Estimate, interval, and how the threshold was set."""
         where = f" at {', '.join(f'{k} {v:.4g}' for k, v in self.at.items())}" if self.at else ""
         ends = f"{self.low:.5g} to {self.high:.5g}" + (", open: the runs do not bound it" if self.is_open else "")
+        unit = f" {self.loss_unit}" if self.name == "loss" else ""
         return lines(
             {
-                self.name: f"{self.estimate:.5g}{where}",
+                self.name: f"{self.estimate:.5g}{unit}{where}",
                 f"{self.level:.0%}": ends,
                 "threshold": f"scale {self.scale:.4g} from {N_CALIBRATION} resamplings of the runs, t with {self.dof} degrees",
+                "N": counted(self.n_params_convention),
             }
         )
 
@@ -135,9 +155,7 @@ def profile(
     best = _estimate(fit, problem, log_loss, weights)
     scale, deviation = _calibrated(fit, problem, log_loss, weights, best, quantity, fit.seed if seed is None else seed)
 
-    from scipy.special import stdtrit
-
-    reach = float(stdtrit(dof, (1 + level) / 2))
+    reach = _quantile(dof, level)
     trace = Trace(problem, quantity, log_loss, weights, fit.delta, best, scale)
     below, above = (trace.outwards(side * deviation / STEPS_PER_DEVIATION, _BEYOND * reach) for side in (-1, 1))
     thetas = np.array([*below[::-1], best, *above])
@@ -153,8 +171,17 @@ def profile(
         high=_crossing(values, roots, reach, math.inf),
         scale=scale,
         dof=dof,
+        n_params_convention=fit.n_params_convention,
+        loss_unit=fit.loss_unit,
         table=table,
     )
+
+
+def _quantile(dof: int, level: float) -> float:
+    """Student's t, two-sided."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(dof, (1 + level) / 2))
 
 
 def _problem(fit: ScalingFit) -> tuple[Problem, Array, Array]:

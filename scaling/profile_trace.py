@@ -12,7 +12,12 @@ from scaling.forms.form import Array, Problem
 from scaling.newton import minimize, objective
 
 MAX_STEPS = 24
-"""Steps to each side, of half a bootstrap standard deviation of log g: an end that is not met so is open."""
+"""Steps to each side, the first of half a bootstrap standard deviation of log g: an end that is not met so is open."""
+_FLAT, _STEEP = 0.1, 0.5
+"""Of the reach: a step that takes the root less far is followed by one of four times its length, until one takes it farther than
+the second share, or misses its value: such a one is halved. Where every refit lies at a bound the deviation is next to none, and
+says nothing of how far the other end is."""
+_MAX_HALVINGS = 8
 _PIN = 100.0  # weight of the pinned observation, in all rows' together: it is met within a hundredth of a residual
 _STEP = 1e-4  # of the differences of a quantity in coordinates of order one
 Quantity = Callable[[Array], Array]
@@ -34,19 +39,26 @@ class Trace:
     def outwards(self, step: float, reach: float) -> list[Array]:
         """Theta at each value to one side, until the root exceeds `reach`, the bounds are met, or the steps are used up."""
         found: list[Array] = []
-        theta, log_value = self.best, float(self.quantity(self.best[None])[0])
+        theta, log_value, root = self.best, float(self.quantity(self.best[None])[0]), 0.0
         pinned = Pinned(self.problem, self.quantity)
-        weights = np.append(self.weights, _PIN * len(self.log_loss))
-        for _ in range(MAX_STEPS):
-            log_value += step
-            observed = np.append(self.log_loss, log_value)
-            theta = minimize(pinned, observed, weights[None], theta[None], (self.delta,))[0][0]
-            reached = float(self.quantity(theta[None])[0])
-            if abs(reached - log_value) > abs(step) / 2:
+        weights, halvings = np.append(self.weights, _PIN * len(self.log_loss)), 0
+        while len(found) < MAX_STEPS:
+            observed = np.append(self.log_loss, log_value + step)
+            there = minimize(pinned, observed, weights[None], theta[None], (self.delta,))[0][0]
+            reached = float(self.quantity(there[None])[0])
+            missed = abs(reached - log_value - step) > abs(step) / 2
+            rise = abs(float(self.read(there[None])[2][0])) - root
+            if (missed or rise > _STEEP * reach) and halvings < _MAX_HALVINGS:
+                step, halvings = step / 2, halvings + 1
+                continue
+            if missed:
                 break
-            found.append(theta)
-            if abs(float(self.read(theta[None])[2][0])) > reach:
+            found.append(there)
+            theta, log_value, root = there, log_value + step, root + rise
+            if root > reach:
                 break
+            if rise < _FLAT * reach and not halvings:
+                step *= 4
         return found
 
     def read(self, thetas: Array) -> tuple[Array, Array, Array]:

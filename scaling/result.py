@@ -15,7 +15,7 @@ from scaling.errors import ScalingError
 from scaling.forecast import Forecast, forecast
 from scaling.forms.form import Array, Form
 from scaling.law import Law, compute_flops, params_exponent
-from scaling.presentation import Result, lines, span
+from scaling.presentation import Result, counted, lines, span
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -31,24 +31,34 @@ class ScalingFit(Result):
         law: the point estimate.
         objective: Σ Huber of log residuals at the estimate.
         delta: the Huber threshold.
-        n_params_convention: what N counts; predictions want N counted the same way.
         rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
         draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, drawn apart by
             `scaling.bootstrap.widening` so that percentiles cover in few runs too.
         seed: of the resampling.
         warnings: why the fit is doubtful; empty if it is not.
+        assumptions: what was taken for granted of the rows, as no column says it.
     """
 
     law: Law
     objective: float
     delta: float
-    n_params_convention: str
     rows: pd.DataFrame = field(repr=False)
     left_out: pd.DataFrame = field(repr=False)
     draws: Array = field(repr=False)
     seed: int
     warnings: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def n_params_convention(self) -> str:
+        """What N counts; predictions want N counted the same way."""
+        return self.law.n_params_convention
+
+    @property
+    def loss_unit(self) -> str:
+        """Of every loss told."""
+        return self.law.loss_unit
 
     @property
     def status(self) -> str:
@@ -105,15 +115,27 @@ class ScalingFit(Result):
         Raises:
             ScalingError: the law depends on more than N and D.
         """
-        if set(self.law.form.columns) != {"n_params", "n_tokens"}:
+        if not self.has_forecast:
             raise ScalingError(
                 f"forecasts are tested for laws of n_params and n_tokens, {self.law.form.name} depends on "
                 f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
             )
-        return fit_ensemble(self.rows, seed=self.seed)
+        return fit_ensemble(
+            self.rows, seed=self.seed, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
+        )
+
+    @property
+    def best_law(self) -> Law:
+        """What decisions and frontiers are made by: the mean of the forecast's fits, or the law itself where it has no forecast."""
+        return self.ensemble.law if self.has_forecast else self.law
+
+    @property
+    def has_forecast(self) -> bool:
+        """Whether the law is of N and D alone, which is what forecasts were tested for."""
+        return {*self.law.form.columns} == {"n_params", "n_tokens"}
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
-        """The law's own value, nats per token, of the broadcast shape of the columns."""
+        """The law's own value, in `loss_unit`, of the broadcast shape of the columns."""
         return self.law.loss(n_params, n_tokens, **columns)
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9) -> Forecast:
@@ -161,43 +183,51 @@ class ScalingFit(Result):
         """Predicted against actual loss, and the residuals against compute."""
         from scaling.law_figures import draw_fit, fit_data
 
-        return draw_fit(fit_data(self))
+        return draw_fit(fit_data(self), self.n_params_convention, self.loss_unit)
 
     def plot_frontier(self, target: Forecast | None = None) -> "go.Figure":
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
         from scaling.law_figures import draw_frontier, frontier_data
 
-        return draw_frontier(frontier_data(self, target))
+        return draw_frontier(frontier_data(self, target), self.loss_unit)
 
-    def plot_contours(self, target: Forecast | None = None, **columns: float) -> "go.Figure":
-        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute."""
+    def plot_contours(self, target: Forecast | None = None, *, alone: bool = False, **columns: float) -> "go.Figure":
+        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute.
+
+        It is by `best_law`, or by the one form fitted where it is to stand `alone`.
+        """
         from scaling.allocation_figures import contours_data, draw_contours
 
-        return draw_contours(contours_data(self, target, **columns))
+        data = contours_data(self, target, alone=alone, **columns)
+        return draw_contours(data, self.n_params_convention, self.loss_unit)
 
-    def plot_allocation(self, level: float = 0.9, **columns: float) -> "go.Figure":
-        """The best N, D and D/N against compute, with percentiles of the bootstrap."""
+    def plot_allocation(self, level: float = 0.9, *, alone: bool = False, **columns: float) -> "go.Figure":
+        """The best N, D and D/N against compute with intervals, by `best_law` or by the one form fitted, `alone`."""
         from scaling.allocation_figures import allocation_data, draw_allocation
 
-        return draw_allocation(allocation_data(self, level, **columns))
+        return draw_allocation(allocation_data(self, level, alone=alone, **columns), self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
-        """The law's loss over size at fixed budgets, with the band of sizes at most `within` worse than the best."""
+        """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
+
+        It is by `best_law`.
+        """
         from scaling.size_figures import draw_sizes, sizes_data
 
-        return draw_sizes(sizes_data(self.law, compute_flops, within, **columns))
+        data = sizes_data(self.best_law, compute_flops, within, **columns)
+        return draw_sizes(data, self.n_params_convention, self.loss_unit)
 
     def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
         """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""
         from scaling.spread_figures import draw_parameters, parameters_data
 
-        return draw_parameters(parameters_data(self, pairs, level))
+        return draw_parameters(parameters_data(self, pairs, level), self.loss_unit)
 
     def plot_variants(self, target: Forecast) -> "go.Figure":
         """What each of the fits behind a forecast says, beside the forecast and its interval."""
         from scaling.spread_figures import draw_variants, variants_data
 
-        return draw_variants(variants_data(self, target))
+        return draw_variants(variants_data(self, target), self.loss_unit)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, draws included; `from_dict` restores it exactly (index and stems must be JSON types)."""
@@ -205,12 +235,12 @@ class ScalingFit(Result):
             "law": self.law.to_dict(),
             "objective": self.objective,
             "delta": self.delta,
-            "n_params_convention": self.n_params_convention,
             "rows": self.rows.to_dict("tight"),
-            "left_out": self.left_out.to_dict("tight"),
+            "left_out": self.left_out.astype(object).where(self.left_out.notna(), None).to_dict("tight"),
             "draws": self.draws.tolist(),
             "seed": self.seed,
             "warnings": list(self.warnings),
+            "assumptions": list(self.assumptions),
         }
 
     @classmethod
@@ -222,6 +252,7 @@ class ScalingFit(Result):
             "left_out": _table(data["left_out"]),
             "draws": np.asarray(data["draws"], np.float64),
             "warnings": tuple(data["warnings"]),
+            "assumptions": tuple(data["assumptions"]),
         }
         return cls(**(data | restored))
 
@@ -232,15 +263,16 @@ class ScalingFit(Result):
             {
                 "interval": f"90 % of {len(self.draws)} bootstrap refits over {self.n_stems} runs",
                 "rows": f"{self.n_rows} fitted, {len(self.left_out)} left out",
-                "N": f"{span(*self.n_params_range)} parameters ({self.n_params_convention})",
+                "N": f"{span(*self.n_params_range)} parameters ({counted(self.n_params_convention)})",
                 "D": f"{span(*self.n_tokens_range)} tokens, {span(*self.tokens_per_param_range)} per parameter",
                 "C": f"{span(*self.compute_range)} FLOPs",
                 "residual": f"{self.residual_std:.2%} of the loss",
                 "objective": f"{self.objective:.8g}, sum of Huber terms at delta {self.delta:g}",
+                **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
                 "status": "; ".join((self.status, *self.warnings, *self.cautions)),
             }
         )
-        return f"L(N, D) = {self.law.form.formula}, nats per token\n{table}\n{about}"
+        return f"L(N, D) = {self.law.form.formula}, {self.loss_unit}\n{table}\n{about}"
 
 
 def _table(data: dict[str, Any]) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.figures import COLOURS, COMPUTE, LOSS
+from scaling.figures import COLOURS, COMPUTE, EDGE, LOSS, error_bars, log_axis
 from scaling.optima import MAX_EXCESS
 from scaling.pareto import pareto_front
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from scaling.response import ResponseSurface
 
 GREY = "#bbbbbb"
+SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
+"""Of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
 _N_GRID = 49
 _STEP = 0.25  # per cent of the loss from contour to contour
 
@@ -40,11 +42,10 @@ def draw_leaders(data: pd.DataFrame) -> "go.Figure":
         part = data[data["series"] == name]
         if not len(part):
             continue
-        bars = {"array": part["high"] - part["loss"], "arrayminus": part["loss"] - part["low"]}
         figure.add_scatter(
             x=part["trial"].astype(str),
             y=part["loss"],
-            error_y=bars,
+            error_y=error_bars(part, "loss"),
             text=["" if np.isnan(p) else f"best: {p:.2f}" for p in part["p_best"]],
             textposition="middle right",
             mode="markers+text",
@@ -73,16 +74,15 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
     for name, label, colour in (("told", "told", COLOURS[2]), ("not told", "not told from noise", GREY)):
         part = data[data["series"] == name]
         if len(part):
-            bars = {"array": part["high"] - part["share"], "arrayminus": part["share"] - part["low"]}
             figure.add_bar(
                 y=part["hyperparameter"],
                 x=part["share"],
-                error_x=bars,
+                error_x=error_bars(part, "share"),
                 orientation="h",
                 name=label,
                 marker_color=colour,
             )
-    tick = {"symbol": "line-ns-open", "size": 14, "color": "black"}
+    tick = {"symbol": "line-ns-open", "size": 14, "color": EDGE}
     figure.add_scatter(
         y=data["hyperparameter"], x=data["noise"], mode="markers", marker=tick, name="a shuffled column's"
     )
@@ -108,7 +108,7 @@ def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
     figure.add_scatter(x=runs["cost"], y=runs["loss"], mode="markers", name="runs", marker={"color": "grey", "size": 5})
     steps = {"color": COLOURS[2], "shape": "hv"}
     figure.add_scatter(x=front["cost"], y=front["loss"], mode="lines+markers", name="front", line=steps)
-    scale = {"type": "log", "exponentformat": "power"} if (runs["cost"] > 0).all() else {}
+    scale = log_axis(runs["cost"]) if (runs["cost"] > 0).all() else {}
     figure.update_xaxes(title=COMPUTE if cost == "compute_flops" else cost.replace("_", " "), **scale)
     figure.update_yaxes(title=LOSS)
     return figure
@@ -185,7 +185,7 @@ def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -
         zmax=100 * MAX_EXCESS,
         contours={"start": _STEP, "end": 100 * MAX_EXCESS - _STEP, "size": _STEP},
         line={"width": 0.5, "color": "rgba(255, 255, 255, 0.5)"},
-        colorscale=[[i / (len(COLOURS) - 1), colour] for i, colour in enumerate(COLOURS)],
+        colorscale=SCALE,
         colorbar={"title": {"text": "loss above the<br>optimum's (%)"}, "y": 0.4, "len": 0.8},
         hovertemplate="%{x:.4g}, %{y:.4g}<br>%{z:.2f} ± %{customdata:.2f} % above the optimum<extra></extra>",
     )

@@ -19,7 +19,7 @@ import pandas as pd
 from scaling.accelerators import require_positive
 from scaling.fitting import fit
 from scaling.law import Law, compute_flops
-from scaling.presentation import Result, lines
+from scaling.presentation import Result, counted, lines
 from scaling.table import numbers, require_columns
 
 COOLDOWN = 0.2
@@ -34,7 +34,8 @@ class Simulation(Result):
     Attributes:
         design: the runs, with `cost_flops`.
         n_params, n_tokens: the target.
-        truth: its planted loss, nats per token.
+        law: the planted surface; it says what N counts and what the loss is in.
+        truth: its loss at the target.
         noise, stem_noise: standard deviations of log losses, by run and by stem.
         level: of the forecasts' intervals.
         trials: a row for each draw: loss (forecast), error (log forecast − log truth), width (full, over the forecast), held
@@ -45,6 +46,7 @@ class Simulation(Result):
     design: pd.DataFrame = field(repr=False)
     n_params: float
     n_tokens: float
+    law: Law
     truth: float
     noise: float
     stem_noise: float
@@ -94,7 +96,8 @@ class Simulation(Result):
             {
                 "ladder": f"{len(self.design)} runs, {self.design['stem'].nunique()} of their own, {self.cost_flops:.3g} FLOPs "
                 f"({self.cost_flops / self.target_flops:.2%} of the target's {self.target_flops:.3g})",
-                "target": f"{self.n_params:.4g} parameters, {self.n_tokens:.4g} tokens, planted loss {self.truth:.4f}",
+                "target": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens, "
+                f"planted loss {self.truth:.4f} {self.law.loss_unit}",
                 "noise": f"{self.noise:.3%} a run, {self.stem_noise:.3%} a stem",
                 "error": f"rms {self.rms_error:.2%}, bias {self.bias:+.2%}, 90% of {len(self.trials)} draws {low:+.2%} to {high:+.2%}",
                 "interval": f"{self.level:.0%}: median full width {self.width:.2%} of the loss, holds the truth in "
@@ -177,6 +180,7 @@ def simulate(
         design=runs,
         n_params=float(n_params),
         n_tokens=float(n_tokens),
+        law=law,
         truth=truth,
         noise=noise,
         stem_noise=stem_noise,

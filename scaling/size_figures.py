@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.figures import COLOURS, LOSS
-from scaling.law import FLOPS_PER_PARAM_TOKEN, Allocation, Law
+from scaling.figures import ALONE, COLOURS, STAR, log_axis, loss_title, params_title
+from scaling.law import NATS, Law
+from scaling.spending import UNIQUE, Spending
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_FARTHEST = math.log(1e6)
-"""From the best log N, within which an end of the band is sought."""
 _SHOWN = 4.0  # times as much worse as the band's ends are the ends of the curve
 _N_POINTS = 97
+_LABEL = 24  # pixels of height for a budget in the legend
 
 
 def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> pd.DataFrame:
     """Series size, band, best at each budget: compute_flops, n_params, n_tokens, loss, above (its share above the best's).
 
     `size` is the curve, to where the loss is 4 times as far above the best as in the band; `band` the part of it with a
-    loss at most `within` above the best. Sizes more than a million times from the best are not looked at.
+    loss at most `within` above the best, with the ends that `decide` gives it.
 
     Args:
         law: of the loss.
@@ -41,28 +41,31 @@ def sizes_data(law: Law, compute_flops: Sequence[float], within: float = 0.005, 
         raise ValueError("compute_flops must name at least one budget, got none")
     if not (math.isfinite(within) and within > 0):
         raise ValueError(f"within must be finite and above 0, got {within!r}")
+    further = {name: value for name, value in columns.items() if name != UNIQUE}
+    spending = Spending(form=law.form, unique_tokens=columns.get(UNIQUE, math.inf), columns=further)
+    budgets = np.array(compute_flops, np.float64)
     parts = []
-    for flops in compute_flops:
-        best = law.allocate(float(flops), **columns)
+    for flops, size in zip(budgets.tolist(), spending.best(law.parameters, budgets).tolist(), strict=True):
+        best = float(spending.at(law.parameters, np.array([size]), flops)[0])
         for series, share in (("size", _SHOWN * within), ("band", within), ("best", None)):
-            low, high = (0.0, 0.0) if share is None else _ends(law, best, share, columns)
-            n_params = best.n_params * np.exp(np.linspace(low, high, 1 if share is None else _N_POINTS))
-            n_tokens = flops / FLOPS_PER_PARAM_TOKEN / n_params
-            loss = law.loss(n_params, n_tokens, **columns)
-            point = {"compute_flops": float(flops), "n_params": n_params, "n_tokens": n_tokens, "loss": loss}
-            parts.append(pd.DataFrame(point | {"above": loss / best.loss - 1, "within": within, "series": series}))
+            low, high = size, size
+            if share is not None:
+                low, high = spending.band(law.parameters, size, flops, best * (1 + share))
+            n_params = np.geomspace(low, high, 1 if share is None else _N_POINTS)
+            n_tokens = spending.tokens(n_params, flops)
+            loss = spending.loss(law.parameters, n_params, n_tokens)
+            point = {"compute_flops": flops, "n_params": n_params, "n_tokens": n_tokens, "loss": loss}
+            parts.append(pd.DataFrame(point | {"above": loss / best - 1, "within": within, "series": series}))
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_sizes(data: pd.DataFrame) -> "go.Figure":
+def draw_sizes(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
     """A curve for each budget, its flat part thick, its best size a star."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    shades = (*COLOURS[2:], *COLOURS[:2])  # the darkest last: on a dark page they are hardly seen
     for i, (flops, part) in enumerate(data.groupby("compute_flops")):
-        colour = shades[i % len(shades)]
-        star = {"symbol": "star", "size": 13, "color": colour, "line": {"color": "#808488", "width": 1}}
+        colour = COLOURS[(i + 2) % len(COLOURS)]
         size, band, best = (part[part["series"] == name] for name in ("size", "band", "best"))
         low, high = band["n_params"].iloc[[0, -1]]
         share = 100 * best["within"].item()
@@ -85,29 +88,16 @@ def draw_sizes(data: pd.DataFrame) -> "go.Figure":
             x=best["n_params"],
             y=best["loss"],
             mode="markers",
-            marker=star,
+            marker=STAR | {"color": colour},
             showlegend=False,
             text=_hover(best),
             **common,
         )
-    figure.update_xaxes(title="parameters N (tokens D are what the compute leaves)", type="log", exponentformat="power")
-    figure.update_yaxes(title=LOSS)
+    title = f"{params_title(n_params_convention)}<br>tokens D are what the compute leaves"
+    figure.update_xaxes(title=title, **log_axis(data["n_params"]))
+    figure.update_yaxes(title=loss_title(loss_unit))
+    figure.update_layout(height=ALONE + _LABEL * data["compute_flops"].nunique())
     return figure
-
-
-def _ends(law: Law, best: Allocation, share: float, columns: dict[str, float]) -> tuple[float, float]:
-    """How far below and above the best log N the loss is a share above the least; no farther than is looked."""
-    from scipy.optimize import brentq
-
-    product = best.n_params * best.n_tokens
-    limit = math.log1p(share) + math.log(best.loss)
-
-    def above(log_factor: float) -> float:
-        n_params = best.n_params * math.exp(log_factor)
-        return math.log(float(law.loss(n_params, product / n_params, **columns))) - limit
-
-    low, high = (brentq(above, 0.0, end, xtol=1e-12) if above(end) > 0 else end for end in (-_FARTHEST, _FARTHEST))
-    return low, high
 
 
 def _hover(part: pd.DataFrame) -> list[str]:

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.forms.form import Array, Form, Values
-from scaling.law import FLOPS_PER_PARAM_TOKEN, Law
+from scaling.law import FLOPS_PER_PARAM_TOKEN
 
 FLOPS_PER_PARAM_SERVED = 2.0
 """FLOPs per parameter and token of a forward pass (Kaplan et al. 2001.08361, sec. 2.1)."""
@@ -26,11 +26,6 @@ UNIQUE = "unique_tokens"
 _SHARE = (0.05, 0.95)  # of log(C/6), between which log N is sought
 _LOG_LEAST, _LOG_MOST = math.log(1e6), math.log(1e60)  # FLOPs, between which a budget is sought
 _GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
-
-
-def stacked(law: Law, parameters: Array) -> dict[str, Array]:
-    """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
-    return dict(zip(law.form.parameters, parameters.T[:, :, None], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

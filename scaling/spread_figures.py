@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scaling.figures import BAND, COLOURS, LOSS
+from scaling.figures import BAND, COLOURS, STAR, error_bars, loss_title, parameter_title, stacked
 from scaling.forecast import Forecast
 from scaling.forms.form import Array, columns_of
 from scaling.forms.powers import Joint
+from scaling.law import NATS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -60,14 +61,14 @@ def parameters_data(
     return pd.concat(parts, ignore_index=True)
 
 
-def draw_parameters(data: pd.DataFrame) -> "go.Figure":
+def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """A panel for each pair: the bootstrap's draws, their ellipse, the estimate."""
-    from plotly.subplots import make_subplots
-
     pairs = [part for _, part in data.groupby("pair")]
-    n_columns = min(3, len(pairs))
-    spacing = {"horizontal_spacing": 0.11, "vertical_spacing": 0.17}
-    figure = make_subplots(rows=-(-len(pairs) // n_columns), cols=n_columns, **spacing)
+    n_columns = min(2, len(pairs))
+    n_rows = -(-len(pairs) // n_columns)
+    whole = np.arange(n_rows * n_columns).reshape(n_rows, n_columns) < len(pairs)
+    specs = [[{"type": "xy"} if there else None for there in row] for row in whole]
+    figure = stacked(n_rows, cols=n_columns, specs=specs, horizontal_spacing=0.2)
     for i, part in enumerate(pairs):
         place = {"row": i // n_columns + 1, "col": i % n_columns + 1}
         draws, estimate, ellipse = (part[part["series"] == name] for name in ("draw", "estimate", "ellipse"))
@@ -89,13 +90,12 @@ def draw_parameters(data: pd.DataFrame) -> "go.Figure":
             hoverinfo="skip",
             **common,
         )
-        star = {"symbol": "star", "size": 12, "color": COLOURS[5], "line": {"color": "#808488", "width": 1}}
         figure.add_scatter(
             x=estimate["x"],
             y=estimate["y"],
             mode="markers",
             name="estimate",
-            marker=star,
+            marker=STAR,
             hovertemplate=hover,
             **common,
         )
@@ -106,7 +106,7 @@ def draw_parameters(data: pd.DataFrame) -> "go.Figure":
             margin = 0.05 * max(values.max() - values.min(), 1e-3 * values.abs().max(), 1e-9)
             ends = [values.min() - margin, values.max() + margin]
             scale = {"type": "log" if is_log else "linear", "range": ends}
-            update(title=_title(first[f"{axis}_name"]), **scale, **place)
+            update(title=parameter_title(first[f"{axis}_name"], loss_unit), **scale, **place)
     return figure
 
 
@@ -131,7 +131,7 @@ def variants_data(fit: "ScalingFit", target: Forecast) -> pd.DataFrame:
     return pd.concat([pd.DataFrame([own]), data], ignore_index=True)
 
 
-def draw_variants(data: pd.DataFrame) -> "go.Figure":
+def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     """A strip for each fit: its loss beside the forecast and its interval."""
     import plotly.graph_objects as go
 
@@ -141,7 +141,7 @@ def draw_variants(data: pd.DataFrame) -> "go.Figure":
     figure.add_vrect(x0=low, x1=high, fillcolor=BAND, line_width=0, layer="below")
     figure.add_vline(x=target["loss"].item(), line={"color": "grey", "dash": "dot"}, layer="below")
     looks = {
-        "forecast": {"symbol": "star", "size": 13, "color": COLOURS[5]},
+        "forecast": STAR,
         "variant": {"symbol": "circle", "size": 10, "color": COLOURS[2]},
         "draw": {"symbol": "line-ns-open", "size": 10, "color": COLOURS[3]},
         "squares": {"symbol": "diamond", "size": 10, "color": "grey"},
@@ -160,18 +160,17 @@ def draw_variants(data: pd.DataFrame) -> "go.Figure":
         text = [
             f"{name}<br>{loss:.4f} ({o:+.2f} %)" for name, loss, o in zip(part["name"], part["loss"], off, strict=True)
         ]
-        bars = {"array": [high - target["loss"].item()], "arrayminus": [target["loss"].item() - low]}
         figure.add_scatter(
             x=part["loss"],
             y=part["name"],
             mode="markers",
             marker=marker,
-            error_x=bars if series == "forecast" else None,
+            error_x=error_bars(part, "loss") if series == "forecast" else None,
             name=names[series],
             text=text,
             hoverinfo="text",
         )
-    figure.update_xaxes(title=LOSS)
+    figure.update_xaxes(title=loss_title(loss_unit))
     figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=[*data["name"].unique()][::-1])
     return figure
 
@@ -185,7 +184,3 @@ def _ellipse(points: Array, level: float) -> Array:
     turn = np.linspace(0, 2 * np.pi, 97)
     circle = np.stack([np.cos(turn), np.sin(turn)], axis=1)
     return np.asarray(centre + np.quantile(distance, level) * circle @ root.T)
-
-
-def _title(name: str) -> str:
-    return "E (nats per token)" if name == "E" else name

@@ -1,17 +1,36 @@
 """What every table that comes in is held to, with messages that name the column, the rule and the value."""
 
+import re
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+OTHER_NAMES = {
+    "n_params": "n params parameters num_params n_parameters num_parameters param_count model_size non_embedding_params",
+    "n_tokens": "d tokens num_tokens tokens_seen total_tokens train_tokens training_tokens",
+    "loss": "final_loss val_loss eval_loss test_loss validation_loss",
+}
+"""Under which other tables have a column, capitals and punctuation aside."""
+
 
 def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
-    """Raise ValueError unless every column is there."""
+    """Raise ValueError unless every column is there; the message says which one may be meant under another name."""
     missing = [column for column in columns if column not in rows.columns]
     if missing:
+        got = [str(column) for column in rows.columns]
+        meant = [
+            f"rename {' or '.join(found)} to {column}"
+            for column in missing
+            if (found := [name for name in got if _plain(name) in OTHER_NAMES.get(column, "").split()])
+        ]
         raise ValueError(
-            f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(rows.columns)}"
+            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}", *meant])
         )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W+", "_", name.strip()).lower()
 
 
 def numbers(rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive: bool = False) -> NDArray[np.float64]:

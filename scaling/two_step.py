@@ -13,13 +13,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import names
 from scaling.downstream import DownstreamLaw, fit_downstream
 from scaling.fitting import fit
 from scaling.forecast import Forecast, interval_factor
 from scaling.forms.form import Array, Form
-from scaling.presentation import Result, lines
+from scaling.law import NATS
+from scaling.presentation import Result, counted, lines
 from scaling.result import ScalingFit
-from scaling.table import require_columns
+from scaling.runs import Table, naming, read_table, to_nats
+from scaling.table import numbers, require_columns
 
 _PER_DRAW = 20  # errors of the loss's forecast that each refit of the sigmoid is met with
 
@@ -59,7 +62,9 @@ class TaskForecast(Result):
         return lines(
             {
                 self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
-                "task loss": f"{self.loss.loss:.4g} ({self.loss.low:.4g} to {self.loss.high:.4g})",
+                "task loss": f"{self.loss.loss:.4g} ({self.loss.low:.4g} to {self.loss.high:.4g}) {self.loss.loss_unit}",
+                "at": f"{self.loss.n_params:.4g} parameters ({counted(self.loss.n_params_convention)}), "
+                f"{self.loss.n_tokens:.4g} tokens",
                 "status": "doubtful: " + "; ".join(self.reasons) if self.reasons else "ok",
             }
         )
@@ -120,26 +125,33 @@ class TwoStep(Result):
 
 
 def fit_two_step(
-    runs: pd.DataFrame,
+    runs: Table,
     *,
     n_params_convention: str,
+    loss_unit: str = NATS,
     metric: str = "accuracy",
     checkpoints: pd.DataFrame | None = None,
     chance: float | None = None,
     ceiling: float | None = None,
+    most: float = 1.0,
     form: Form | None = None,
     n_bootstrap: int = 200,
     seed: int = 0,
 ) -> TwoStep:
     """Fit the task's loss in N and D, and the metric in the task's loss.
 
+    The second step knows nothing of N and D, so it is told by every row, also by those that the first leaves out because they
+    lie on another surface of the loss (not annealed, or badly tuned).
+
     Args:
-        runs: one row per finished run, as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's column.
+        runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
+            column.
         n_params_convention: what N counts.
+        loss_unit: of the task's loss, as for `fit`.
         metric: the column.
         checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
             they belong to one run.
-        chance, ceiling: as for `fit_downstream`.
+        chance, ceiling, most: as for `fit_downstream`.
         form: of the first step, Chinchilla's by default.
         n_bootstrap: refits of each step.
         seed: of the resampling.
@@ -147,22 +159,39 @@ def fit_two_step(
     Raises:
         ValueError, ScalingError: as `fit` and `fit_downstream`.
     """
-    require_columns(runs, ("n_params", "n_tokens", "task_loss", metric))
-    table = runs.drop(columns="loss", errors="ignore").rename(columns={"task_loss": "loss"})
-    law = fit(table, n_params_convention=n_params_convention, form=form, n_bootstrap=n_bootstrap, seed=seed)
+    given = read_table(runs)
+    with naming(runs):
+        require_columns(given, ("n_params", "n_tokens", "task_loss", metric))
+        factor, unit = to_nats(loss_unit)
+        table = _with_loss(given, factor)
+        law = fit(
+            table,
+            n_params_convention=n_params_convention,
+            loss_unit=unit,
+            form=form,
+            n_bootstrap=n_bootstrap,
+            seed=seed,
+        )
     pairs = table[["loss", metric]].assign(stem=_stems(table, "run"))
     if checkpoints is not None:
         require_columns(checkpoints, ("task_loss", metric))
-        further = checkpoints.drop(columns="loss", errors="ignore").rename(columns={"task_loss": "loss"})
+        further = _with_loss(checkpoints, factor)
         own = _stems(further, "run" if "stem" in further else "checkpoint")
         pairs = pd.concat([pairs, further[["loss", metric]].assign(stem=own)], ignore_index=True)
-    task = fit_downstream(pairs, metric=metric, chance=chance, ceiling=ceiling, n_bootstrap=n_bootstrap, seed=seed)
+    task = fit_downstream(
+        pairs, metric=metric, chance=chance, ceiling=ceiling, most=most, n_bootstrap=n_bootstrap, seed=seed
+    )
     return TwoStep(loss=law, task=task)
 
 
+def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
+    """The task's loss, times the factor, as the loss."""
+    return table.drop(columns="task_loss").assign(loss=factor * numbers(table, "task_loss"))
+
+
 def _stems(table: pd.DataFrame, kind: str) -> NDArray[Any]:
-    names = table["stem"].to_numpy() if "stem" in table else np.arange(len(table))
-    return np.array([f"{kind} {name}" for name in names])
+    stems = names(table, "stem") if "stem" in table else np.arange(len(table))
+    return np.array([f"{kind} {stem}" for stem in stems])
 
 
 def _normal(level: float) -> float:

@@ -11,14 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle, load_bundle
     from muscale.config import StudyConfig
-    from muscale.errors import MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.planning import Plan
     from muscale.promotion import Promotion
     from muscale.study import Study
     from muscale.sweep_result import SweepResult
 
 __all__ = [
+    "Bundle",
+    "BundleError",
     "MuscaleError",
     "Plan",
     "Promotion",
@@ -28,9 +31,12 @@ __all__ = [
     "StudyDirectoryError",
     "StudyFileError",
     "SweepResult",
+    "load_bundle",
 ]
 
 _HOMES = {
+    "Bundle": "bundle",
+    "BundleError": "errors",
     "MuscaleError": "errors",
     "Plan": "planning",
     "Promotion": "promotion",
@@ -40,6 +46,7 @@ _HOMES = {
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
+    "load_bundle": "bundle",
 }
 
 

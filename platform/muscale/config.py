@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin, ge
 import pydantic
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
+from muscale.ablation_settings import AblateSettings
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
 from muscale.parallelism import Parallelism
+from muscale.plan_settings import PlanSettings
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
@@ -30,8 +32,6 @@ from proxy_models.memory import Checkpointing, Sharding
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
-
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class CheckSettings(_Table):
@@ -63,13 +63,6 @@ class FitSettings(_Table):
     max_regret: PositiveFloat = 0.0025  # predicted relative difference from the policy's loss; rows beyond it stay out
     n_bootstrap: PositiveInt = 1000
     seed: int = 0
-
-
-class PlanSettings(_Table):
-    """[plan]: the full run."""
-
-    compute_flops: PositiveFloat
-    level: Fraction = 0.9  # of the forecast's interval
 
 
 class PromoteSettings(_Table):
@@ -165,6 +158,7 @@ class StudyConfig(_Table):
     fit: FitSettings = FitSettings()
     plan: PlanSettings
     promote: PromoteSettings = PromoteSettings()
+    ablate: AblateSettings = AblateSettings()
     resources: ResourceSettings = ResourceSettings()
     storage: StorageSettings = StorageSettings()
 

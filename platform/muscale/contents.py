@@ -15,6 +15,7 @@ from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import MANIFEST, Corpus
 
 if TYPE_CHECKING:
+    from muscale.planning import Plan
     from muscale.study import Study
 
 
@@ -26,7 +27,7 @@ def gather(study: Study) -> ReportContents:
     runs = study.runs()
     if not runs[runs["purpose"] == "sweep"].empty:
         known |= _search(study)
-    known |= _full_run(study)
+    known |= _full_run(study, known.pop("planned", None))
     return ReportContents(
         name=study.config.name,
         config=study.config.to_dict(),
@@ -39,7 +40,7 @@ def gather(study: Study) -> ReportContents:
 
 
 def _search(study: Study) -> dict[str, Any]:
-    """Sweep, transfer and law, as far as their runs are complete."""
+    """Sweep, transfer, law and what it tells of the plan, as far as their runs are complete."""
     known: dict[str, Any] = {}
     try:
         sweep = collect(Sweep(config=study.config, ledger=study.ledger, numerics=study.numerics))
@@ -48,17 +49,22 @@ def _search(study: Study) -> dict[str, Any]:
             known.update(transfer=study.transfer())
         if study.is_complete("ladder"):
             known.update(fit=study.fit())
+            planned = study.planned()
+            known.update(planned=planned, next_runs=study.next_runs(planned))
     except StageError:
         return known  # the sections without data say which command gives them
     return known
 
 
-def _full_run(study: Study) -> dict[str, Any]:
-    promotion = study.ledger.latest_result("promotion")
-    forecast = study.ledger.latest_forecast()
+def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
+    """The plan of the study file as it was registered, or else the one registered last, and what came of it."""
+    forecast = (study.ledger.forecast(planned.key) if planned else None) or study.ledger.latest_forecast()
     if forecast is None:
         return {}
+    promotion = study.ledger.result("promotion", forecast["plan"])
     plan = forecast["payload"]
+    if planned and planned.key == forecast["plan"]:
+        plan = {**plan, "decision": planned.decision}
     known: dict[str, Any] = {
         "plan": plan,
         "forecast": {
@@ -67,8 +73,8 @@ def _full_run(study: Study) -> dict[str, Any]:
             "reasons": plan["forecast"]["reasons"],
         },
     }
-    if promotion and promotion["key"] == forecast["plan"]:
-        known["promotion"] = promotion["payload"]
+    if promotion:
+        known["promotion"] = promotion
     metrics = study.directory / FULL_RUNS / forecast["plan"] / METRICS
     if metrics.exists():
         known["curve"] = pd.read_json(metrics, lines=True)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from muscale.plan_settings import BUDGETS
 from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.segments import chain
@@ -86,9 +87,11 @@ def contradictions(config: StudyConfig) -> list[str]:
         if not problems
         else 0
     )
-    if config.plan.compute_flops <= largest:
+    if (budget := config.plan.budget).compute_flops <= largest:
+        key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)
+        told = f", which is {budget.terms}" if budget.terms else ""
         problems.append(
-            f"plan.compute_flops: must exceed the largest ladder run's {largest:.3g} FLOPs, got {config.plan.compute_flops:.3g}"
+            f"plan.{key}: must exceed the largest ladder run's {largest:.3g} FLOPs, got {budget.compute_flops:.3g}{told}"
         )
     return problems
 

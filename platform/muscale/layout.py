@@ -9,6 +9,7 @@ CORPUS = "corpus"  # token files and manifest
 STATES = "states"  # training states that others start from
 CURVES = "curves"  # what was measured at every step of a segment
 FULL_RUNS = "full_runs"  # a folder for each plan: checkpoints and metrics
+BUNDLES = "bundles"  # a folder for each plan that was promoted and preserved
 REPORT = "report.html"
 METRICS = "metrics.jsonl"  # of a full run, in its folder
 FAILURE = "failure.txt"  # why a full run ended that another attempt would end in again

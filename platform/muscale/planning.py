@@ -9,15 +9,19 @@ from muscale.config import StudyConfig
 from muscale.ladder import tuned_for
 from muscale.ledger import Ledger
 from muscale.lineage import Chain, input_key
+from muscale.sizing import size_for
 from muscale.tables import forecasts
-from proxy_models.config import ModelConfig
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.mixture import MAX_EPOCHS
 from proxy_models.numerics import Numerics, Precision
 from proxy_models.segments import chain
 from proxy_models.stages import Stage
-from scaling import Forecast, HorizonLaw, ScalingFit
+from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 
 _PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
+_TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,11 @@ class Plan:
         precision: Of the training.
         hyperparameters: At the base shape; the parametrization carries them to `model`.
         rules: For each tuned hyperparameter, the rule that carried it.
-        wanted_n_params: The law's compute-optimal N, of which `model` is the nearest member of the family.
+        wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
+            family that does best.
         forecast: Of the final annealed validation loss.
+        decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words; None in a plan
+            that was registered before plans kept it.
         registered_at: When the forecast was written to the ledger; None before.
     """
 
@@ -46,6 +53,7 @@ class Plan:
     rules: dict[str, str]
     wanted_n_params: float
     forecast: Forecast
+    decision: dict[str, Any] | None = None
     registered_at: str | None = None
 
     @property
@@ -70,6 +78,7 @@ class Plan:
             "model": self.model.to_dict(),
             "hyperparameters": self.hyperparameters.to_dict(),
             "forecast": self.forecast.to_dict(),
+            "decision": self.decision,
             "n_params": self.n_params,
             "compute_flops": self.compute_flops,
         }
@@ -82,17 +91,20 @@ class Plan:
             model=ModelConfig(**values["model"]),
             hyperparameters=Hyperparameters(**values["hyperparameters"]),
             forecast=Forecast.from_dict(values["forecast"]),
+            decision=values.get("decision"),
         )
 
     def __str__(self) -> str:
         forecast, model = self.forecast, self.model
         lines = [
-            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} (compute-optimal "
+            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} "
+            f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
             *(f"  {name} = {told(getattr(self.hyperparameters, name))}  ({rule})" for name, rule in self.rules.items()),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
+            *(f"  {line}" for line in told_decision(self.decision)),
         ]
         if self.registered_at:
             lines.append(f"  registered {self.registered_at}")
@@ -106,16 +118,64 @@ def told(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
+def told_decision(decision: dict[str, Any] | None) -> list[str]:
+    """What a plan's size rests on, a line each."""
+    if decision is None:
+        return []
+    near = [
+        f"{size['n_params']:,.0f} (width {size['d_model']}, +{size['loss_above_best']:.2%})"
+        for size in decision["near"]
+    ]
+    sizes = decision["intervals"]["n_params"] if decision["intervals"] else None
+    by_fit = [*decision["size_by_fit"].values()] if decision["size_by_fit"] else []
+    budget, cost = decision["budget"], decision["cost"]
+    lines = [
+        f"cost: {cost}" if budget == cost else f"budget: {budget}; cost: {cost}",
+        f"within {decision['tolerance']:.2%} of the best loss: N = {_first(near)}",
+    ]
+    if sizes:
+        lines.append(
+            f"{decision['level']:.0%} interval of the best N: {_span(sizes['low'], sizes['high'])}"
+            + (f"; each fit alone would choose {_span(min(by_fit), max(by_fit))}" if by_fit else "")
+        )
+    if decision["epochs"] is not None:
+        lines.append(f"data: {decision['epochs']:.3g} epochs over the corpus")
+    lines += [f"held by {limit}" for limit in decision["limits"]]
+    lines += [f"doubtful: {doubt}" for doubt in decision["doubts"]]
+    return lines + [f"assumed: {assumption}" for assumption in decision["assumptions"]]
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+
+
+def _first(told_sizes: list[str], most: int = 5) -> str:
+    """The ends and the middle of a long list."""
+    if len(told_sizes) <= most:
+        return ", ".join(told_sizes)
+    return f"{told_sizes[0]} to {told_sizes[-1]}, {len(told_sizes)} sizes"
+
+
 def make_plan(
-    config: StudyConfig, best: Hyperparameters, horizon: HorizonLaw, fit: ScalingFit, *, winner: int | None = None
+    config: StudyConfig,
+    best: Hyperparameters,
+    horizon: HorizonLaw,
+    fit: ScalingFit,
+    *,
+    corpus: Corpus | None = None,
+    winner: int | None = None,
 ) -> Plan:
     """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there.
 
-    `winner` is the trial that `best` is from.
+    `corpus` is what the run sees; without it no epochs are counted. `winner` is the trial that `best` is from.
+
+    Raises:
+        StageError: If the budget can't be spent: see `sizing.size_for`.
     """
-    allocation = fit.law.allocate(config.plan.compute_flops)
-    model = config.family.for_params(allocation.n_params)
-    n_tokens = best.whole_batches(config.plan.compute_flops / (6.0 * model.n_params))
+    decision = size_for(config.plan, fit, config.family, corpus, precision=config.promote.precision)
+    model: ModelConfig = decision.config
+    flops = config.plan.budget.compute_flops
+    n_tokens = best.whole_batches(decision.n_tokens)
     hyperparameters = tuned_for(best, horizon, n_tokens)
     capped = "" if horizon.supports(n_tokens) else ", beyond its supported range"
     rules = {
@@ -141,6 +201,8 @@ def make_plan(
         config.fit.n_bootstrap,
         config.fit.seed,
         {k: list(map(str, v)) for k, v in evidence.items()},
+        # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
+        *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [asdict(model)]),
     )
     return Plan(
         key=key,
@@ -150,13 +212,41 @@ def make_plan(
         precision=config.promote.precision,
         hyperparameters=hyperparameters,
         rules=rules,
-        wanted_n_params=allocation.n_params,
-        forecast=fit.forecast(model.n_params, n_tokens, level=config.plan.level),
+        wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
+        forecast=_forecast(fit, model, n_tokens, config.plan.level, decision.epochs),
+        decision=_plain(decision, config.family),
     )
 
 
+def _forecast(fit: ScalingFit, model: ModelConfig, n_tokens: int, level: float, epochs: float | None) -> Forecast:
+    """The fit's forecast, unsupported where the run sees its data too often."""
+    found = fit.forecast(model.n_params, n_tokens, level=level)
+    if epochs is None or epochs <= MAX_EPOCHS:
+        return found
+    reason = (
+        f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
+    )
+    return replace(found, reasons=(*found.reasons, reason))
+
+
+def _plain(decision: Decision, family: ModelFamily) -> dict[str, Any]:
+    """The decision's facts as JSON has them."""
+    facts = {name: value for name, value in decision.to_dict().items() if name not in _TOLD_ELSEWHERE}
+    near = [{**size, "d_model": family.for_params(size["n_params"]).d_model} for size in facts["near"]]
+    return facts | {
+        "near": near,
+        "budget": decision.budget.terms or decision.budget.worth,
+        "cost": decision.cost.worth,
+        "served_tokens": decision.served_tokens,
+        "unique_tokens": decision.unique_tokens,
+    }
+
+
 def register(plan: Plan, ledger: Ledger) -> Plan:
-    """Write the forecast into the ledger, once and for all, and return the plan as registered."""
+    """Write the forecast into the ledger, once and for all, and return the plan as registered.
+
+    What the decision says of prices or of sizes nearby is as told now: it is no part of what is registered.
+    """
     forecast = plan.forecast
     ledger.insert(
         forecasts,
@@ -168,4 +258,4 @@ def register(plan: Plan, ledger: Ledger) -> Plan:
         payload=plan.to_dict(),
     )
     row = ledger.forecast(plan.key) or {}
-    return replace(Plan.from_dict(row["payload"]), registered_at=row["registered_at"])
+    return replace(Plan.from_dict(row["payload"]), decision=plan.decision, registered_at=row["registered_at"])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import data, ladder, planning, promotion, transfer
+from muscale import ablation, data, ladder, next_stems, planning, promotion, transfer
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import Job, finish, staying_cluster
@@ -23,6 +23,7 @@ from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import input_key
 from muscale.merge import MergeResult, merge
+from muscale.next_stems import NextStems
 from muscale.open_ledger import open_ledger
 from muscale.planning import Plan
 from muscale.progress import Display, following
@@ -35,9 +36,10 @@ from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict, fit, fit_verdict
+from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle
     from proxy_models.coordinate_check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -248,10 +250,11 @@ class Study:
 
     @cached_property
     def _fit(self) -> ScalingFit:
-        settings, rows = self.config.fit, self.ladder()
+        settings = self.config.fit
+        rows = self.ladder()
         try:
             return fit(
-                rows[rows["left_out"] == ""].drop(columns="left_out"),
+                rows,
                 n_params_convention=N_PARAMS_CONVENTION,
                 n_bootstrap=settings.n_bootstrap,
                 seed=settings.seed,
@@ -260,15 +263,46 @@ class Study:
         except (ScalingError, ValueError) as error:
             raise StageError(f"fit: {error}") from error
 
-    def plan(self) -> Plan:
-        """The full run for the budget, its forecast registered."""
-        sweep = self.sweep()
-        plan = planning.make_plan(self.config, sweep.best, self.horizon(), self.fit(), winner=sweep.winner)
-        return planning.register(plan, self.ledger)
+    def plan(self, *, compute_flops: float | None = None) -> Plan:
+        """The full run for the budget, its forecast registered.
 
-    def promote(self, *, force: bool = False) -> Promotion:
-        """Train the planned run and hold it against its forecast."""
-        plan = self.plan()
+        Args:
+            compute_flops: The budget, in place of the study file's.
+        """
+        return planning.register(self.planned(compute_flops=compute_flops), self.ledger)
+
+    def planned(self, *, compute_flops: float | None = None) -> Plan:
+        """What `plan` would register; writes no forecast."""
+        sweep, config = self.sweep(), self.config
+        if compute_flops is not None:
+            config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
+        horizon, law = self.horizon(), self.fit()
+        return planning.make_plan(config, sweep.best, horizon, law, corpus=self.corpus, winner=sweep.winner)
+
+    def next_runs(
+        self,
+        plan: Plan | None = None,
+        *,
+        affordable_flops: float | None = None,
+        n_runs: int = 4,
+        width: float = next_stems.NARROW,
+    ) -> NextStems:
+        """Runs to add to the ladder for a surer forecast of the plan's loss; trains none of them.
+
+        Args:
+            plan: Whose forecast; by default the study file's.
+            affordable_flops: What they may cost together, by default a tenth of the plan, or as much as the largest run fitted.
+            n_runs: At most so many.
+            width: Of the forecast's interval over the forecast: narrow enough.
+        """
+        plan = plan or self.planned()
+        return next_stems.choose(
+            self.config, self.fit(), plan, self.corpus, affordable_flops=affordable_flops, n_runs=n_runs, width=width
+        )
+
+    def promote(self, plan: Plan | None = None, *, force: bool = False) -> Promotion:
+        """Train the planned run and hold it against its forecast; `plan` is one of `plan()`, by default the study file's."""
+        plan = self.plan() if plan is None else planning.register(plan, self.ledger)
         if known := self.ledger.result("promotion", plan.key):
             return Promotion.from_dict(known)
         check, verdict = self.check(), self.transfer()
@@ -284,6 +318,17 @@ class Study:
                 verdict=verdict.verdict,
                 forced=not (check.passed and verdict.passed),
             )
+
+    def ablate(self) -> Ablation:
+        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""
+        found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
+        self._finish("ablate", [variant.job for variant in found])
+        try:
+            result = compare_ablations(ablation.rows(self.ledger.runs(), found))
+        except ScalingError as error:
+            raise StageError(f"ablate: {error}") from error
+        self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
+        return result
 
     def run(self, *, force: bool = False) -> Promotion:
         """Every stage in turn; what is known is not done again.
@@ -323,6 +368,20 @@ class Study:
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)
+
+    def bundle(self, *, average: int = 1) -> Bundle:
+        """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
+
+        Args:
+            average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+
+        Raises:
+            StageError: If no run was promoted to its end, or its last weights are gone.
+            BundleError: If the bundle was written before and is damaged.
+        """
+        from muscale.preserve import preserve
+
+        return preserve(self, average=average)
 
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,13 +51,13 @@ class MeanOf(Form):
         return self.form.columns
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
+        """Expected loss."""
         laws = range(1, self.count + 1)
         each = [self.form.loss({name: values[f"{name}_{i}"] for name in self.form.parameters}, rows) for i in laws]
         return np.exp(np.mean([np.log(loss) for loss in each], axis=0))
 
 
 def mean_of(laws: Sequence[Law]) -> Law:
-    """The mean of laws of one form."""
-    form = MeanOf(laws[0].form, len(laws))
-    return form.law(**{f"{name}_{i}": value for i, law in enumerate(laws, 1) for name, value in law.parameters.items()})
+    """The mean of laws of one form, which count N alike and tell losses in one unit."""
+    values = {f"{name}_{i}": value for i, law in enumerate(laws, 1) for name, value in law.parameters.items()}
+    return replace(laws[0], form=MeanOf(laws[0].form, len(laws)), parameters=values)

@@ -41,7 +41,7 @@ class Chinchilla(Form):
     parameters = _NUMBERS
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
+        """Expected loss."""
         of_params = values["A"] * rows["n_params"] ** -values["alpha"]
         return values["E"] + of_params + values["B"] * rows["n_tokens"] ** -values["beta"]
 
@@ -65,7 +65,7 @@ class TiedChinchilla(Form):
     }
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
+        """Expected loss."""
         return Chinchilla().loss({**values, "beta": values["alpha"]}, rows)
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
@@ -90,7 +90,7 @@ class Joint(Form):
     parameters: ClassVar[Mapping[str, tuple[float, float]]] = {**_NUMBERS, "g": SHAPE_BOUNDS}
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
+        """Expected loss."""
         g = values["g"]
         of_params = values["A"] ** (1 / g) * rows["n_params"] ** (-values["alpha"] / g)
         of_tokens = values["B"] ** (1 / g) * rows["n_tokens"] ** (-values["beta"] / g)
@@ -117,7 +117,7 @@ class Kaplan(Form):
     }
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
+        """Expected loss."""
         return Joint().loss({**values, "E": 0.0, "g": values["beta"]}, rows)
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:

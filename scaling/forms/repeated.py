@@ -54,7 +54,7 @@ class RepeatedData(Form):
         return _worth(_useful_params(values, unique, n_params), n_params, values["rn_star"]), tokens
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, nats per token."""
+        """Expected loss."""
         n_params, n_tokens = self.effective(values, rows)
         return Chinchilla().loss(values, {"n_params": n_params, "n_tokens": n_tokens})
 

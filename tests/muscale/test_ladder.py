@@ -16,7 +16,7 @@ from muscale.promotion import Promotion, gate
 from muscale.search.path import path_of
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw, fit_horizon_law
+from scaling import HorizonLaw, fit, fit_horizon_law
 
 EXPONENT = 0.3
 
@@ -177,6 +177,27 @@ def test_a_sweep_tells_how_far_each_run_lies_from_the_policy(
     table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon, numerics)
     assert set(table["left_out"]) == {""}
     assert table["regret"].to_numpy() == pytest.approx(np.expm1(planted), abs=1e-6)
+
+
+def test_the_ladder_is_fitted_as_it_stands_and_from_parquet(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw, tmp_path: Path
+) -> None:
+    """Runs at three sizes of a planted law, with one that is mostly warmup."""
+    h, lengths, runs = config.hyperparameters, [4096, 16384, 32768, 65536], []
+    for seed, n_params in enumerate((10_000, 40_000, 160_000)):
+        member = replace(numerics, seed=seed)
+        tuned = ladder.tuned_for(h, horizon, 32768)
+        jobs = ladder.branches(member, tuned, lengths, tuned_at=32768, purpose="ladder", label="w")
+        for job in jobs:
+            loss = 1.5 + 40 / n_params**0.4 + 100 / job.chain.last.end**0.4
+            runs.append(as_run(job) | {"n_params": n_params, "loss": loss})
+    table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon, numerics)
+    table.to_parquet(tmp_path / "ladder.parquet")
+    for given in (table, tmp_path / "ladder.parquet", tmp_path.joinpath("ladder.parquet").as_posix()):
+        found = fit(given, n_params_convention="as planted", n_bootstrap=4, max_regret=1.0)
+        assert found.law["alpha"] == pytest.approx(0.4, rel=1e-4)
+        assert (found.n_rows, found.n_stems, found.assumptions) == (9, 3, ())
+        assert set(found.left_out["reason"]) == {"its warmup takes 38% of its tokens, more than 11%"}
 
 
 def as_run(job: Job) -> dict[str, object]:

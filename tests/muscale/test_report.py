@@ -1,15 +1,22 @@
 """The report: self-contained, escaped, and telling how to get what it lacks."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from muscale import StudyConfig
+from muscale.next_stems import choose
+from muscale.planning import make_plan
 from muscale.report import ReportContents, write_report
-from proxy_models.corpus import write_mixture
+from proxy_models.corpus import write_corpus, write_mixture
 from proxy_models.mixture import Mixture
 from proxy_models.sources import Source
+from tests.muscale.planted import planted_fit, planted_horizon
+
+MakeStudy = Callable[..., Path]
 
 COLUMNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]
 
@@ -112,3 +119,32 @@ def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_lo
         assert re.search(rf"<td>{name}</td>\s*<td>{re.escape(f'{value:.4g}')}</td>", text)
     assert f"warning: small: {epochs['small']:.1f} epochs" in text
     assert "warning: large" not in text
+
+
+def test_the_law_s_figures_each_stand_alone_and_what_to_run_next_is_told(tmp_path: Path, make_study: MakeStudy) -> None:
+    config = StudyConfig.read(make_study(), ["plan.compute_flops=2e11"])
+    law, source = planted_fit(noise=3e-3), Source(path=str(tmp_path / "study" / "text"))
+    corpus = write_corpus(tmp_path / "corpus", source)
+    plan = make_plan(config, config.hyperparameters, planted_horizon(), law, corpus=corpus)
+    further = choose(config, law, plan, corpus, width=1e-4)
+    without = page(tmp_path, fit=law)
+    text = page(tmp_path, fit=law, plan=plan.to_dict(), corpus=corpus, next_runs=further)
+    of_law = ("loss against compute", "loss over size and tokens", "best size and tokens against compute")
+    for label in (*of_law, "how surely the law&#39;s parameters are known"):
+        assert without.count(f'aria-label="{label}"') == text.count(f'aria-label="{label}"') == 1
+    for label in ("loss against size at the plan&#39;s compute", "the loss of the full run by each fit"):
+        assert f'aria-label="{label}' not in without
+        assert text.count(f'aria-label="{label}') == 1
+    assert "<code>muscale plan</code>" in without.split("What to run next")[1]
+    assert all(line in text for line in further.lines)
+    assert f"<li>data: {(plan.decision or {})['epochs']:.3g} epochs over the corpus</li>" in text
+    assert (
+        text.count('class="panels"') == 2
+    )  # the parameters, the fits behind the forecast: the others fit a narrow page
+
+
+def test_a_plan_registered_before_decisions_were_kept_is_still_shown(tmp_path: Path, make_study: MakeStudy) -> None:
+    config, law = StudyConfig.read(make_study()), planted_fit()
+    plan = make_plan(config, config.hyperparameters, planted_horizon(), law).to_dict()
+    text = page(tmp_path, fit=law, plan={name: value for name, value in plan.items() if name != "decision"})
+    assert "What another size would cost" in text

@@ -1,13 +1,15 @@
 """A backtest sees only what lies below its cut, and counts what its intervals hold."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Kaplan, Law, backtest, fit
+from scaling import Chinchilla, Joint, Kaplan, Law, RepeatedData, ScalingError, backtest, fit
 from scaling.backtest import DEFAULT
+from scaling.law_figures import backtest_data
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -75,7 +77,67 @@ def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
         backtest(runs, n_params_convention="total", cuts=[0.5])
 
 
+def test_a_form_that_depends_on_more_is_compared_where_the_runs_tell_it(runs: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="missing column unique_tokens"):
+        backtest(runs, n_params_convention="total", cuts=[10], forms=[RepeatedData()])
+    repeated = runs.assign(unique_tokens=runs["n_tokens"])
+    found = backtest(repeated, n_params_convention="total", cuts=[5], forms=[RepeatedData(), Chinchilla()])
+    alone = backtest(runs, n_params_convention="total", cuts=[5], forms=Chinchilla()).predictions
+    of = {method: part["predicted"].to_numpy() for method, part in found.predictions.groupby("method")}
+    for method, part in alone.groupby("method"):
+        np.testing.assert_allclose(of[str(method)], part["predicted"])
+    assert np.abs(np.log(of["repeated"] / of["chinchilla"])).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": Joint()}, r"backtest has no option form: forms are given as forms=\[…\]"),
+        ({"n_bootstrap": 10}, "backtest has no option n_bootstrap"),
+        (
+            {"forms": [Joint]},
+            r"form must be a form with its parentheses, such as Joint\(\), got <class .*Joint\(\) is meant",
+        ),
+    ],
+)
+def test_options_that_are_none_are_named(runs: pd.DataFrame, options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        backtest(runs, n_params_convention="total", **options)  # type: ignore[arg-type]
+
+
+class Broken(Kaplan):
+    """A form with a fault of its own."""
+
+    name = "broken"
+
+    def loss(self, values: Any, rows: Any) -> Any:
+        raise ValueError("a fault of the form's own")
+
+
+def test_only_too_few_runs_are_listed_by_cut(runs: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="a fault of the form's own"):
+        backtest(runs, n_params_convention="total", cuts=[10], forms=[Broken()])
+
+
+def test_without_a_cut_there_is_no_figure(runs: pd.DataFrame) -> None:
+    with pytest.raises(ScalingError, match="there is nothing to draw: no cut leaves enough runs"):
+        backtest(runs, n_params_convention="total", cuts=[1000]).plot()
+
+
 def test_figure(runs: pd.DataFrame) -> None:
     figure = backtest(runs, n_params_convention="total", cuts=[5, 10], forms=[]).plot()
-    assert len(figure.data) == 2
-    assert figure.layout.yaxis.title.text == "measured loss above its forecast (%)"
+    shown = {(trace.name, trace.yaxis) for trace in figure.data}
+    assert {("90 % interval", "y"), ("90 % interval", "y2")} <= shown
+    assert figure.layout.yaxis.title.text == "measured above<br>forecast (%)"
+
+
+def test_figure_s_runs_are_within_where_they_lie_between_the_ends(runs: pd.DataFrame) -> None:
+    runs = runs.copy()
+    runs.loc[runs.index[-1], "loss"] *= 1.2
+    found = backtest(runs, n_params_convention="total", cuts=[5], forms=[])
+    data = backtest_data(found)
+    assert (data["within"] == data["error"].between(data["error_low"], data["error_high"])).all()
+    np.testing.assert_allclose(data["predicted"] * (1 + data["error"] / 100), data["loss"])
+    (outside,) = (trace for trace in found.plot().data if trace.name == "outside")
+    assert outside.y.max() == pytest.approx(data["error"].max())
+    assert data["error"].max() > 10, "the run that was made a fifth worse"

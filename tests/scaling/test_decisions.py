@@ -305,7 +305,8 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
     text = str(found)
     for words in (
         "$50,000 for A100 80GB",
-        "N counted total",
+        "parameters (total)",
+        "N as in the law: total",
         "serving costs 2·N FLOPs for each of 1e+11 tokens",
         "90% interval",
         "other fits",

@@ -85,7 +85,7 @@ def test_drifts(grids: pd.DataFrame) -> None:
     data = drift_data(verdict)
     assert data["label"].tolist() == ["rate along width"]
     assert data["low"].item() < verdict.drift_octaves < data["high"].item()
-    title = "drift of the optimum from the smallest size to the largest (octaves)"
+    title = "drift of the optimum (octaves),<br>from the smallest size to the largest"
     assert axis_titles(verdict.plot_drifts()) == {title, None}, "the labels of the other axis say what they are"
 
 

@@ -67,6 +67,27 @@ def test_resampled_intervals_cover_the_noise() -> None:
     assert np.mean(covered) > 0.7
 
 
+@pytest.mark.parametrize("name", ["n_params", "n_tokens"])
+def test_vertices_lie_in_their_intervals_as_often_as_they_say(name: str) -> None:
+    covered = []
+    for seed in range(40):
+        points = two(isoflops(EVEN, noise=0.002, seed=seed), 2).points
+        best = EVEN.frontier(points["compute_flops"])[name]
+        assert (points[f"{name}_low"] < points[name]).all()
+        covered.append((points[f"{name}_low"] < best) & (best < points[f"{name}_high"]))
+    assert np.mean(covered) == pytest.approx(0.9, abs=0.05), "200 vertices: a standard error of .02"
+
+
+def test_a_parabola_that_is_told_from_no_line_has_no_interval() -> None:
+    """The ends are where the slope of the parabola is not told from none: with so much noise that is everywhere."""
+    points = two(isoflops(EVEN, octaves=0.5, noise=0.005, seed=1), 2).points
+    unknown = points["n_params_low"].isna()
+    assert unknown.any()
+    assert (unknown == points["n_params_high"].isna()).all()
+    exact = two(isoflops(EVEN)).points
+    np.testing.assert_allclose(exact["n_params_low"], exact["n_params_high"], rtol=0.02)
+
+
 def test_what_has_no_minimum_among_its_sizes_is_left_out() -> None:
     runs = isoflops(EVEN)
     first = 6 * runs["n_params"] * runs["n_tokens"] < 2e18

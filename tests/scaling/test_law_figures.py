@@ -7,9 +7,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingFit, TiedChinchilla, compute_flops, fit
+from scaling import (
+    Chinchilla,
+    Form,
+    Joint,
+    Kaplan,
+    Law,
+    RepeatedData,
+    ScalingFit,
+    TiedChinchilla,
+    compute_flops,
+    decide,
+    fit,
+)
 from scaling.allocation_figures import allocation_data, best_sizes, contours_data
 from scaling.size_figures import sizes_data
+from scaling.spending import Spending
 from scaling.spread_figures import parameters_data, variants_data
 
 
@@ -71,7 +84,9 @@ def test_contours_lie_on_the_law(result: ScalingFit) -> None:
     target = result.forecast(1e9, 2e10)
     data = contours_data(result, target)
     contour = of(data, "contour")
-    np.testing.assert_allclose(result.predict(contour["n_params"], contour["n_tokens"]), contour["loss"])
+    np.testing.assert_allclose(result.best_law.loss(contour["n_params"], contour["n_tokens"]), contour["loss"])
+    alone = of(contours_data(result, target, alone=True), "contour")
+    np.testing.assert_allclose(result.predict(alone["n_params"], alone["n_tokens"]), alone["loss"])
     assert contour["loss"].nunique() >= 5
     for _, line in contour.groupby("loss"):
         assert line["n_params"].is_monotonic_increasing
@@ -87,21 +102,30 @@ def test_contours_lie_on_the_law(result: ScalingFit) -> None:
 def test_the_frontier_is_the_least_loss_of_its_isoflop(result: ScalingFit) -> None:
     data = contours_data(result)
     for flops, line in of(data, "isoflop").groupby("compute_flops"):
-        assert line["loss"].min() >= result.law.allocate(float(str(flops))).loss
+        assert line["loss"].min() >= result.best_law.allocate(float(str(flops))).loss
     assert of(data, "frontier")["compute_flops"].max() == pytest.approx(10 * result.compute_range[1])
 
 
 def test_contours_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None:
     for one in (result, without_powers):
         figure = one.plot_contours(one.forecast(1e9, 2e10))
-        assert axis_titles(figure) == ["parameters N", "training tokens D"]
+        assert axis_titles(figure) == ["parameters N (total)", "training tokens D"]
         named = [trace.name for trace in figure.data if trace.showlegend is not False and trace.name]
         assert named == ["equal compute (FLOPs)", "equal loss (nats per token)", "best N and D", "runs", "target"]
     assert "target" not in {trace.name for trace in result.plot_contours().data}
 
 
-def test_allocation_is_the_law_s_within_the_draws_interval(result: ScalingFit) -> None:
-    data = allocation_data(result)
+def test_allocation_is_what_is_decided(result: ScalingFit) -> None:
+    data = allocation_data(result).query("quantity == 'n_params'")
+    for _, row in data.iloc[[0, 20, -1]].iterrows():
+        decided = decide(result, row["compute_flops"]).intervals
+        assert decided is not None
+        expected = decided.loc["n_params", ["estimate", "low", "high"]].tolist()
+        assert row[["value", "low", "high"]].tolist() == pytest.approx(expected, rel=0.01)
+
+
+def test_allocation_alone_is_the_law_s_within_the_draws_interval(result: ScalingFit) -> None:
+    data = allocation_data(result, alone=True)
     params, tokens, ratio = (part.reset_index() for _, part in data.groupby("quantity", sort=False))
     best = result.law.frontier(params["compute_flops"])
     np.testing.assert_allclose(params["value"], best["n_params"])
@@ -114,8 +138,8 @@ def test_allocation_is_the_law_s_within_the_draws_interval(result: ScalingFit) -
     np.testing.assert_allclose(params[["low", "high"]].iloc[-1], ends)
     assert (of(params, "fitted")["compute_flops"] <= result.compute_range[1] * (1 + 1e-9)).all()
     assert axis_titles(result.plot_allocation()) == [
-        *(None, "training compute 6·N·D (FLOPs)", None),
-        *("parameters N", "training tokens D", "tokens per parameter D/N"),
+        *(None, None, "training compute 6·N·D (FLOPs)"),
+        *("parameters N<br>(total)", "training tokens D", "tokens per parameter D/N"),
     ]
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
         allocation_data(result, level=90)
@@ -133,7 +157,7 @@ def test_best_sizes_without_a_formula_are_those_with_one(result: ScalingFit, wit
 
 def test_one_exponent_keeps_the_ratio(runs: pd.DataFrame) -> None:
     tied = fit(runs, n_params_convention="total", n_bootstrap=20, form=TiedChinchilla())
-    data = allocation_data(tied).query("quantity == 'tokens_per_param'")
+    data = allocation_data(tied, alone=True).query("quantity == 'tokens_per_param'")
     np.testing.assert_allclose(data["value"], data["value"].iloc[0])
 
 
@@ -155,7 +179,7 @@ def test_sizes_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None
     for one in (result, without_powers):
         figure = one.plot_sizes([1e18, 1e20])
         assert axis_titles(figure) == [
-            "parameters N (tokens D are what the compute leaves)",
+            "parameters N (total)<br>tokens D are what the compute leaves",
             "loss (nats per token)",
         ]
         assert sum(trace.showlegend for trace in figure.data) == 2
@@ -168,7 +192,37 @@ def test_sizes_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None
 def test_a_size_that_makes_no_difference_has_a_band_that_ends_where_it_is_not_looked_further() -> None:
     flat = Chinchilla().law(E=1.8, A=1e-9, B=1e-9, alpha=0.3, beta=0.3)
     band = of(sizes_data(flat, [1e18]), "band")
-    np.testing.assert_allclose(band["n_params"].iloc[-1] / band["n_params"].iloc[0], 1e12)
+    ends = np.exp(Spending(form=flat.form).range(np.array(1e18)))
+    np.testing.assert_allclose(band["n_params"].iloc[[0, -1]], ends)
+
+
+@pytest.mark.parametrize("form", [Chinchilla(), Unnamed()])
+def test_the_band_is_the_one_that_decide_gives(result: ScalingFit, form: Form) -> None:
+    law = Law(form=form, parameters=result.law.parameters)
+    for flops in (1e18, 1e21):
+        near = decide(law, flops, tolerance=0.003).near["n_params"]
+        data = sizes_data(law, [flops], within=0.003)
+        np.testing.assert_allclose(of(data, "band")["n_params"].iloc[[0, -1]], near.iloc[[0, -1]])
+        np.testing.assert_allclose(of(data, "best")["n_params"], near.iloc[1])
+
+
+def test_the_drawn_band_is_the_one_that_a_fit_decides_by(result: ScalingFit) -> None:
+    figure = result.plot_sizes([1e20])
+    (band,) = (trace for trace in figure.data if trace.opacity == 0.4)
+    assert [band.x[0], band.x[-1]] == pytest.approx(decide(result, 1e20).near["n_params"].iloc[[0, -1]].tolist())
+
+
+def test_repeated_tokens_are_no_more_than_are_seen() -> None:
+    """Small models see each of 2·10^10 unique tokens more than once, large ones only as many as they are trained on."""
+    values = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37, "rd_star": 15.0, "rn_star": 5.0}
+    law = Law(form=RepeatedData(), parameters={name: values[name] for name in RepeatedData.parameters})
+    data = sizes_data(law, [1e20], unique_tokens=2e10)
+    seen = np.minimum(data["n_tokens"], 2e10)
+    assert (seen == 2e10).any()
+    assert (seen < 2e10).any()
+    np.testing.assert_allclose(law.loss(data["n_params"], data["n_tokens"], unique_tokens=seen), data["loss"])
+    near = decide(law, 1e20, unique_tokens=2e10).near["n_params"]
+    np.testing.assert_allclose(of(data, "band")["n_params"].iloc[[0, -1]], near.iloc[[0, -1]])
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9])

@@ -118,7 +118,7 @@ def test_batches_keep_within_what_is_affordable_and_shrink_the_interval(fitted: 
     assert found.width_then < found.width_now
     assert found.runs.index.is_unique
     text = str(found)
-    assert "2e+09 parameters, 4e+10 tokens" in text
+    assert "2e+09 parameters (total), 4e+10 tokens" in text
     assert f"{found.width_then:.2%} expected after {len(found.runs)} more runs" in text
 
 

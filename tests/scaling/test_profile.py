@@ -97,6 +97,7 @@ def test_what_the_runs_do_not_bound_is_open(ladder: Ladder) -> None:
     runs["loss"] = (30 * runs["n_params"] ** -0.1 + 40 * runs["n_tokens"] ** -0.12) * error
     interval = fitted(runs).profile("E")
     assert interval.low == 0
+    assert interval.estimate < interval.high < runs["loss"].min(), "though every refit lies next to E's bound"
     assert interval.is_open
     assert "open: the runs do not bound it" in str(interval)
 

@@ -1,0 +1,34 @@
+"""A law and a horizon law that are known, for what a study makes of them without training anything."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from scaling import HorizonLaw, ScalingFit, fit, fit_horizon_law
+
+WIDTH_16, WIDTH_80 = 7_000, 63_000  # about N of the micro-study's smallest and largest ladder widths
+
+
+def planted_fit(noise: float = 1e-3, n_bootstrap: int = 50) -> ScalingFit:
+    """A fit of runs on 1.5 + 40 N^-.4 + 100 D^-.4 over the micro-study's sizes: N* is about .32·D at small budgets."""
+    sizes = np.geomspace(WIDTH_16, WIDTH_80, 4)
+    rows = pd.DataFrame(
+        [(n, d) for n in sizes for d in np.geomspace(16_384, 262_144, 4)], columns=["n_params", "n_tokens"]
+    )
+    law = 1.5 + 40 / rows["n_params"] ** 0.4 + 100 / rows["n_tokens"] ** 0.4
+    drawn = np.exp(noise * np.random.default_rng(0).standard_normal(len(rows)))
+    told = rows.assign(loss=law * drawn, annealed=True, regret=0.0, stem=[f"stem {i}" for i in range(len(rows))])
+    return fit(told, n_params_convention="as planted", n_bootstrap=n_bootstrap)
+
+
+def planted_horizon() -> HorizonLaw:
+    """A law of planted optima that fall as D^-.3."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for n_tokens in (8192, 16384, 32768):
+        for octave in np.linspace(-2, 2, 7):
+            off = octave + 0.3 * np.log2(n_tokens / 16384)
+            loss = 2 * np.exp(0.02 * off**2 + 1e-4 * generator.standard_normal())
+            rows.append({"n_tokens": n_tokens, "rate": 2.0 ** (octave - 7), "loss": loss, "width": 32})
+    return fit_horizon_law(pd.DataFrame(rows))
