@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle, load_bundle
     from muscale.calibration import Calibration
     from muscale.config import StudyConfig
-    from muscale.errors import MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.planning import Plan
     from muscale.promotion import Promotion
     from muscale.study import Study
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from muscale.watch import Watch
 
 __all__ = [
+    "Bundle",
+    "BundleError",
     "Calibration",
     "MuscaleError",
     "Plan",
@@ -32,9 +35,12 @@ __all__ = [
     "StudyFileError",
     "SweepResult",
     "Watch",
+    "load_bundle",
 ]
 
 _HOMES = {
+    "Bundle": "bundle",
+    "BundleError": "errors",
     "Calibration": "calibration",
     "MuscaleError": "errors",
     "Plan": "planning",
@@ -46,6 +52,7 @@ _HOMES = {
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
     "Watch": "watch",
+    "load_bundle": "bundle",
 }
 
 

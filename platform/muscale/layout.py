@@ -10,6 +10,7 @@ STATES = "states"  # training states that others start from
 CURVES = "curves"  # what was measured at every step of a segment
 FULL_RUNS = "full_runs"  # a folder for each plan: checkpoints and metrics
 OBSERVED = "observed"  # a folder for each plan whose run is elsewhere: what its owner tells of it
+BUNDLES = "bundles"  # a folder for each plan that was promoted and preserved
 REPORT = "report.html"
 METRICS = "metrics.jsonl"  # of a full or an observed run, in its folder
 FAILURE = "failure.txt"  # why a full run ended that another attempt would end in again

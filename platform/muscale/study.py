@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import data, ladder, next_stems, planning, promotion, transfer
+from muscale import ablation, data, ladder, next_stems, planning, promotion, transfer
 from muscale.band import Band, register_band, registered_band
 from muscale.calibration import Calibration, calibrate
 from muscale.config import StudyConfig
@@ -41,9 +41,10 @@ from muscale.sweep_result import SweepResult
 from muscale.watch import Watch, Watcher
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict, fit, fit_verdict
+from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle
     from proxy_models.coordinate_check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -392,6 +393,17 @@ class Study:
         """How often the forecasts of this ledger held, and those of other studies: their files, directories or ledgers."""
         return calibrate(self.ledger, [Path(other) for other in others])
 
+    def ablate(self) -> Ablation:
+        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""
+        found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
+        self._finish("ablate", [variant.job for variant in found])
+        try:
+            result = compare_ablations(ablation.rows(self.ledger.runs(), found))
+        except ScalingError as error:
+            raise StageError(f"ablate: {error}") from error
+        self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
+        return result
+
     def run(self, *, force: bool = False) -> Promotion:
         """Every stage in turn; what is known is not done again.
 
@@ -430,6 +442,20 @@ class Study:
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)
+
+    def bundle(self, *, average: int = 1) -> Bundle:
+        """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
+
+        Args:
+            average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+
+        Raises:
+            StageError: If no run was promoted to its end, or its last weights are gone.
+            BundleError: If the bundle was written before and is damaged.
+        """
+        from muscale.preserve import preserve
+
+        return preserve(self, average=average)
 
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""
