@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
+from muscale.gate import Gate, forced_lines
 from muscale.interrupts import interrupted_later, interruptible
 from muscale.jobs import Job, cluster, dismiss_workers
 from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
@@ -18,9 +20,6 @@ from muscale.ledger import Ledger, now
 from muscale.planning import Plan
 from muscale.tables import runs, segments
 from proxy_models.numerics import Numerics
-
-if TYPE_CHECKING:
-    from proxy_models.coordinate_check import CoordinateCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,11 @@ class Promotion:
         forecast, low, high, level: As registered.
         registered_at, started_at, finished_at: UTC; the first is earlier than the second.
         verdict: Of the transfer check at the time.
-        forced: Whether it had to be, as that verdict was no pass or the coordinate check had failed.
+        forced: Whether it had to be, as the gate was closed.
         world_size: Workers at the end.
         seconds: Wall time of the training.
+        gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
+        forced_lines: What any launch was forced past.
     """
 
     plan: str
@@ -53,6 +54,8 @@ class Promotion:
     forced: bool
     world_size: int
     seconds: float
+    gate: dict[str, Any] | None = None
+    forced_lines: tuple[str, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -72,12 +75,13 @@ class Promotion:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones with them."""
         derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
-        return {**self.__dict__, **derived}
+        return {**self.__dict__, **derived, "forced_lines": list(self.forced_lines)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"forced_lines": tuple(values.get("forced_lines", ()))})
 
     def __str__(self) -> str:
         place = "inside" if self.inside else "OUTSIDE"
@@ -90,41 +94,24 @@ class Promotion:
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
         if self.forced:
-            lines.append(f"  forced, with a transfer verdict of {self.verdict!r}")
+            past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
+            lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
         return "\n".join(lines)
 
 
-def gate_check(check: CoordinateCheck, *, force: bool) -> None:
-    """Let a family pass whose coordinate check did.
-
-    Raises:
-        StageError: If it failed, and the promotion is not forced.
-    """
-    if not check.passed and not force:
-        raise StageError(
-            "check: the coordinate check failed, so nothing tuned small would hold at full size; "
-            "go through with --force, which the ledger keeps"
-        )
-
-
-def gate(verdict: str, reasons: tuple[str, ...], *, force: bool) -> None:
-    """Let a plan pass whose hyperparameters were shown to transfer.
-
-    Raises:
-        StageError: If they were not, and the promotion is not forced.
-    """
-    if verdict != "pass" and not force:
-        told = "; ".join(reasons)
-        raise StageError(
-            f"promote: the transfer verdict is {verdict!r} ({told}); settle it with more transfer.seeds or transfer.rates, "
-            "or go through with --force, which the ledger keeps"
-        )
-
-
 def promote(
-    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, verdict: str, forced: bool
+    plan: Plan,
+    config: StudyConfig,
+    ledger: Ledger,
+    numerics: Numerics,
+    *,
+    verdict: str,
+    forced: bool,
+    gate: Gate | None = None,
 ) -> Promotion:
     """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
+
+    What `gate` let through, or was forced to, is kept with it.
 
     Raises:
         StageError: If the run diverged or failed more often than `promote.max_failures`.
@@ -134,7 +121,7 @@ def promote(
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
     started = ledger.result("promotion_started", plan.key)
     if started is None:
-        started = {"at": now(), "verdict": verdict, "forced": forced}
+        started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
         ledger.record_result("promotion_started", plan.key, started)
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
@@ -143,6 +130,7 @@ def promote(
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
     outcome = _launch(plan, config, numerics, directory, ledger.directory / CORPUS)
+    past = forced_lines(ledger, plan.key)
     promotion = Promotion(
         plan=plan.key,
         loss=float(outcome["loss"]),
@@ -152,7 +140,9 @@ def promote(
         started_at=started["at"],
         finished_at=now(),
         verdict=started["verdict"],
-        forced=started["forced"],
+        forced=started["forced"] or bool(past),
+        gate=started.get("gate"),
+        forced_lines=past,
         world_size=int(outcome["environment"]["world_size"]),
         seconds=float(outcome["seconds"]),
     )
@@ -184,13 +174,33 @@ def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
     if not result.exists():
         with cluster(config.resources):
             dismiss_workers()
-            _fit(plan, config, numerics, directory, corpus)
+            launch_workers(plan, config, numerics, directory, corpus)
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
     return dict(json.loads(result.read_text()))
 
 
-def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> None:
+def launch_workers(
+    plan: Plan,
+    config: StudyConfig,
+    numerics: Numerics,
+    directory: Path,
+    corpus: Path,
+    *,
+    worker: Callable[[dict[str, Any]], None] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Start the workers of a full run on the cluster, and wait for their end.
+
+    Args:
+        plan, config, numerics, corpus: The run.
+        directory: Its records.
+        worker: What each does, in place of training to the end.
+        changes: Fields of `FullRun` that are others than the plan's.
+
+    Raises:
+        StageError: If they failed, or ended in what another attempt would end in again.
+    """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     with interrupted_later():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -200,7 +210,7 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
     chain = plan.chain(numerics)
     # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state.
     trainer = TorchTrainer(
-        _train_worker,
+        worker or train_worker,
         train_loop_config={
             "threads": resources.threads,
             "run": {
@@ -210,6 +220,7 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
                 "corpus": corpus,
                 "checkpoint_every_tokens": settings.checkpoint_every_tokens,
                 "evaluate_every_tokens": settings.evaluate_every_tokens,
+                **(changes or {}),
             },
         },
         scaling_config=ScalingConfig(
@@ -234,7 +245,7 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
         raise StageError(f"{failure.read_text()}; the run's records are in {directory}")
 
 
-def _train_worker(config: dict[str, Any]) -> None:
+def train_worker(config: dict[str, Any]) -> None:
     """One worker of the full run, inside Ray Train.
 
     What another attempt would end in again, such as a divergence, goes into a file: Ray would retry an error.
