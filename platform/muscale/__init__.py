@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muscale.config import StudyConfig
     from muscale.errors import MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.gate import Gate
     from muscale.planning import Plan
     from muscale.promotion import Promotion
+    from muscale.prospect import Prospect
+    from muscale.rehearsal import Rehearsal
     from muscale.study import Study
     from muscale.sweep_result import SweepResult
 
 __all__ = [
+    "Gate",
     "MuscaleError",
     "Plan",
     "Promotion",
+    "Prospect",
+    "Rehearsal",
     "StageError",
     "Study",
     "StudyConfig",
@@ -31,9 +37,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Gate": "gate",
     "MuscaleError": "errors",
     "Plan": "planning",
     "Promotion": "promotion",
+    "Prospect": "prospect",
+    "Rehearsal": "rehearsal",
     "StageError": "errors",
     "Study": "study",
     "StudyConfig": "config",

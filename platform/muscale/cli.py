@@ -89,7 +89,7 @@ def run(study: Path, *, force: Annotated[bool, Parameter(negative=())] = False, 
 
     Args:
         study: The study file.
-        force: Go on past a failed coordinate check or transfer verdict; the ledger keeps that it was forced.
+        force: Go on past a failed coordinate check or a closed gate; the ledger keeps which lines were forced.
     """
 
     def every_stage(opened: Study) -> Any:

@@ -383,7 +383,10 @@ class Study:
         if isinstance(plan, str | Path):
             return plan_file.read(Path(plan), self.ledger, self.config)
         plan = plan or self.planned()
-        return self._registered(plan) if register else plan, self.config
+        if register:
+            return self._registered(plan), self.config
+        known = self.ledger.forecast(plan.key)
+        return planning.register(plan, self.ledger) if known else plan, self.config
 
     def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> Prospect:
         from muscale.prospect import prospect

@@ -173,11 +173,18 @@ def test_the_device_is_the_accelerator_that_is_named_or_this_machine(
 def test_shapes_and_batch_divide_over_the_workers() -> None:
     shapes = {"heads": 12, "columns of the MLP": 2048}
     line = layout_line(shapes, sequences=64, workers=16, tensor_parallel=4, micro_batch=8)
-    assert (line.status, line.compared) == ("passed", "64 sequences over 4 workers × 4, 12 heads, 2048 columns of the MLP")
+    assert (line.status, line.compared) == (
+        "passed",
+        "64 sequences over 4 workers × 4, 12 heads, 2048 columns of the MLP",
+    )
     cases = [
         ({"sequences": 8, "workers": 3}, "8 sequences of a batch over 3 shares", "take 2 or 4 workers"),
         ({"sequences": 8, "workers": 6, "tensor_parallel": 4}, "6 workers in groups of 4", "a multiple of 4 workers"),
-        ({"sequences": 8, "workers": 5, "tensor_parallel": 5}, "12 heads over 5", "a tensor_parallel that divides them"),
+        (
+            {"sequences": 8, "workers": 5, "tensor_parallel": 5},
+            "12 heads over 5",
+            "a tensor_parallel that divides them",
+        ),
         ({"sequences": 8, "workers": 2, "micro_batch": 3}, "in micro-batches of 3", "a micro-batch that divides"),
     ]
     for numbers, told, advice in cases:

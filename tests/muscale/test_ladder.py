@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import StageError, StudyConfig, ladder, transfer
+from muscale import StudyConfig, ladder, transfer
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
 from muscale.promotion import Promotion

@@ -131,9 +131,7 @@ def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
         ("plan = ", "plan = 1 # ", r"plan: must be one that this study registered, got 1"),
     ],
 )  # fmt: skip
-def test_an_edit_is_refused_by_its_key(
-    planned: MakePlan, ledger: Ledger, old: str, new: str, message: str
-) -> None:
+def test_an_edit_is_refused_by_its_key(planned: MakePlan, ledger: Ledger, old: str, new: str, message: str) -> None:
     plan, config = planned()
     path = write(plan, config, ledger)
     edit(path, f"\n{old}" if old != "plan = " else old, f"\n{new}" if old != "plan = " else new)
@@ -150,7 +148,9 @@ def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) 
     assert found == plan
     assert own.promote == config.promote.model_copy(update={"workers": 4})
     assert own.resources == config.resources
-    with pytest.raises(StageError, match=r"resources\.workers was edited: 2 in the ledger, 4 in the file; promote it with --plan"):
+    with pytest.raises(
+        StageError, match=r"resources\.workers was edited: 2 in the ledger, 4 in the file; promote it with --plan"
+    ):
         write(plan, config, ledger)
     path.unlink()
     write(plan, config, ledger)
@@ -167,7 +167,9 @@ def test_the_study_file_s_own_changes_bring_the_file_up_to_date(planned: MakePla
     assert read(path, ledger, config)[1].promote == wider.promote
 
 
-def test_a_plan_of_another_study_or_a_missing_file_is_refused(planned: MakePlan, ledger: Ledger, tmp_path: Path) -> None:
+def test_a_plan_of_another_study_or_a_missing_file_is_refused(
+    planned: MakePlan, ledger: Ledger, tmp_path: Path
+) -> None:
     plan, config = planned()
     path = write(plan, config, ledger)
     other = Ledger(tmp_path / "other.sqlite")
