@@ -122,19 +122,20 @@ def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Ma
     """
     path = path_of(ledger.directory, plan.key)
     if path.exists():
-        standing = _read(path)
+        standing, written = _read(path), _written(ledger, plan.key)
         if ledger.result(RECORD, hash_of(standing)) is None:
-            key = _first_edit(standing, _written(ledger, plan.key), path)
+            fits = any(_fixed(standing) == _fixed(known) for known in written)
+            promote_it = f"promote it with --plan {path}, or " if fits else ""
             raise StageError(
-                f"{path}: {key}; promote it with --plan {path}, or remove it to have it written anew from the study file"
+                f"{path}: {_first_edit(standing, written)}; {promote_it}remove it to have it written anew from the study file"
             )
     values = contents(plan, config, along=along)
-    written = text(values)
+    content = text(values)
     # Recorded before it stands there: a file without a record is one that was edited.
     ledger.record_result(RECORD, hash_of(values), {"plan": plan.key, "contents": values})
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(written)
+    unfinished.write_text(content)
     unfinished.replace(path)
     return path
 
@@ -154,7 +155,7 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
         )
     written = _written(ledger, registered["plan"])
     if not any(_fixed(found) == _fixed(known) for known in written):
-        raise StageError(f"{path}: {_first_edit(found, written, path)}")
+        raise StageError(f"{path}: {_first_edit(found, written)}")
     plan = Plan.from_dict(registered["payload"])
     own = _with_resources(config, {**written[0][EDITABLE], **_table_of(found, path)}, plan, path)
     return replace(plan, registered_at=registered["registered_at"]), own
@@ -177,7 +178,7 @@ def first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any,
     return next(filter(None, found), None)
 
 
-def _first_edit(found: _Contents, written: Sequence[_Contents], path: Path) -> str:
+def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
     """The key that was edited, in words."""
     if not written:
         return "the ledger has no file of this plan; run `muscale plan` to write one"

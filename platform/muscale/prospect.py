@@ -138,16 +138,7 @@ def prospect(
         directory: The study's.
     """
     settings, model, h = config.promote, plan.model, plan.hyperparameters
-    sequences = h.batch_tokens // model.context_length
-    micro_batch = max(1, sequences // settings.workers)
-    memory = training_memory(
-        model,
-        micro_batch=micro_batch,
-        precision=plan.precision,
-        optimizer=h.optimizer,
-        sharding="full",
-        world_size=settings.workers,
-    )
+    memory = memory_of(plan, config)
     whole = training_memory(model, micro_batch=1, optimizer=h.optimizer)
     checkpoint = whole.parameters + whole.optimizer
     device = device_of(config)
@@ -181,7 +172,7 @@ def prospect(
         gpus_per_worker=float(config.resources.gpus_per_worker > 0),
         device=device.name,
         sharding="full",
-        micro_batch=micro_batch,
+        micro_batch=_micro_batch(plan, config),
         n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
         n_tokens=plan.n_tokens,
         resumed_from=_newest(folder / CHECKPOINTS),
@@ -189,6 +180,23 @@ def prospect(
         directory=str(folder),
     )
     return Prospect(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
+    """What a worker needs at the full batch."""
+    return training_memory(
+        plan.model,
+        micro_batch=_micro_batch(plan, config),
+        precision=plan.precision,
+        optimizer=plan.hyperparameters.optimizer,
+        sharding="full",
+        world_size=config.promote.workers,
+    )
+
+
+def _micro_batch(plan: Plan, config: StudyConfig) -> int:
+    """Sequences that a worker takes at once."""
+    return max(1, plan.hyperparameters.batch_tokens // plan.model.context_length // config.promote.workers)
 
 
 def device_of(config: StudyConfig) -> Device:

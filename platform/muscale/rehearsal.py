@@ -25,6 +25,7 @@ from muscale.ledger import Ledger, now
 from muscale.lineage import Chain
 from muscale.planning import Plan
 from muscale.promotion import launch_workers, train_worker
+from muscale.prospect import memory_of
 from proxy_models.numerics import Numerics
 from proxy_models.segments import Segment
 
@@ -70,6 +71,7 @@ class Rehearsal:
         start_seconds: Of a launch that resumes, before its first step and after its last.
         resumed_from: Tokens that the second launch went on from.
         peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
+        estimated_bytes: Of a rank, by `proxy_models.memory`; of the training alone.
         losses: Training loss of each step, nats per token.
         schedule: Of the whole run.
     """
@@ -86,6 +88,7 @@ class Rehearsal:
     start_seconds: float
     resumed_from: int
     peak_bytes: tuple[int, ...]
+    estimated_bytes: int
     losses: tuple[float, ...]
     schedule: Schedule
 
@@ -136,7 +139,8 @@ class Rehearsal:
             [
                 f"rehearsal of plan {self.plan}: twice {self.steps} steps of {self.batch_tokens:,} tokens on {self.world_size} "
                 f"workers, {self.device}",
-                f"  memory    at most {max(self.peak_bytes) / 2**30:.3g} GiB on a worker",
+                f"  memory    at most {max(self.peak_bytes) / 2**30:.3g} GiB on a worker, "
+                f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone",
                 f"  speed     {self.tokens_per_second:,.4g} tokens per second, {self.step_seconds:.3g} s a step",
                 f"  waits     {self.save_seconds:.3g} s for a save, {self.evaluation_seconds:.3g} s for an evaluation, "
                 f"{self.start_seconds:.3g} s for a launch",
@@ -167,7 +171,15 @@ def rehearse_on_cluster(
     )
     with cluster(config.resources):
         dismiss_workers()
-        found = rehearse(plan.chain(numerics), directory, launch, steps=steps, plan=plan.key, schedule=schedule)
+        found = rehearse(
+            plan.chain(numerics),
+            directory,
+            launch,
+            steps=steps,
+            plan=plan.key,
+            schedule=schedule,
+            estimated_bytes=memory_of(plan, config).total,
+        )
     ledger.record_result(RECORD, f"{plan.key} {found.at}", found.to_dict())
     return found
 
@@ -180,6 +192,7 @@ def rehearse(
     steps: int,
     plan: str,
     schedule: Schedule,
+    estimated_bytes: int,
 ) -> Rehearsal:
     """Launch the beginning of a run twice, and read what it left in `directory`, which is removed at the end.
 
@@ -188,7 +201,7 @@ def rehearse(
         directory: Emptied first.
         launch: Trains a `FullRun` in that directory with these fields changed, in ranks that each call `measured`.
         steps: Of each launch.
-        plan, schedule: What the result says of the whole run.
+        plan, schedule, estimated_bytes: What the result says of the whole run.
 
     Raises:
         StageError: If the run is too short, or the second launch did not go on from what the first saved.
@@ -213,7 +226,8 @@ def rehearse(
             }
         )
         walls.append(time.perf_counter() - started)
-    found = _measured(directory, steps=steps, batch=batch, wall=walls[-1], plan=plan, schedule=schedule)
+    known: dict[str, Any] = {"plan": plan, "schedule": schedule, "estimated_bytes": estimated_bytes}
+    found = _measured(directory, steps=steps, batch=batch, wall=walls[-1], known=known)
     shutil.rmtree(directory)
     return found
 
@@ -258,7 +272,7 @@ def _process_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _measured(directory: Path, *, steps: int, batch: int, wall: float, plan: str, schedule: Schedule) -> Rehearsal:
+def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: dict[str, Any]) -> Rehearsal:
     if not (directory / RESULT).exists():
         raise StageError(f"rehearse: the run ended without a result; its records are in {directory}")
     result = json.loads((directory / RESULT).read_text())
@@ -277,7 +291,7 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float, plan: str
     evaluation, save = (max(0.0, took[step] - step_seconds) for step in (steps + 2, steps + 3))
     trained = stamps[-1] - stamps[steps]  # of the second launch, without its first step
     return Rehearsal(
-        plan=plan,
+        **known,
         at=now(),
         world_size=int(result["environment"]["world_size"]),
         device=str(result["environment"]["device"]),
@@ -290,5 +304,4 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float, plan: str
         resumed_from=int(result["resumed_from"]),
         peak_bytes=tuple(int(path.read_text()) for path in sorted((directory / _PEAKS).iterdir())),
         losses=tuple(row["train_loss"] for row in rows),
-        schedule=schedule,
     )

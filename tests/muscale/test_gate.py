@@ -188,7 +188,7 @@ def test_shapes_and_batch_divide_over_the_workers() -> None:
         ({"sequences": 8, "workers": 2, "micro_batch": 3}, "in micro-batches of 3", "a micro-batch that divides"),
     ]
     for numbers, told, advice in cases:
-        line = layout_line(shapes, **numbers)  # type: ignore[arg-type]
+        line = layout_line(shapes, **numbers)
         assert line.status == "failed"
         assert told in line.compared
         assert advice in line.advice

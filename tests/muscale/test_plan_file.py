@@ -152,6 +152,11 @@ def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) 
         StageError, match=r"resources\.workers was edited: 2 in the ledger, 4 in the file; promote it with --plan"
     ):
         write(plan, config, ledger)
+    edit(path, "\nd_model = 32", "\nd_model = 48")
+    with pytest.raises(
+        StageError, match=r"model\.d_model was edited.* by `muscale plan --set`; remove it to have it written anew"
+    ):
+        write(plan, config, ledger)
     path.unlink()
     write(plan, config, ledger)
     assert read(path, ledger, config)[1] == config

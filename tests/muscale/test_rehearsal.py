@@ -18,6 +18,7 @@ from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.planning import Plan, make_plan, register
 from muscale.promotion import promote
+from muscale.prospect import memory_of
 from muscale.rehearsal import RECORD, Rehearsal, Schedule, beginning, measured, rehearse, rehearse_on_cluster
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus, write_corpus
@@ -73,11 +74,12 @@ def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: 
     schedule = Schedule.of(run.last.end, evaluate_every=BATCH * 20, save_every=BATCH * 15)
     assert (schedule.evaluations, schedule.saves) == (2, 3)
     launch = in_this_process(full_run(run, corpus, scratch))
-    found = rehearse(run, scratch, launch, steps=STEPS, plan="p", schedule=schedule)
+    found = rehearse(run, scratch, launch, steps=STEPS, plan="p", schedule=schedule, estimated_bytes=2**20)
     real = full_run(run, corpus, tmp_path / "real")
     train(real)
     rows = [json.loads(line) for line in (real.directory / METRICS).read_text().splitlines()]
     assert list(found.losses) == [row["train_loss"] for row in rows[: 2 * STEPS]], "the first steps are the run's own"
+    assert found.estimated_bytes == 2**20
     assert found.resumed_from == STEPS * BATCH
     assert (found.world_size, found.batch_tokens, len(found.peak_bytes)) == (1, BATCH, 1)
     assert found.peak_bytes[0] > 2**26, "a process that has torch loaded has more"
@@ -101,7 +103,8 @@ def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -
 
 def test_what_is_too_short_or_did_not_resume_is_told(corpus: Corpus, tmp_path: Path) -> None:
     run, scratch = whole(corpus), tmp_path / REHEARSAL
-    given: dict[str, Any] = {"plan": "p", "schedule": Schedule.of(run.last.end, evaluate_every=1, save_every=1)}
+    schedule = Schedule.of(run.last.end, evaluate_every=1, save_every=1)
+    given: dict[str, Any] = {"plan": "p", "schedule": schedule, "estimated_bytes": 1}
     with pytest.raises(StageError, match=r"steps must be at least 4, got 3"):
         rehearse(run, scratch, lambda changes: None, steps=3, **given)
     with pytest.raises(StageError, match=r"the run has 40 steps, too few for twice 21"):
@@ -140,6 +143,7 @@ def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_begi
     before = ledger.forecast(plan.key)
     found = rehearse_on_cluster(plan, config, ledger, numerics, steps=4)
     assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 4 * BATCH)
+    assert found.estimated_bytes == memory_of(plan, config).total
     assert ledger.forecast(plan.key) == before
     kept = ledger.latest_result(RECORD)
     assert kept is not None
