@@ -124,8 +124,7 @@ def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Ma
     if path.exists():
         standing, written = _read(path), _written(ledger, plan.key)
         if ledger.result(RECORD, hash_of(standing)) is None:
-            fits = any(_fixed(standing) == _fixed(known) for known in written)
-            promote_it = f"promote it with --plan {path}, or " if fits else ""
+            promote_it = f"promote it with --plan {path}, or " if _origin(standing, written) else ""
             raise StageError(
                 f"{path}: {_first_edit(standing, written)}; {promote_it}remove it to have it written anew from the study file"
             )
@@ -154,16 +153,17 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
             f"{path}: plan: must be one that this study registered, got {key!r}; `muscale plan` writes such a file"
         )
     written = _written(ledger, registered["plan"])
-    if not any(_fixed(found) == _fixed(known) for known in written):
+    origin = _origin(found, written)
+    if origin is None:
         raise StageError(f"{path}: {_first_edit(found, written)}")
     plan = Plan.from_dict(registered["payload"])
-    own = _with_resources(config, {**written[0][EDITABLE], **_table_of(found, path)}, plan, path)
+    own = _with_resources(config, {**origin[EDITABLE], **_table_of(found, path)}, plan, path)
     return replace(plan, registered_at=registered["registered_at"]), own
 
 
 def hash_of(values: _Contents) -> str:
     """SHA-256 of a file's values, whatever their order and its comments."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
 def first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any, Any] | None:
@@ -173,22 +173,23 @@ def first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any,
     elif isinstance(ours, list) and isinstance(theirs, list):
         pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(ours, theirs))]
     else:
-        return None if json.dumps(ours) == json.dumps(theirs) else (place, ours, theirs)
+        return None if _canonical(ours) == _canonical(theirs) else (place, ours, theirs)
     found = (first_difference(a, b, f"{place}.{name}" if place else name) for name, a, b in pairs)
     return next(filter(None, found), None)
+
+
+def _origin(found: _Contents, written: Sequence[_Contents]) -> _Contents | None:
+    """What was written and differs in nothing that may not be edited."""
+    return next((known for known in written if hash_of(_fixed(known)) == hash_of(_fixed(found))), None)
 
 
 def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
     """The key that was edited, in words."""
     if not written:
         return "the ledger has no file of this plan; run `muscale plan` to write one"
-    for pick in (_fixed, dict):
-        difference = first_difference(pick(written[0]), pick(found))
-        if difference:
-            key, was, now = difference
-            break
-    else:
-        return "nothing in it was edited"
+    origin = _origin(found, written)
+    pair = (_fixed(written[0]), _fixed(found)) if origin is None else (origin, found)
+    key, was, now = first_difference(*pair) or ("nothing", None, None)
     told = f"{key} was edited: {_shown(was)} in the ledger, {_shown(now)} in the file"
     table, _, name = key.partition(".")
     if table == EDITABLE:
@@ -199,7 +200,12 @@ def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+    return "nothing" if value is None else _canonical(value)
+
+
+def _canonical(value: Any) -> str:
+    """JSON; a date, which only an edit can have brought in, as a string."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _written(ledger: Ledger, key: str) -> list[_Contents]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from muscale.config import StudyConfig
+from muscale.config import PromoteSettings, ResourceSettings, StudyConfig
 from muscale.errors import StageError
 from muscale.gate import Gate, forced_lines
 from muscale.interrupts import interrupted_later, interruptible
@@ -129,7 +129,8 @@ def promote(
         )
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
-    outcome = _launch(plan, config, numerics, directory, ledger.directory / CORPUS)
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
+    outcome = launch(run, config.promote, config.resources, name=plan.key)
     past = forced_lines(ledger, plan.key)
     promotion = Promotion(
         plan=plan.key,
@@ -168,68 +169,73 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
         ledger.insert(runs, **job.row(recorded))
 
 
-def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
-    """Run the workers under Ray Train; each finds the last checkpoint by itself. A finished run is not launched again."""
-    result = directory / RESULT
+def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
+    """What `muscale.full_run.FullRun` takes; the driver itself needs no Lightning."""
+    settings, chain = config.promote, plan.chain(numerics)
+    return {
+        "numerics": chain.numerics,
+        "segments": chain.segments,
+        "directory": directory,
+        "corpus": corpus,
+        "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+        "evaluate_every_tokens": settings.evaluate_every_tokens,
+    }
+
+
+def launch(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    *,
+    name: str,
+    worker: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train a run to its end under Ray Train; each worker finds the last checkpoint by itself. A finished run is not launched again.
+
+    Args:
+        run: From `full_run_of`.
+        settings: Workers and failures.
+        resources: Of a worker.
+        name: For Ray's records.
+        worker: What each does; by default `train_worker`.
+
+    Raises:
+        StageError: If the workers failed, or ended in what another attempt would end in again.
+    """
+    result: Path = run["directory"] / RESULT
     if not result.exists():
-        with cluster(config.resources):
+        with cluster(resources):
             dismiss_workers()
-            launch_workers(plan, config, numerics, directory, corpus)
+            _fit(run, settings, resources, name, worker or train_worker)
     if not result.exists():
-        raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
+        raise StageError(f"promote: the run ended without a loss; its records are in {result.parent}")
     return dict(json.loads(result.read_text()))
 
 
-def launch_workers(
-    plan: Plan,
-    config: StudyConfig,
-    numerics: Numerics,
-    directory: Path,
-    corpus: Path,
-    *,
-    worker: Callable[[dict[str, Any]], None] | None = None,
-    changes: Mapping[str, Any] | None = None,
+def _fit(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    name: str,
+    worker: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Start the workers of a full run on the cluster, and wait for their end.
-
-    Args:
-        plan, config, numerics, corpus: The run.
-        directory: Its records.
-        worker: What each does, in place of training to the end.
-        changes: Fields of `FullRun` that are others than the plan's.
-
-    Raises:
-        StageError: If they failed, or ended in what another attempt would end in again.
-    """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     with interrupted_later():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
 
-    settings, resources = config.promote, config.resources
-    chain = plan.chain(numerics)
+    directory: Path = run["directory"]
     # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state.
     trainer = TorchTrainer(
-        worker or train_worker,
-        train_loop_config={
-            "threads": resources.threads,
-            "run": {
-                "numerics": chain.numerics,
-                "segments": chain.segments,
-                "directory": directory,
-                "corpus": corpus,
-                "checkpoint_every_tokens": settings.checkpoint_every_tokens,
-                "evaluate_every_tokens": settings.evaluate_every_tokens,
-                **(changes or {}),
-            },
-        },
+        worker,
+        train_loop_config={"threads": resources.threads, "run": run},
         scaling_config=ScalingConfig(
             num_workers=settings.workers,
             use_gpu=resources.gpus_per_worker > 0,
             resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if resources.gpus_per_worker else {}),
         ),
         run_config=RunConfig(
-            name=f"{plan.key}-{now().replace(':', '')}",
+            name=f"{name}-{now().replace(':', '')}",
             storage_path=str(directory / "ray"),
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),

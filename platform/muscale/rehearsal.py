@@ -19,20 +19,20 @@ from typing import Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.jobs import cluster, dismiss_workers
+from muscale.jobs import cluster
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL, RESULT
 from muscale.ledger import Ledger, now
 from muscale.lineage import Chain
 from muscale.planning import Plan
-from muscale.promotion import launch_workers, train_worker
+from muscale.promotion import full_run_of, launch, train_worker
 from muscale.prospect import memory_of
 from proxy_models.numerics import Numerics
 from proxy_models.segments import Segment
 
 RECORD = "rehearsal"
 """Stage of the ledger's results."""
-LEAST_STEPS = 4
-"""Of a launch: the first is slow, one is followed by an evaluation, one by a save, and one is none of these."""
+LEAST_STEPS = 5
+"""Of a launch: the first is slow, the second has an evaluation beside it, the third a save behind it, the fifth nothing."""
 _PEAKS = "peaks"  # a file for each rank
 
 
@@ -159,10 +159,10 @@ def rehearse_on_cluster(
         StageError: If a launch fails, or the run is too short for it.
     """
     directory = ledger.directory / FULL_RUNS / plan.key / REHEARSAL
-    corpus = ledger.directory / CORPUS
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
 
-    def launch(changes: dict[str, Any]) -> None:
-        launch_workers(plan, config, numerics, directory, corpus, worker=rehearsal_worker, changes=changes)
+    def launch_part(changes: dict[str, Any]) -> None:
+        launch(run | changes, config.promote, config.resources, name=plan.key, worker=rehearsal_worker)
 
     schedule = Schedule.of(
         plan.n_tokens,
@@ -170,11 +170,10 @@ def rehearse_on_cluster(
         save_every=config.promote.checkpoint_every_tokens,
     )
     with cluster(config.resources):
-        dismiss_workers()
         found = rehearse(
             plan.chain(numerics),
             directory,
-            launch,
+            launch_part,
             steps=steps,
             plan=plan.key,
             schedule=schedule,
@@ -213,7 +212,7 @@ def rehearse(
         raise StageError(f"rehearse: the run has {chain.last.end // batch} steps, too few for twice {steps}")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    evaluates, saves = (steps + 1) * batch, (steps + 2) * batch  # in the second launch only
+    evaluates, saves = (steps + 2) * batch, (steps + 3) * batch  # in the second launch only
     walls = []
     for end in (steps * batch, 2 * steps * batch):
         (directory / RESULT).unlink(missing_ok=True)
@@ -286,9 +285,15 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: di
         )
     stamps = [row["seconds"] for row in rows]
     took = {step + 1: stamps[step] - stamps[step - 1] for step in range(1, 2 * steps)}  # by number, from 1
-    slow = {steps + 1, steps + 2, steps + 3}  # begins; after the evaluation; after the save
+    begins, evaluated, saved = (
+        steps + 1,
+        (steps + 2, steps + 3),
+        steps + 4,
+    )  # what waits for one may be the step itself, or the next
+    slow = {begins, *evaluated, saved}
     step_seconds = statistics.median(seconds for step, seconds in took.items() if step not in slow)
-    evaluation, save = (max(0.0, took[step] - step_seconds) for step in (steps + 2, steps + 3))
+    evaluation = max(0.0, sum(took[step] for step in evaluated) - 2 * step_seconds)
+    save = max(0.0, took[saved] - step_seconds)
     trained = stamps[-1] - stamps[steps]  # of the second launch, without its first step
     return Rehearsal(
         **known,

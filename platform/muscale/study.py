@@ -370,7 +370,7 @@ class Study:
 
         Args:
             plan: As in `promote`.
-            steps: Of each of two launches, of which the second goes on from what the first saved; at least 4.
+            steps: Of each of two launches, of which the second goes on from what the first saved; at least 5.
         """
         from muscale.rehearsal import rehearse_on_cluster
 

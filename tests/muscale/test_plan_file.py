@@ -121,6 +121,7 @@ def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
         ("clip_norm = {value = 1.0", "clip_norm = {value = 0.5", r"hyperparameters\.clip_norm\.value was edited: 1\.0 in the "
          r"ledger, 0\.5 in the file; state it with `muscale plan --set plan\.explicit\.clip_norm=…`"),
         ("level = 0.9", "level = 0.95", r"forecast\.level was edited"),
+        ("seed = 0", "seed = 2026-01-01", r'run\.seed was edited: 0 in the ledger, "2026-01-01" in the file'),
         ("seed = 0", "", r"run\.seed was edited: 0 in the ledger, nothing in the file"),
         ("seed = 0", "seed = 0\nmore = 1", r"run\.more was edited: nothing in the ledger, 1 in the file"),
         ('tokenizer = "bytes"', 'tokenizer = "mine"', r"data\.tokenizer was edited"),

@@ -105,20 +105,20 @@ def test_what_is_too_short_or_did_not_resume_is_told(corpus: Corpus, tmp_path: P
     run, scratch = whole(corpus), tmp_path / REHEARSAL
     schedule = Schedule.of(run.last.end, evaluate_every=1, save_every=1)
     given: dict[str, Any] = {"plan": "p", "schedule": schedule, "estimated_bytes": 1}
-    with pytest.raises(StageError, match=r"steps must be at least 4, got 3"):
-        rehearse(run, scratch, lambda changes: None, steps=3, **given)
+    with pytest.raises(StageError, match=r"steps must be at least 5, got 4"):
+        rehearse(run, scratch, lambda changes: None, steps=4, **given)
     with pytest.raises(StageError, match=r"the run has 40 steps, too few for twice 21"):
         rehearse(run, scratch, lambda changes: None, steps=21, **given)
     with pytest.raises(StageError, match=r"the run ended without a result; its records are in"):
-        rehearse(run, scratch, lambda changes: None, steps=4, **given)
+        rehearse(run, scratch, lambda changes: None, steps=5, **given)
 
     def forgets(changes: dict[str, Any]) -> None:
         in_this_process(full_run(run, corpus, scratch))(changes)
         for file in scratch.glob("checkpoints/*/manifest.json"):
             file.unlink()
 
-    with pytest.raises(StageError, match=r"went on from 0 tokens, the first saved after 1024"):
-        rehearse(run, scratch, forgets, steps=4, **given)
+    with pytest.raises(StageError, match=r"went on from 0 tokens, the first saved after 1280"):
+        rehearse(run, scratch, forgets, steps=5, **given)
 
 
 @pytest.fixture
@@ -141,8 +141,8 @@ def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_begi
 ) -> None:
     plan, config, numerics = planned
     before = ledger.forecast(plan.key)
-    found = rehearse_on_cluster(plan, config, ledger, numerics, steps=4)
-    assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 4 * BATCH)
+    found = rehearse_on_cluster(plan, config, ledger, numerics, steps=5)
+    assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
     assert found.estimated_bytes == memory_of(plan, config).total
     assert ledger.forecast(plan.key) == before
     kept = ledger.latest_result(RECORD)
@@ -154,7 +154,7 @@ def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_begi
     closed.record(ledger)
     done = promote(plan, config, ledger, numerics, verdict="fail", forced=True, gate=closed)
     rows = (ledger.directory / FULL_RUNS / plan.key / METRICS).read_text().splitlines()
-    assert [json.loads(row)["train_loss"] for row in rows[:8]] == pytest.approx(list(found.losses), rel=1e-5)
+    assert [json.loads(row)["train_loss"] for row in rows[:10]] == pytest.approx(list(found.losses), rel=1e-5)
     assert len(rows) == 32
     assert (done.gate, done.forced, done.forced_lines) == (closed.to_dict(), True, ("transfer",))
     assert "forced past transfer, with a transfer verdict of 'fail'" in str(done)
