@@ -55,7 +55,8 @@ from proxy_models.batches import training_stream
 from proxy_models.check_sizes import Axis, require_seeds, require_sizes
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.cross_entropy import whole_cross_entropy
+from proxy_models.decoder import Decoder
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.parametrization import Parametrization, Scheme, TensorClass, parametrize
@@ -287,7 +288,7 @@ def measure(
     first: dict[str, Tensor] = {}
     for step in range(n_steps + 1):
         with recorded_outputs(model) as outputs:
-            loss = next_token_loss(model, sequences)
+            loss = whole_cross_entropy(model(sequences[:, :-1]), sequences[:, 1:])  # the readout is to be seen
         first = first or outputs
         for name, output in outputs.items():
             measured[name, kinds[name], "size", step] = rms(output)

@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from proxy_models.config import ModelConfig
+from proxy_models.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.memory import Checkpointing, is_chunked
 from proxy_models.parametrization import ForwardMultipliers
 from proxy_models.products import Linear
+from proxy_models.recomputing import recomputing
+from proxy_models.sharded import own
 
 NORM_EPS = 1e-6
 ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
@@ -45,6 +49,17 @@ def alibi_bias(context_length: int, n_heads: int) -> Tensor:
     time = torch.arange(context_length, dtype=torch.float32)
     distance = time[:, None] - time
     return torch.where(distance < 0, -torch.inf, -slopes[:, None, None] * distance)
+
+
+def constants(config: ModelConfig) -> dict[str, Tensor | None]:
+    """The buffers of a decoder that are computed from its shape: `cos` and `sin` of rotary angles, and `logit_bias`."""
+    rotary, alibi = config.positions == "rotary", config.positions == "alibi"
+    angles = rotary_angles(config.context_length, config.rotary_dim) if rotary else None
+    return {
+        "cos": angles.cos() if angles is not None else None,
+        "sin": angles.sin() if angles is not None else None,
+        "logit_bias": alibi_bias(config.context_length, config.n_heads) if alibi else None,
+    }
 
 
 class Positions(NamedTuple):
@@ -126,11 +141,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier, or both together."""
+    """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier, or both together.
+
+    Attributes:
+        checkpointing: What it keeps for the backward pass.
+    """
 
     def __init__(self, config: ModelConfig, drop: float) -> None:
         super().__init__()
         self.config, self.drop = config, drop
+        self.checkpointing: Checkpointing = "none"
         self.attention_norm = norm_of(config)
         self.attention = Attention(config)
         if not config.parallel:
@@ -139,6 +159,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         """Map the residual stream (batch, time, width) to the same shape."""
+        arguments, is_random = (x, positions, attention_scale, branch), self.training and self.config.is_random
+        return recomputing(self.checkpointing, self._map, *arguments, is_random=is_random)
+
+    def _map(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         if self.training and self.drop:
             kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
             branch = branch * kept / (1 - self.drop)
@@ -178,12 +202,8 @@ class Decoder(nn.Module):
         self.readout = Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied:
             self.readout.weight = self.embedding.weight
-        rotary, alibi = config.positions == "rotary", config.positions == "alibi"
-        angles = rotary_angles(config.context_length, config.rotary_dim) if rotary else None
-        self.register_buffer("cos", angles.cos() if angles is not None else None, persistent=False)
-        self.register_buffer("sin", angles.sin() if angles is not None else None, persistent=False)
-        bias = alibi_bias(config.context_length, config.n_heads) if alibi else None
-        self.register_buffer("logit_bias", bias, persistent=False)
+        for name, value in constants(config).items():
+            self.register_buffer(name, value, persistent=False)
         for name in ("embedding_multiplier", "attention_scale", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
 
@@ -195,17 +215,33 @@ class Decoder(nn.Module):
         self.branch_multiplier.fill_(multipliers.branch)
         self.readout_multiplier.fill_(multipliers.readout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at every position."""
+    @torch.no_grad()
+    def write_constants(self) -> None:
+        """Write what `constants` gives, into a decoder that was built without values; computed on the CPU as everywhere."""
+        for name, value in constants(self.config).items():
+            if value is not None:
+                self.get_buffer(name).copy_(value)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
+        """Logits of the next token at every position; with targets, their mean cross-entropy in nats, chunk by chunk.
+
+        `regularized` adds the config's label smoothing and z-loss to that. It is computed in here because sharded weights are
+        whole only in here.
+        """
         time = tokens.shape[1]
         x = self.embedding(tokens) * self.embedding_multiplier
         if self.config.positions == "learned":
-            x = x + self.position.weight[:time]
+            x = x + own(self.position.weight)[:time]
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         positions = self.positions(time)
         for block in self.blocks:
             x = block(x, positions, self.attention_scale, self.branch_multiplier)
-        return cast(Tensor, self.readout(self.final_norm(x) * self.readout_multiplier))
+        x = self.final_norm(x) * self.readout_multiplier
+        if targets is None:
+            return cast(Tensor, self.readout(x))
+        smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
+        weight = own(self.readout.weight)
+        return chunked_cross_entropy(x, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
 
     def positions(self, time: int) -> Positions:
         """What attention knows of the positions of `time` tokens."""
@@ -216,15 +252,16 @@ class Decoder(nn.Module):
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     """Mean cross-entropy, nats per token, of predicting each token of (batch, context_length + 1) from those before it."""
-    logits = model(sequences[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), sequences[:, 1:].flatten())
+    tokens, targets = sequences[:, :-1], sequences[:, 1:]
+    if isinstance(model, Decoder) and is_chunked(targets.numel(), model.config.vocab_size):
+        return cast(Tensor, model(tokens, targets))
+    return whole_cross_entropy(model(tokens), targets)
 
 
 def training_loss(model: Decoder, sequences: Tensor) -> Tensor:
     """What a step minimises: `next_token_loss`, with the config's label smoothing and z-loss."""
-    config = model.config
-    logits = model(sequences[:, :-1]).float().flatten(0, 1)
-    loss = F.cross_entropy(logits, sequences[:, 1:].flatten(), label_smoothing=config.label_smoothing)
-    if config.z_loss:
-        loss = loss + config.z_loss * torch.logsumexp(logits, dim=-1).square().mean()
-    return loss
+    config, tokens, targets = model.config, sequences[:, :-1], sequences[:, 1:]
+    if is_chunked(targets.numel(), config.vocab_size):
+        return cast(Tensor, model(tokens, targets, regularized=True))
+    logits = model(tokens)
+    return whole_cross_entropy(logits, targets, label_smoothing=config.label_smoothing, z_loss=config.z_loss)

@@ -14,15 +14,24 @@ if TYPE_CHECKING:
     from proxy_models.config import ModelConfig
     from proxy_models.numerics import Precision
 
-Sharding = Literal["none", "optimizer", "full"]
-"""What is cut across devices: nothing; optimizer state and gradients (ZeRO-2); parameters too (ZeRO-3, FSDP).
+Sharding = Literal["none", "zero2", "full", "hybrid"]
+"""What is cut across devices: nothing; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
+whole of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.
 Rajbhandari et al., arXiv 1910.02054, section 5."""
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "selective", "full"]
+"""What of a block's activations is computed again in the backward pass; `recomputing` says what each keeps."""
+CHUNK_ENTRIES = 2**26
+"""Logits that may stand at a time: 256 MiB in fp32. Fewer than that are not chunked, and their loss is `F.cross_entropy`'s own."""
 _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
 """Numbers of optimizer state for each entry of the blocks' matrices and for each other parameter, which Muon leaves to AdamW.
 Adafactor keeps means of rows and columns only, which is little."""
+
+
+def is_chunked(n_positions: int, vocab_size: int) -> bool:
+    """Whether so many logits are too many to stand at once."""
+    return n_positions * vocab_size > CHUNK_ENTRIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +41,7 @@ class MemoryEstimate:
     Attributes:
         parameters: What the device keeps of the weights.
         gathered: Weights outside the blocks, whole from the forward pass to the end of the backward pass, and those of the
-            block that is computed; 0 where parameters are not cut.
+            block that is computed; all of them under "none" and "zero2", as FSDP2 computes with a copy; 0 on one device.
         gradients: What it keeps of the gradients.
         optimizer: What it keeps of the moments.
         activations: Kept between forward and backward of one micro-batch, with the matrices in low precision.
@@ -73,9 +82,8 @@ def training_memory(
         precision: What matrices are multiplied in.
         optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
         sharding: What is cut across the devices.
-        world_size: Devices that share it.
-        checkpointing: "full" keeps the input of each block only, and computes the block again (Chen et al.,
-            arXiv 1604.06174); one block's activations stand at a time.
+        world_size: Devices that share it; of "hybrid", those of one copy.
+        checkpointing: What a block keeps; one block's activations stand at a time where they are computed again.
 
     Raises:
         ValueError: If a number is below 1 or the optimizer is not known.
@@ -87,16 +95,15 @@ def training_memory(
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
     n = config.n_params_total
     share = 1 if sharding == "none" else world_size
-    kept = n // world_size if sharding == "full" else n
     groups = config.n_params_by_group
     outside = groups["embedding"] + groups["positions"] + groups["readout"]
-    gathered = outside + (n - outside) // config.n_layers
+    gathered = outside + (n - outside) // config.n_layers if sharding in ("full", "hybrid") else n
     in_blocks = config.n_matrix_entries
     moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
     moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
     return MemoryEstimate(
-        parameters=_FP32 * kept,
-        gathered=_FP32 * gathered if sharding == "full" and world_size > 1 else 0,
+        parameters=_FP32 * (n // share),
+        gathered=_FP32 * gathered if world_size > 1 else 0,
         gradients=_FP32 * n // share,
         optimizer=_FP32 * moments // share,
         activations=activation_bytes(config, micro_batch, precision, checkpointing),
@@ -108,8 +115,10 @@ def activation_bytes(
 ) -> int:
     """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
 
-    In low precision these are also a copy of every matrix, and one of a norm's output for each matrix that reads it, as
-    autocast makes them.
+    Chunked logits are not kept; those of one chunk stand, and their exponentials, when the loss is computed.
+
+    In low precision these are also a copy of every matrix that is not cast again, and one of a norm's output for each matrix
+    that reads it, as autocast makes them.
     """
     compute = _COMPUTE_BYTES[precision]
     width, d_kv, d_ff = config.d_model, config.n_kv_heads * config.head_dim, config.d_ff
@@ -126,15 +135,50 @@ def activation_bytes(
     block += compute * kept_of_mlp * d_ff
     if config.mlp_dropout:
         block += width  # a mask of bytes
-    head = (
-        _norm(config)
-        + compute * width
-        + _FP32 * config.vocab_size
-        + (_FP32 * config.vocab_size if config.z_loss else 0)
+    again = _FP32 * width + (
+        compute * (4 * width + 2 * d_kv + n_up * d_ff) + _FP32 * config.n_heads if checkpointing == "selective" else 0
     )
-    blocks = _FP32 * width * config.n_layers + block if checkpointing == "full" else block * config.n_layers
-    matrices = compute * (config.n_matrix_entries + config.vocab_size * width) if is_low else 0
-    return micro_batch * config.context_length * (blocks + head) + matrices
+    blocks = block * config.n_layers if checkpointing == "none" else again * config.n_layers + block
+    n_positions, vocab_size = micro_batch * config.context_length, config.vocab_size
+    if is_chunked(n_positions, vocab_size):
+        head, standing = _FP32 * (width + 1), 2 * _FP32 * CHUNK_ENTRIES
+    else:
+        head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
+    kept_layers = config.n_layers if checkpointing == "none" else 1
+    matrices = config.n_matrix_entries // config.n_layers * kept_layers + vocab_size * width
+    return n_positions * (blocks + _norm(config) + head) + standing + (compute * matrices if is_low else 0)
+
+
+def largest_micro_batch(
+    config: ModelConfig,
+    share: int,
+    *,
+    limit: int,
+    precision: Precision = "fp32",
+    optimizer: str = "adamw",
+    sharding: Sharding = "none",
+    world_size: int = 1,
+    checkpointing: Checkpointing = "none",
+) -> int:
+    """The largest divisor of a device's `share` of a batch whose estimate is at most `limit` bytes; 1 where none is.
+
+    Raises:
+        ValueError: As `training_memory`.
+    """
+    sizes = [size for size in range(share, 1, -1) if share % size == 0]
+    for size in sizes:
+        estimate = training_memory(
+            config,
+            micro_batch=size,
+            precision=precision,
+            optimizer=optimizer,
+            sharding=sharding,
+            world_size=world_size,
+            checkpointing=checkpointing,
+        )
+        if estimate.total <= limit:
+            return size
+    return 1
 
 
 def _norm(config: ModelConfig) -> int:

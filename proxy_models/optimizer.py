@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,7 @@ from proxy_models.adafactor import Adafactor
 from proxy_models.decoder import Decoder
 from proxy_models.parametrization import Parametrization, TensorClass
 from proxy_models.recipe import Recipe
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from proxy_models.sharded import is_sharded, write
 
 MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 _MUON_RATE = (
@@ -59,13 +56,7 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = torch.randn(parameter.shape, generator=generator) * (recipe.init_scale * rule.init_std)
-        if _is_sharded(parameter):
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = parameter.device_mesh, parameter.placements
-            parameter.copy_(distribute_tensor(values.to(parameter.device), mesh, placements))
-        else:
-            parameter.copy_(values)
+        write(parameter, values)
     if isinstance(model, Decoder):
         model.set_multipliers(
             parametrization.multipliers.tuned(
@@ -151,7 +142,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 loss = closure()
         for orthogonal, optimizer in self._inner.items():
             groups = self._groups(orthogonal)
-            if orthogonal and _is_sharded(groups[0]["params"][0]):
+            if orthogonal and is_sharded(groups[0]["params"][0]):
                 for group in groups:
                     self._step_sharded(group)
                 continue
@@ -188,10 +179,4 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients to a global norm of at most `max_norm`, and return the norm before; true also for sharded gradients."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-    return norm.full_tensor() if _is_sharded(norm) else norm
-
-
-def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; without their module, whose import takes most of a second, there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return norm.full_tensor() if is_sharded(norm) else norm

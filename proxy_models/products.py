@@ -47,7 +47,8 @@ class Linear(nn.Linear):
 
 def _suits(input: Tensor, weight: Tensor) -> bool:
     return (
-        min(weight.shape) >= _MIN_FEATURES
+        type(input) is Tensor  # a DTensor has rules for torch's products only
+        and min(weight.shape) >= _MIN_FEATURES
         and input.numel() >= _MIN_ROWS * input.shape[-1]
         and input.dtype == weight.dtype == torch.float32
         and input.device.type == "cpu"
@@ -76,6 +77,11 @@ _LIBRARY.impl("product", _shape_alone, "Meta")  # type: ignore[no-untyped-call]
 def product(left: Tensor, right: Tensor) -> Tensor:
     """The product of two fp32 matrices, (n, k) and (k, m) to (n, m), by oneDNN; without gradients."""
     return cast(Tensor, torch.ops.muscale.product.default(left, right))
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two matrices, (n, k) and (k, m) to (n, m), by the faster library; without gradients."""
+    return product(left, right) if left.dim() == 2 and _suits(left, right) else left @ right
 
 
 @register_flop_formula(torch.ops.muscale.product)

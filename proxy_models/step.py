@@ -52,6 +52,7 @@ class Stepper:
         micro_batch: int | None = None,
         rank: int = 0,
         mean: Callable[[Tensor], Tensor] = lambda loss: loss,
+        before_part: Callable[[bool], None] = lambda last: None,
     ) -> None:
         """Prepare for the steps of a training.
 
@@ -64,12 +65,14 @@ class Stepper:
             micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
             rank: Of this process.
             mean: Mean of a loss over ranks.
+            before_part: Called before each micro-batch with whether it is the step's last, where there are several.
         """
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
         self.spikes: list[Spike] = []
         self.divergence: Divergence | None = None
         self._loss, self._micro_batch, self._rank, self._mean = loss, micro_batch, rank, mean
+        self._before_part = before_part
         self._device = self.parameters[0].device
         self._numerics, self._precision, self._seed = numerics, numerics.precision, numerics.seed
         self._random = numerics.model.is_random
@@ -113,7 +116,10 @@ class Stepper:
         parts = torch.split(sequences, self._micro_batch) if self._micro_batch else (sequences,)
         if len(parts) == 1:
             return self._backward(sequences, 1.0)
-        shares = [self._backward(part, len(part) / len(sequences)) for part in parts]
+        shares = []
+        for number, part in enumerate(parts, start=1):
+            self._before_part(number == len(parts))
+            shares.append(self._backward(part, len(part) / len(sequences)))
         return torch.stack(shares).sum()
 
     def _backward(self, sequences: Tensor, share: float) -> Tensor:

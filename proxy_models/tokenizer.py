@@ -140,6 +140,10 @@ class FileTokenizer:
             self._loaded.decode(part[part != self.end_of_document].tolist()) for part in np.split(tokens, ends)
         )
 
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json` that neither cuts nor pads."""
+        return self._loaded.to_str()
+
 
 def smallest_dtype(vocab_size: int) -> TokenDtype:
     """The smallest unsigned type that holds every id below `vocab_size`."""

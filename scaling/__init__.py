@@ -15,6 +15,7 @@
     fit_step_law(cells)                      best rate or batch in N and D at once         -> StepLaw
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
+    compare_ablations(rows)                  what each component is worth, seed by seed      -> Ablation
     compare_leaders(rows)                    which repeated trial is best, how surely      -> Leaders
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
@@ -24,6 +25,7 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token unless their `loss_unit` is stated.
 """
 
+from scaling.ablation import Ablation, compare_ablations
 from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.backtest import Backtest, backtest
 from scaling.batch import BatchLaw, fit_batch_law
@@ -60,6 +62,7 @@ from scaling.verdict import Verdict, fit_verdict
 
 __all__ = [
     "ACCELERATORS",
+    "Ablation",
     "Accelerator",
     "Allocation",
     "Backtest",
@@ -100,6 +103,7 @@ __all__ = [
     "accelerator",
     "backtest",
     "candidate_runs",
+    "compare_ablations",
     "compare_leaders",
     "compute_flops",
     "decide",

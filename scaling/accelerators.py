@@ -7,11 +7,17 @@ matrices, half of it. Memory is in bytes, 1e9 to the GB.
 | --- | --- | --- | --- |
 | A100 40GB, A100 80GB | 312 | 40, 80 GB | NVIDIA A100 datasheet, June 2021 |
 | H100 SXM | 989.5, 1979 | 80 GB | NVIDIA H100 datasheet, 2023 (1,979 and 3,958 sparse) |
+| H100 PCIe | 756.5, 1513 | 80 GB | NVIDIA H100 datasheet, 2023 (1,513 and 3,026 sparse) |
 | H200 | 989.5, 1979 | 141 GB | NVIDIA H200 datasheet, 2024, the SXM part (1,979 and 3,958 sparse) |
 | B200 | 2250, 4500 | 180 GB | NVIDIA HGX B200 and DGX B200 datasheets, 2024 (4.5 and 9 PFLOP/s sparse; 1,440 GB for eight) |
+| GB200 | 2500, 5000 | 186 GB | NVIDIA Blackwell datasheet, 2025, one of the two GPUs (5 and 10 PFLOP/s sparse) |
+| L40S | 362.05, 733 | 48 GB | NVIDIA L40S datasheet, 2023 |
 | MI300X | 1307.4, 2614.9 | 192 GB | AMD Instinct MI300X data sheet, December 2023 |
+| MI325X | 1307.4, 2614.9 | 256 GB | AMD Instinct MI325X data sheet, October 2024 |
+| Trainium2 | 667, 1299 | 103 GB | AWS Neuron documentation, "Trainium2 Architecture" (96 GiB), read November 2026 |
 | TPU v5e | 197 | 16 GB | Google Cloud, "TPU v5e", system architecture, read November 2026 |
 | TPU v5p | 459 | 95 GB | Google Cloud, "TPU v5p", system architecture, read November 2026 |
+| TPU v6e | 918 | 32 GB | Google Cloud, "TPU v6e", system architecture, read November 2026 |
 
 The share of the peak that training reaches (MFU, Chowdhery et al. 2204.02311, app. B) is assumed to be 40 %: Llama 3 405B
 reached 38–43 % on H100s (Grattafiori et al. 2407.21783, table 4), PaLM 46 % on TPU v4. **Prices are assumed**, round dollars
@@ -23,7 +29,9 @@ per device-hour as one might have paid for a long rental in 2026, quoted by nobo
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
+from scaling.checks import positive
 from scaling.presentation import Result, lines
 
 ASSUMED_MFU = 0.40
@@ -35,11 +43,15 @@ def require_positive(name: str, value: float) -> float:
     """The value, if it is finite and above 0.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or is no number.
     """
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be finite and above 0, got {value!r}")
+    positive(name, value)
     return value
+
+
+def _require_devices(n_devices: int) -> None:
+    if not (n_devices >= 1 and n_devices == math.floor(n_devices)):
+        raise ValueError(f"n_devices must be a whole number, at least 1, got {n_devices!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +120,17 @@ ACCELERATORS: Mapping[str, Accelerator] = {
         _known("A100 40GB", 312, 40, 1.20),
         _known("A100 80GB", 312, 80, 1.50),
         _known("H100 SXM", 989.5, 80, 2.50, fp8=1979),
+        _known("H100 PCIe", 756.5, 80, 2.00, fp8=1513),
         _known("H200", 989.5, 141, 3.00, fp8=1979),
         _known("B200", 2250, 180, 4.50, fp8=4500),
+        _known("GB200", 2500, 186, 5.00, fp8=5000),
+        _known("L40S", 362.05, 48, 0.90, fp8=733),
         _known("MI300X", 1307.4, 192, 2.50, fp8=2614.9),
+        _known("MI325X", 1307.4, 256, 2.75, fp8=2614.9),
+        _known("Trainium2", 667, 103, 1.50, fp8=1299),
         _known("TPU v5e", 197, 16, 0.80),
         _known("TPU v5p", 459, 95, 2.50),
+        _known("TPU v6e", 918, 32, 1.80),
     )
 }
 """By name; sources and what is assumed at the head of this file."""
@@ -122,10 +140,13 @@ def accelerator(name: str) -> Accelerator:
     """One of `ACCELERATORS`.
 
     Raises:
-        ValueError: no such name.
+        ValueError: no such name; the message suggests similar ones.
     """
     if name not in ACCELERATORS:
-        raise ValueError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {name!r}")
+        plain, wanted = {known.lower(): known for known in ACCELERATORS}, str(name).lower()
+        meant = [known for known in plain if known.startswith(wanted)] or get_close_matches(wanted, plain)
+        suggestion = f": did you mean {' or '.join(plain[known] for known in meant)}?" if meant else ""
+        raise ValueError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {name!r}{suggestion}")
     return ACCELERATORS[name]
 
 
@@ -135,12 +156,12 @@ class Budget(Result):
 
     Attributes:
         compute_flops: FLOPs.
-        accelerator: on which; without one there are no hours and no dollars.
+        accelerator: on which, also by its name; without one there are no hours and no dollars.
         n_devices: how many; without, there are no days.
         terms: the budget as it was stated.
 
     Raises:
-        ValueError: a number is not finite and above 0.
+        ValueError: a number is not finite and above 0, the devices are not a whole number, or there is no such accelerator.
     """
 
     compute_flops: float
@@ -150,8 +171,10 @@ class Budget(Result):
 
     def __post_init__(self) -> None:
         require_positive("compute_flops", self.compute_flops)
-        if self.n_devices is not None and self.n_devices < 1:
-            raise ValueError(f"n_devices must be at least 1, got {self.n_devices}")
+        if self.accelerator is not None:
+            object.__setattr__(self, "accelerator", to_device(self.accelerator))
+        if self.n_devices is not None:
+            _require_devices(self.n_devices)
 
     @classmethod
     def of_gpu_hours(cls, hours: float, device: Accelerator | str, n_devices: int | None = None) -> "Budget":
@@ -176,8 +199,7 @@ class Budget(Result):
     def of_days(cls, days: float, device: Accelerator | str, n_devices: int) -> "Budget":
         """A deadline: so many days on so many devices, all of the time."""
         device, days = to_device(device), require_positive("days", days)
-        if n_devices < 1:
-            raise ValueError(f"n_devices must be at least 1, got {n_devices}")
+        _require_devices(n_devices)
         flops = days * HOURS_PER_DAY * SECONDS_PER_HOUR * n_devices * device.flops_per_second
         terms = f"{days:.6g} days of {n_devices:,} × {device}"
         return cls(compute_flops=flops, accelerator=device, n_devices=n_devices, terms=terms)
@@ -225,4 +247,4 @@ def to_device(device: Accelerator | str) -> Accelerator:
     Raises:
         ValueError: no such name.
     """
-    return accelerator(device) if isinstance(device, str) else device
+    return device if isinstance(device, Accelerator) else accelerator(device)

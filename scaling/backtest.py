@@ -13,22 +13,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scaling.fitting import fit
+from scaling.errors import ScalingError, TooFewRunsError
+from scaling.fitting import fit, require_form
 from scaling.forecast import interval_factor, log_scale, reasons_against
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.form import Array
 from scaling.law import compute_flops
 from scaling.presentation import Result, counted
 from scaling.result import ScalingFit
-from scaling.runs import Table
+from scaling.runs import Table, naming, read_table, require_convention
+from scaling.table import numbers, require_columns
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 DEFAULT = "forecast"
 """The name, among those of the forms, of what `ScalingFit.forecast` says."""
+FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100
+"""Of each fit; its intervals are read from a standard deviation."""
 TOP = 2.0
 """Largest compute over that of the runs that count as the top."""
 
@@ -78,7 +82,13 @@ class Backtest(Result):
         return pd.DataFrame(rows)
 
     def plot(self) -> go.Figure:
-        """Predicted against measured, with the default's intervals."""
+        """Predicted against measured, with the default's intervals.
+
+        Raises:
+            ScalingError: no cut leaves enough runs.
+        """
+        if self.predictions.empty:
+            raise ScalingError(f"there is nothing to draw: {self}")
         from scaling.law_figures import backtest_data, draw_backtest
 
         return draw_backtest(backtest_data(self))
@@ -109,7 +119,7 @@ def backtest(
     *,
     n_params_convention: str,
     cuts: Sequence[float] = (10, 30),
-    forms: Sequence[Form] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan()),
+    forms: Sequence[Form] | Form = FORMS_COMPARED,
     seed: int = 0,
     **options: Any,
 ) -> Backtest:
@@ -121,18 +131,28 @@ def backtest(
         runs: as `fit` takes them.
         n_params_convention: what N counts.
         cuts: Cmax over the compute below which runs are fitted.
-        forms: compared beside the default.
+        forms: compared beside the default, one or several; what they depend on beside N and D must be in the runs.
         seed: of the resampling.
-        options: further ones of `fit`, such as `loss_unit`.
+        options: further ones of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
 
     Raises:
-        ValueError: the runs can't be fitted at all, or a cut is not above 1.
+        ValueError: the runs can't be fitted at all, a column is missing, or a cut is not above 1.
+        TypeError: an option is none, or a form is none.
     """
+    if fixed := {"form", "n_bootstrap"} & set(options):
+        raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
+    forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
+    require_convention(n_params_convention)
+    table = read_table(runs).reset_index(drop=True)
+    names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
     if any(not cut > 1 for cut in cuts):
         raise ValueError(f"cuts must be above 1, got {list(cuts)}")
     options = {"n_params_convention": n_params_convention, **options}
-    checked = fit(runs, n_bootstrap=2, **options)
-    whole, options["loss_unit"] = checked.rows, checked.loss_unit  # what was in bits is in nats by now
+    with naming(runs):
+        require_columns(table, ("n_params", "n_tokens", "loss", *names))
+        checked = fit(table, n_bootstrap=2, **options)
+        whole = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
+    options["loss_unit"] = checked.loss_unit  # what was in bits is in nats by now
     flops = compute_flops(whole["n_params"], whole["n_tokens"])
     tables, too_few = [], {}
     for cut in cuts:
@@ -141,7 +161,7 @@ def backtest(
             tables += [
                 table.assign(cut=cut) for table in _predictions(whole[below], whole[~below], forms, seed, options)
             ]
-        except ValueError as error:
+        except TooFewRunsError as error:
             too_few[cut] = str(error)
     columns = ["cut", "method"]
     found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
@@ -161,13 +181,20 @@ def _predictions(
         compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
     )
     at = held_out["n_params"].to_numpy(), held_out["n_tokens"].to_numpy()
-    fits = [fit(known, form=form, n_bootstrap=N_BOOTSTRAP, seed=seed, **options) for form in forms or (Chinchilla(),)]
-    ensemble = fits[0].ensemble
-    supported = [not reasons_against(fits[0], n, d) for n, d in zip(*at, strict=True)]
-    yield _table(held_out, DEFAULT, ensemble.log_loss(*at), log_scale(ensemble, *at), interval_factor, supported)
-    for result in fits[: len(forms)]:
-        scale = np.hypot(_spread(result, *at), result.residual_std)
-        yield _table(held_out, result.law.form.name, np.log(result.predict(*at)), scale, _normal, True)
+    fits = {
+        form: fit(known, form=form, n_bootstrap=N_BOOTSTRAP, seed=seed, **options)
+        for form in dict.fromkeys((Chinchilla(), *forms))
+    }
+    own = fits[Chinchilla()]
+    supported = [not reasons_against(own, n, d) for n, d in zip(*at, strict=True)]
+    yield _table(
+        held_out, DEFAULT, own.ensemble.log_loss(*at), log_scale(own.ensemble, *at), interval_factor, supported
+    )
+    for form in forms:
+        result, rows = fits[form], {name: unknown[name].to_numpy() for name in form.columns}
+        scale = np.hypot(_spread(result, rows), result.residual_std)
+        predicted = form.loss(result.law.parameters, rows)
+        yield _table(held_out, form.name, np.log(predicted), scale, _normal, True)
 
 
 def _table(
@@ -181,10 +208,9 @@ def _table(
     return table
 
 
-def _spread(result: ScalingFit, n_params: Array, n_tokens: Array) -> Array:
+def _spread(result: ScalingFit, rows: dict[str, Array]) -> Array:
     """Standard deviation of log loss over the bootstrap draws, [K]."""
     values = dict(zip(result.law.form.parameters, result.draws.T[:, :, None], strict=True))
-    rows = {"n_params": n_params, "n_tokens": n_tokens}
     return np.asarray(np.log(result.law.form.loss(values, rows)).std(axis=0))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import names
 from scaling.errors import ScalingError
 from scaling.optima import Optimum, fit_optimum
 from scaling.table import losses, numbers, require_columns
@@ -82,7 +83,7 @@ def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRI
     require_columns(rows, ("n_tokens", "batch_tokens", "rate", "loss"))
     table = pd.DataFrame({name: numbers(rows, name) for name in ("n_tokens", "batch_tokens", "rate")})
     table["loss"] = losses(rows)
-    table["group"] = rows["group"].astype(str).to_numpy() if "group" in rows else "all"
+    table["group"] = names(rows, "group") if "group" in rows else "all"
     table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
     cells = _cells(table)
     fitted: dict[tuple[str, float], Optimum | None] = {}

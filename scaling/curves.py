@@ -4,7 +4,8 @@
     S1(t) = Σ_{τ ≤ t} eta_τ,   S_k(t) = Σ_{k ≤ τ ≤ t} eta_τ,   G(x) = 1 − (1 + C·x)^−beta,   S_W the warmup's own sum
 
 (Luo et al. 2503.12811.) The first terms are what a constant rate gives, LD is what its decay gains: fitted to a few
-schedules it predicts others. It says nothing of other sizes, batches or peak rates than those of its curves. The warmup counts
+schedules it predicts others. It says nothing of other sizes, batches or peak rates than those of its curves, and
+`reasons_against` tells of a schedule whether it lies near them. The warmup counts
 as a rise, a drop below 0, which adds little but a constant near B·peak: with it the authors' published numbers give nearly the
 errors that they publish.
 
@@ -17,6 +18,7 @@ On the fitted curves our error is about half theirs or less, so C, beta and gamm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -24,9 +26,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
+from scaling.checks import names
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines, span
+from scaling.schedule_curve import Curve, peak_and_depth
 from scaling.table import numbers, require_columns
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -46,12 +50,14 @@ _SCREENED: Mapping[str, tuple[float, ...]] = {
     "gamma": (0.3, 0.6, 0.9),
 }
 N_POLISHED = 3
-MAX_ROWS, MAX_KNOTS = 400, 1000
-"""Losses of one curve that are fitted, and changes of its rate that are told apart: more are thinned evenly."""
-WARMUP_KNOTS = 50
-"""Steps in which the warmup's rise is counted."""
+MAX_ROWS = 400
+"""Losses of one curve that are fitted: more are thinned evenly."""
 MIN_DROP = 0.1
 """Part of the highest rate by which some curve's must fall for the second term to be seen."""
+MAX_PEAK_RATIO, MAX_STEPS_RATIO, MAX_DEPTH_RATIO = 1.5, 3.1, 2.0
+"""Declared support: a peak rate within this factor of the fitted ones (assumed), at most so many times their steps (measured to
+three, above; the last loss may lie before the end), and a least rate, as a part of the peak, at most this factor below theirs
+(assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,8 @@ class ScheduleLaw(Result):
         n_rows: losses fitted.
         runs: names of the fitted curves.
         steps: least and most steps fitted.
+        peaks: least and greatest of the curves' highest rates.
+        deepest: least rate over the highest, of the curve that falls furthest.
         warnings: why it is doubtful; empty if it is not.
     """
 
@@ -83,6 +91,8 @@ class ScheduleLaw(Result):
     n_rows: int
     runs: tuple[str, ...]
     steps: tuple[float, float]
+    peaks: tuple[float, float]
+    deepest: float
     warnings: tuple[str, ...]
 
     @property
@@ -94,18 +104,44 @@ class ScheduleLaw(Result):
         """Loss, nats per token, at each row of one run's schedule: `step` and `lr`, densely enough to follow the rate.
 
         Raises:
-            ValueError: a column is missing or breaks its rule, or the first step lies in the warmup.
+            ValueError: a column is missing or breaks its rule, the first step lies in the warmup, or its rate is 0.
+            ScalingError: the law's answer is no loss, as decay gains more than there is.
         """
         require_columns(schedule, ("step", "lr"))
         steps = numbers(schedule, "step")
-        curve = _Curve.of(steps, numbers(schedule, "lr", inclusive=True), steps, self.warmup_steps)
+        curve = Curve.of(steps, numbers(schedule, "lr", inclusive=True), steps, self.warmup_steps)
         theta = np.log([getattr(self, name) for name in BOUNDS])
-        return np.asarray(curve.linearise(theta)[0])
+        loss = np.asarray(curve.linearise(theta)[0])
+        least = int(np.argmin(loss))
+        if loss[least] <= 0:
+            reasons = "; ".join(self.reasons_against(schedule)) or "its decay gains more than there is"
+            raise ScalingError(f"the law gives a loss of {loss[least]:.3g} at step {steps[least]:g}: {reasons}")
+        return loss
+
+    def reasons_against(self, schedule: pd.DataFrame) -> tuple[str, ...]:
+        """Why a prediction of this schedule is outside the declared support; empty inside.
+
+        Raises:
+            ValueError: a column is missing or breaks its rule, or the rate is 0 in every row.
+        """
+        require_columns(schedule, ("step", "lr"))
+        length, rates = float(numbers(schedule, "step").max()), numbers(schedule, "lr", inclusive=True)
+        peak, depth = peak_and_depth(rates)
+        reasons, (low, high) = list(self.warnings), self.peaks
+        if not low / MAX_PEAK_RATIO <= peak <= high * MAX_PEAK_RATIO:
+            reasons.append(f"peak rate {peak:.3g}: tested within {MAX_PEAK_RATIO:g}× of the fitted {span(low, high)}")
+        if length > self.steps[1] * MAX_STEPS_RATIO:
+            reasons.append(f"{length:g} steps: tested to {MAX_STEPS_RATIO:g}× the fitted {self.steps[1]:g}")
+        if depth < self.deepest / MAX_DEPTH_RATIO:
+            reasons.append(
+                f"the rate falls to {depth:.3g} of its peak, in the fitted curves to {self.deepest:.3g} at least"
+            )
+        return tuple(reasons)
 
     def score(self, curves: pd.DataFrame) -> pd.DataFrame:
         """How well it predicts curves: one row per run with mean and worst relative error, R² and the error at the end."""
         require_columns(curves, ("run", "step", "lr", "loss"))
-        records = {}
+        curves, records = curves.assign(run=names(curves, "run")), {}
         for run, part in curves.groupby("run", sort=True):
             known = part["loss"].notna().to_numpy()
             loss, predicted = part["loss"].to_numpy()[known], self.predict(part)[known]
@@ -122,12 +158,12 @@ class ScheduleLaw(Result):
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` restores it."""
         data = asdict(self)
-        return data | {name: list(data[name]) for name in ("runs", "steps", "warnings")}
+        return data | {name: list(data[name]) for name in ("runs", "steps", "peaks", "warnings")}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ScheduleLaw:
         """The inverse of `to_dict`."""
-        return cls(**(data | {name: tuple(data[name]) for name in ("runs", "steps", "warnings")}))
+        return cls(**(data | {name: tuple(data[name]) for name in ("runs", "steps", "peaks", "warnings")}))
 
     def __str__(self) -> str:
         """The numbers, what they were fitted to, and the status."""
@@ -136,6 +172,7 @@ class ScheduleLaw(Result):
                 "L(t)": self.formula,
                 "numbers": ", ".join(f"{name} {getattr(self, name):.4g}" for name in BOUNDS),
                 "fitted to": f"{self.n_rows} losses of {', '.join(self.runs)}, {span(*self.steps, 5)} steps",
+                "rates": f"peaks {span(*self.peaks)}, falling to {self.deepest:.3g} of it",
                 "residual": f"{self.rms:.2%} of the loss",
                 "status": "; ".join((self.status, *self.warnings)),
             }
@@ -155,21 +192,25 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
         delta: Huber threshold on log residuals.
 
     Raises:
-        ValueError: a column is missing or breaks its rule.
+        ValueError: a column or a number is missing or breaks its rule, or a run's first rate is 0.
         ScalingError: no curve's rate falls, or there are fewer losses than numbers.
     """
     require_columns(curves, ("run", "step", "lr", "loss"))
     if not delta > 0:
         raise ValueError(f"delta must be above 0, got {delta!r}")
+    if not (math.isfinite(warmup_steps) and warmup_steps >= 0):
+        raise ValueError(f"warmup_steps must be finite and at least 0, got {warmup_steps!r}")
+    curves = curves.assign(run=names(curves, "run"))
     known = curves["loss"].notna()
     numbers(curves[known], "loss")
-    prepared, log_losses = [], []
+    prepared, log_losses, reached = [], [], []
     for _, part in curves.groupby("run", sort=True):
         ordered = part.sort_values("step")
         told = ordered[ordered["loss"].notna()]
         told = told.iloc[np.unique(np.linspace(0, len(told) - 1, min(len(told), MAX_ROWS)).astype(int))]
-        at = numbers(told, "step")
-        prepared.append(_Curve.of(numbers(ordered, "step"), numbers(ordered, "lr", inclusive=True), at, warmup_steps))
+        at, rates = numbers(told, "step"), numbers(ordered, "lr", inclusive=True)
+        prepared.append(Curve.of(numbers(ordered, "step"), rates, at, warmup_steps))
+        reached.append(peak_and_depth(rates))
         log_losses.append(np.log(told["loss"].to_numpy(np.float64)))
     log_loss = np.concatenate(log_losses)
     if len(log_loss) <= len(BOUNDS):
@@ -197,80 +238,15 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
         warmup_steps=float(warmup_steps),
         rms=float(np.sqrt((residual**2).mean())),
         n_rows=len(log_loss),
-        runs=tuple(str(run) for run in sorted(curves["run"].unique())),
+        runs=tuple(sorted(curves["run"].unique())),
         steps=(float(curves["step"].min()), float(curves["step"].max())),
+        peaks=(min(peak for peak, _ in reached), max(peak for peak, _ in reached)),
+        deepest=min(depth for _, depth in reached),
         warnings=tuple(doubts),
     )
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """A schedule, and the places where its loss is wanted.
-
-    Attributes:
-        summed: S1 + S_W at the places, [K].
-        since: S_k at the places, [K, knots], 0 where the drop comes later.
-        drops: eta_{k−1} − eta_k, [knots].
-        log_rates: log eta_k, [knots].
-        peak: highest rate.
-    """
-
-    summed: Array
-    since: Array
-    drops: Array
-    log_rates: Array
-    peak: float
-
-    @classmethod
-    def of(cls, steps: Array, rates: Array, at: Array, warmup_steps: float) -> _Curve:
-        """Between rows the rate is taken to be straight, and to drop half-way; it counts with its value after the drop."""
-        order = np.argsort(steps, kind="stable")
-        steps, rates = steps[order], rates[order]
-        if steps[0] < warmup_steps:
-            raise ValueError(
-                f"step must be at least warmup_steps = {warmup_steps:g} from a run's first row on, got {steps[0]:g}"
-            )
-        if len(steps) > MAX_KNOTS:
-            kept = np.unique(np.linspace(0, len(steps) - 1, MAX_KNOTS).astype(int))
-            steps, rates = steps[kept], rates[kept]
-        if warmup_steps > 0:
-            steps = np.concatenate([np.linspace(0, warmup_steps, WARMUP_KNOTS + 1), steps])
-            rates = np.concatenate([np.linspace(0, rates[0], WARMUP_KNOTS + 1), rates])
-        summed = np.cumsum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2)
-        summed = rates[0] * steps[0] + np.concatenate([[0.0], summed])
-        drops, middle = rates[:-1] - rates[1:], (summed[1:] + summed[:-1]) / 2
-        # A rate that ends at 0 counts with half of what it was: the law divides by it.
-        after = np.where(rates[1:] > 0, rates[1:], rates[:-1] / 2)
-        changes = (drops != 0) & (after > 0)
-        here = np.interp(at, steps, summed)
-        since = np.maximum(here[:, None] - middle[changes], 0.0)
-        return cls(here, since, drops[changes], np.log(after[changes]), float(rates.max()))
-
-    def linearise(self, theta: Array) -> tuple[Array, Array]:
-        """Loss [K] and its Jacobian [K, 7] for theta, the logarithms of (L0, A, alpha, B, C, beta, gamma)."""
-        level, scale, alpha, gain, c, beta, gamma = np.exp(theta)
-        powers = scale * self.summed**-alpha
-        x = c * np.exp(-gamma * self.log_rates) * self.since
-        kept = (1 + x) ** -beta
-        slope = beta * x * kept / (1 + x)  # of G by log x
-        loss_drop = gain * ((1 - kept) @ self.drops)
-        by_log_x = gain * (slope @ self.drops)
-        jacobian = np.stack(
-            [
-                np.full_like(powers, level),
-                powers,
-                -alpha * np.log(self.summed) * powers,
-                -loss_drop,
-                -by_log_x,
-                -gain * beta * ((np.log1p(x) * kept) @ self.drops),
-                gain * gamma * (slope @ (self.drops * self.log_rates)),
-            ],
-            axis=1,
-        )
-        return level + powers - loss_drop, jacobian
-
-
-def _minimised(curves: list[_Curve], log_loss: Array, delta: float) -> tuple[Array, bool]:
+def _minimised(curves: list[Curve], log_loss: Array, delta: float) -> tuple[Array, bool]:
     from scipy.optimize import least_squares
 
     lower, upper = np.log(np.array([*BOUNDS.values()])).T
@@ -302,7 +278,7 @@ def _minimised(curves: list[_Curve], log_loss: Array, delta: float) -> tuple[Arr
     return np.asarray(best.x), bool(best.success)
 
 
-def _starts(curves: list[_Curve], log_loss: Array, lower: Array, upper: Array) -> list[Array]:
+def _starts(curves: list[Curve], log_loss: Array, lower: Array, upper: Array) -> list[Array]:
     """The best of a grid of (alpha, C, beta, gamma), with L0, A and B by relative least squares."""
     found = []
     inverse = np.exp(-log_loss)

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from scaling.checks import names
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines, span
@@ -29,6 +30,8 @@ PARAMETERS = ("floor", "ceiling", "midpoint", "width")
 MIN_ROWS = 6
 MAX_WIDTHS = 10.0
 """Width of the sigmoid, in spans of the fitted losses, above which it is a straight line."""
+PERCENT = 100.0
+"""Of a metric that may be so large, a floor or ceiling below 1 is taken for a share by mistake."""
 MIN_RISE = 3.0
 """Standard deviations of the residual by which the fitted metric must rise for the sigmoid to be told from a level."""
 _WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # of the losses' span, where the fit begins
@@ -43,6 +46,7 @@ class DownstreamLaw(Result):
         floor, ceiling: its values at high and at low loss, in the metric's unit.
         midpoint, width: where it is half-way, and how steeply it gets there, in the loss's unit.
         held: which of the four were given, not fitted.
+        most: the metric's largest possible value.
         residual: standard deviation of the residuals, a degree of freedom taken off for each fitted number.
         loss_range: least and largest loss fitted.
         n_rows: rows fitted.
@@ -56,6 +60,7 @@ class DownstreamLaw(Result):
     midpoint: float
     width: float
     held: tuple[str, ...]
+    most: float
     residual: float
     loss_range: tuple[float, float]
     n_rows: int
@@ -72,7 +77,7 @@ class DownstreamLaw(Result):
         return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
 
     def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Where the metric of one run of this loss lies: percentiles over the refits, with the residual's scatter."""
+        """Where the metric of one run of this loss lies, between 0 and `most`: percentiles over the refits, with scatter."""
         return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
@@ -83,7 +88,7 @@ class DownstreamLaw(Result):
         values = _sigmoid(self.draws.T[:, :, None], each)
         scattered = values[..., None] + self.residual * np.random.default_rng(seed).standard_normal((*values.shape, 20))
         low, high = np.quantile(scattered, [(1 - level) / 2, (1 + level) / 2])
-        return float(np.clip(low, 0, None)), float(high)
+        return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` restores it."""
@@ -129,16 +134,17 @@ def fit_downstream(
 
     Args:
         rows: one row per run or checkpoint: `loss` (best the task's own, in any unit) and the metric's column; optional `stem`
-            (rows of one training run, which are resampled together).
+            (rows of one training run, which are resampled together; without it each row is a run of its own).
         metric: the column.
-        chance: the floor, e.g. .25 of four choices; fitted between 0 and the least metric if not given.
+        chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the least metric if not given.
         ceiling: fitted up to `most` if not given.
-        most: the metric's largest possible value.
+        most: the metric's largest possible value, 1 of a share, 100 of a percentage.
         n_bootstrap: refits under resampled runs.
         seed: of the resampling.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or chance and ceiling exclude the values.
+        ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`, or are shares
+            where the metric is a percentage.
         ScalingError: there are fewer than six rows.
     """
     require_columns(rows, ("loss", metric))
@@ -149,6 +155,12 @@ def fit_downstream(
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
     if value.max() > most:
         raise ValueError(f"{metric} must be at most {most:g}, got {value.max():g}")
+    for name, given in (("chance", chance), ("ceiling", ceiling)):
+        if most >= PERCENT and given is not None and 0 < given < 1:
+            raise ValueError(
+                f"{name} must be in the unit of {metric}, of which the most is {most:g}, got {given!r}: that looks like a share "
+                "(if it is none, divide the metric, too, and leave most at 1)"
+            )
     low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
     if not 0 <= low < top <= most:
         raise ValueError(f"chance and ceiling must keep 0 <= chance < ceiling <= {most:g}, got {low!r} and {top!r}")
@@ -160,7 +172,7 @@ def fit_downstream(
         (_fitted(loss, value, np.ones(len(loss)), start, bounds) for start in _starts(loss, bounds)), key=lambda f: f[1]
     )
     theta = best[0]
-    stems = pd.factorize(rows["stem"])[0] if "stem" in rows else np.arange(len(rows))
+    stems, runs = pd.factorize(names(rows, "stem") if "stem" in rows else np.arange(len(rows)))
     weights = stem_weights(np.asarray(stems, np.int64), n_bootstrap, seed)
     draws = np.array([_fitted(loss, value, w, theta, bounds)[0] for w in weights])
     held = tuple(
@@ -171,11 +183,12 @@ def fit_downstream(
         metric=metric,
         **dict(zip(PARAMETERS, map(float, theta), strict=True)),
         held=held,
+        most=float(most),
         residual=residual,
         loss_range=(float(loss.min()), float(loss.max())),
         n_rows=len(loss),
         draws=draws,
-        warnings=tuple(_doubts(theta, loss, residual, top, "ceiling" in held)),
+        warnings=tuple(_doubts(theta, loss, value, residual, top, "ceiling" in held, len(runs))),
     )
 
 
@@ -237,14 +250,30 @@ def _fitted(
     return np.asarray(result.x), 2 * float(result.cost)
 
 
-def _doubts(theta: Array, loss: Array, residual: float, top: float, ceiling_held: bool) -> list[str]:
+def _doubts(
+    theta: Array, loss: Array, value: Array, residual: float, top: float, ceiling_held: bool, n_runs: int
+) -> list[str]:
     _, ceiling, midpoint, width = theta
     rise = float(_sigmoid(theta, loss.min()) - _sigmoid(theta, loss.max()))
     doubts = []
-    if rise < MIN_RISE * residual:
+    if n_runs < MIN_ROWS:
+        doubts.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
+    if np.ptp(value) == 0:
+        doubts.append(f"the metric is {value[0]:g} in every row: its dependence on the loss can't be seen")
+    elif _falls(loss, value):
+        doubts.append(
+            "the metric falls as the loss falls, where a sigmoid can only rise: `fit` takes such a one as its loss"
+        )
+    elif rise < MIN_RISE * residual:
         doubts.append(f"the metric rises by {rise:.3g}, its scatter is {residual:.3g}: the runs may all be at chance")
     if width > MAX_WIDTHS * float(np.ptp(loss)):
         doubts.append("a straight line fits as well: neither floor nor ceiling is seen")
     if not ceiling_held and ceiling > top - 1e-4 and midpoint < loss.min():
         doubts.append(f"no run is half-way up: the ceiling is the largest possible, {top:g}, not the runs'")
     return doubts
+
+
+def _falls(loss: Array, value: Array) -> bool:
+    """Whether a straight line says so, by as many standard errors as are asked of a rise."""
+    correlation = float(np.corrcoef(loss, value)[0, 1])
+    return correlation > 0 and correlation**2 * (len(loss) - 2) > MIN_RISE**2 * (1 - correlation**2)

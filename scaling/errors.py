@@ -6,3 +6,7 @@ class ScalingError(Exception):
 
     Bad arguments raise `ValueError`; answers that are usable but doubtful are returned, with a status that says why.
     """
+
+
+class TooFewRunsError(ValueError):
+    """The runs of a table are right, each by itself, and too few of them differ for the form to be fitted."""

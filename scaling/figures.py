@@ -223,9 +223,11 @@ def stacked(n_panels: int, **options: Any) -> "go.Figure":
 def add_note(figure: "go.Figure", text: str) -> None:
     """Say something above the panels, in lines that fit on a telephone; the figure grows by them."""
     told = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
-    place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "paper", "yanchor": "bottom"}
-    title = {"text": "<br>".join(told), "font": {"size": 11}, "automargin": True, "pad": {"l": 8, "b": 10}, **place}
-    figure.update_layout(title=title, height=(figure.layout.height or ALONE) + _LINE * len(told))
+    # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.
+    place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
+    title = {"text": "<br>".join(told), "font": {"size": 11}, "pad": {"l": 8, "t": 8}, **place}
+    above = _LINE * len(told)
+    figure.update_layout(title=title, margin={"t": above + 20}, height=(figure.layout.height or ALONE) + above)
 
 
 def loss_title(loss_unit: str) -> str:

@@ -8,6 +8,7 @@ minimum of the replication (Besiroglu et al. 2404.10102) in milliseconds, where 
 """
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.bootstrap import refit, widening
-from scaling.forms import Chinchilla
+from scaling.errors import TooFewRunsError
+from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.form import Array, Form, Problem
 from scaling.law import NATS, Law
 from scaling.multistart import N_STARTS as N_MULTISTARTS
@@ -23,7 +25,7 @@ from scaling.multistart import descend
 from scaling.newton import minimize
 from scaling.result import ScalingFit
 from scaling.runs import Runs, Table, check_runs, naming, read_table, require_convention
-from scaling.screening import MANY_ROWS, screened, some_rows
+from scaling.screening import MANY_ROWS, require_loss, screened, some_rows
 from scaling.weights import noise_weights, stem_weights
 
 N_STARTS, N_FINALISTS = 6, 3
@@ -80,18 +82,21 @@ def fit(
             are.
 
     Raises:
-        ValueError: the file can't be read, a column is missing or breaks its rule, or too few distinct points remain.
+        ValueError: the file can't be read, a column or an argument is missing or breaks its rule, or too few distinct points
+            remain (`TooFewRunsError`).
+        TypeError: the form is none.
+        ScalingError: the form's loss is nowhere above 0.
     """
     require_convention(n_params_convention)
     for name, value in (("delta", delta), ("max_regret", max_regret)):
-        if not value > 0:
+        if not (isinstance(value, Real) and value > 0):
             raise ValueError(f"{name} must be above 0, got {value!r}")
     if method not in ("newton", "multistart"):
         raise ValueError(f"method must be newton or multistart, got {method!r}: for isoFLOPs see fit_isoflops")
-    if n_bootstrap < 2:
-        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
+    if not (isinstance(n_bootstrap, Integral) and n_bootstrap >= 2):
+        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
 
-    form = form or Chinchilla()
+    form = require_form(Chinchilla() if form is None else form)
     checked = select(runs, form, max_regret=max_regret, loss_unit=loss_unit)
     rows = checked.rows
     log_loss = np.log(rows["loss"].to_numpy())
@@ -105,6 +110,7 @@ def fit(
     else:
         thetas, values, converged = minima(problem, log_loss, weights, deltas)
     best = int(np.argmin(values))
+    require_loss(values)
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
@@ -132,6 +138,19 @@ def fit(
     )
 
 
+def require_form(form: object) -> Form:
+    """The form, if it is one.
+
+    Raises:
+        TypeError: it is none; the message says what was meant by a class or a name.
+    """
+    if isinstance(form, Form):
+        return form
+    name = form if isinstance(form, str) else getattr(form, "name", None)
+    meant = f": {ALL_FORMS[name].__name__}() is meant" if name in ALL_FORMS else ""
+    raise TypeError(f"form must be a form with its parentheses, such as Joint(), got {form!r}{meant}")
+
+
 def _named(form: Form, values: Array) -> Mapping[str, float]:
     return dict(zip(form.parameters, map(float, values), strict=True))
 
@@ -150,12 +169,12 @@ def _require_points(checked: Runs, form: Form) -> None:
     columns = [rows[name].to_numpy() for name in form.columns]
     points, wanted = len(np.unique(np.stack(columns), axis=1).T), len(form.parameters) + 1
     if points < wanted:  # as many as there are parameters are met exactly, and leave no residual
-        raise ValueError(
+        raise TooFewRunsError(
             f"need at least {wanted} distinct ({', '.join(form.columns)}) for {wanted - 1} parameters, got {points}{also}"
         )
     for column in ("n_params", "n_tokens"):
         if (levels := len(np.unique(rows[column].to_numpy()))) < MIN_LEVELS:
-            raise ValueError(
+            raise TooFewRunsError(
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
                 f"got {levels}{also}"
             )
@@ -231,7 +250,8 @@ def _doubts_about_fit(
             f"losses typically lie {typical:.1%} off the law: finished runs of one recipe were seen within {SEEN_MISFIT:.1%}, "
             "losses in mid-schedule or of several recipes beyond"
         )
-    condition = float(np.linalg.cond(jacobian / np.linalg.norm(jacobian, axis=0)))
+    lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 of what has no effect
+    condition = float(np.linalg.cond(jacobian / lengths))
     if condition > MAX_CONDITION:
         doubts.append(
             f"ill-conditioned (condition number {condition:.1e}): N and D vary too much together "

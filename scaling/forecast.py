@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scaling.checks import positive
 from scaling.forms.form import Array
 from scaling.law import NATS, compute_flops
 from scaling.presentation import Result, counted, lines
@@ -102,15 +103,13 @@ class Forecast(Result):
 
 def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) -> Forecast:
     """See `ScalingFit.forecast`."""
-    for name, value in (("n_params", n_params), ("n_tokens", n_tokens)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be finite and above 0, got {value!r}")
+    n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
     loss = math.exp(fit.ensemble.log_loss(n_params, n_tokens))
     scale = float(log_scale(fit.ensemble, n_params, n_tokens))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
-        n_params=float(n_params),
-        n_tokens=float(n_tokens),
+        n_params=n_params,
+        n_tokens=n_tokens,
         loss=loss,
         low=loss / reach,
         high=loss * reach,
@@ -158,8 +157,8 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
     flops = float(compute_flops(n_params, n_tokens))
     if (beyond := math.log10(flops / high)) > MAX_DECADES_BEYOND:
         reasons.append(
-            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}, so from a run of "
-            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs on"
+            f"{beyond:.2f} decades of compute above the largest run: tested to {MAX_DECADES_BEYOND}; a run of "
+            f"{flops / 10**MAX_DECADES_BEYOND:.2g} FLOPs would bring it inside"
         )
     if flops < low:
         reasons.append(f"{flops:.3g} FLOPs lie below the smallest run's {low:.3g}: tested upwards only")
@@ -167,7 +166,7 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
     ratio = n_tokens / n_params
     if not low / RATIO_MARGIN <= ratio <= high * RATIO_MARGIN:
         reasons.append(
-            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}, so with "
-            f"runs {'from' if ratio < low else 'up to'} {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g}"
+            f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}; runs "
+            f"at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
     return tuple(reasons)

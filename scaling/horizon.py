@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import names
 from scaling.errors import ScalingError
 from scaling.optima import Optimum, fit_optimum
 from scaling.table import losses, numbers, require_columns
@@ -62,13 +63,13 @@ def fit_horizon_law(
             and nothing of the level.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or a group of `optima` is one of the grids'.
+        ValueError: a column is missing or breaks its rule, the prior has no spread, or a group of `optima` is one of the grids'.
         ScalingError: no group has optima inside the tested rates at two budgets, no grid has one, or the noise is unknown.
     """
     require_columns(rows, ("n_tokens", "rate", "loss"))
     table = pd.DataFrame({"n_tokens": numbers(rows, "n_tokens"), "rate": numbers(rows, "rate"), "loss": losses(rows)})
     by = next((column for column in ("group", "width") if column in rows), None)
-    table["group"] = rows[by].astype(str).to_numpy() if by else "all"
+    table["group"] = names(rows, by) if by else "all"
     table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
     fitted: dict[tuple[str, float], Optimum | None] = {}
     for (group, n_tokens), part in table.groupby(["group", "n_tokens"]):
@@ -83,11 +84,11 @@ def fit_horizon_law(
 
 def _given(optima: pd.DataFrame | None, grids: set[str]) -> pd.DataFrame:
     """Optima fitted elsewhere, as the rows of `optima_table`; their curvature is not known."""
-    names = ["group", "n_tokens", "log2_rate", "stderr"]
+    columns = ["group", "n_tokens", "log2_rate", "stderr"]
     if optima is None or optima.empty:
-        return pd.DataFrame(columns=names)
-    require_columns(optima, tuple(names))
-    given = pd.DataFrame({"group": optima["group"].astype(str).to_numpy(), "n_tokens": numbers(optima, "n_tokens")})
+        return pd.DataFrame(columns=columns)
+    require_columns(optima, tuple(columns))
+    given = pd.DataFrame({"group": names(optima, "group"), "n_tokens": numbers(optima, "n_tokens")})
     if both := sorted(grids & set(given["group"])):
         raise ValueError(f"group must name optima that are no grid's of the rows, got {', '.join(both)} in both")
     return given.assign(

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.forms.form import Form, Values, columns_of
 from scaling.presentation import Result, counted
@@ -109,7 +110,11 @@ class Law(Result):
         return self.parameters[name]
 
     def loss(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> NDArray[np.float64]:
-        """Expected loss, in `loss_unit`, of the broadcast shape of the columns."""
+        """Expected loss, in `loss_unit`, of the broadcast shape of the columns: N, D, and what else the form depends on.
+
+        Raises:
+            ValueError: a value is not finite and above 0, or a column is missing or none of the form's.
+        """
         rows = columns_of(self.form, {"n_params": n_params, "n_tokens": n_tokens, **columns})
         return np.asarray(self.form.loss(self.parameters, rows))[()]
 
@@ -133,9 +138,7 @@ class Law(Result):
         Raises:
             ValueError: the budget is not finite and positive.
         """
-        if not (math.isfinite(compute_flops) and compute_flops > 0):
-            raise ValueError(f"compute_flops must be finite and above 0, got {compute_flops!r}")
-        product = compute_flops / FLOPS_PER_PARAM_TOKEN
+        product = float(positive("compute_flops", compute_flops)) / FLOPS_PER_PARAM_TOKEN
         if powers := self.form.powers(self.parameters):
             a, p, b, q = powers
             log_n = (math.log(p / q) + math.log(a) - math.log(b) + q * math.log(product)) / (p + q)
@@ -171,27 +174,31 @@ class Law(Result):
         """Tokens with which a model of `n_params` parameters reaches `loss`.
 
         Raises:
-            ScalingError: the model does not reach the loss with any number of tokens.
+            ValueError: the loss or N is not finite and above 0.
+            ScalingError: the model does not reach the loss with any number of tokens, or does so with less than a thousand.
         """
-        return self._least(loss, lambda d: float(self.loss(n_params, d, **columns)), f"{n_params:.4g} parameters")
+        what = f"{float(positive('n_params', n_params)):.4g} parameters"
+        return self._least(loss, lambda d: float(self.loss(n_params, d, **columns)), what, "tokens")
 
     def compute_for(self, loss: float, **columns: float) -> Allocation:
         """The least compute that reaches `loss`, and how it is spent.
 
         Raises:
-            ScalingError: no compute reaches the loss.
+            ValueError: the loss is not finite and above 0.
+            ScalingError: no compute reaches the loss, or less than a thousand FLOPs do.
         """
-        flops = self._least(loss, lambda c: self.allocate(c, **columns).loss, "the best allocations")
+        flops = self._least(loss, lambda c: self.allocate(c, **columns).loss, "the best allocations", "FLOPs")
         return self.allocate(flops, **columns)
 
-    def _least(self, loss: float, loss_at: Any, what: str) -> float:
+    def _least(self, loss: float, loss_at: Any, what: str, unit: str) -> float:
         """The least tokens or compute at which a falling loss is reached."""
         from scipy.optimize import brentq
 
+        positive("loss", loss)
         if loss_at(_MOST) >= loss:
             raise ScalingError(f"{what} tend to a loss of {loss_at(_MOST):.4f} and never reach {loss:.4f}")
         if loss_at(_LEAST) <= loss:
-            return _LEAST
+            raise ScalingError(f"{what} reach {loss:.4f} with less than {_LEAST:,.0f} {unit}: no law was fitted there")
         found = brentq(lambda log_x: loss_at(math.exp(log_x)) - loss, math.log(_LEAST), math.log(_MOST), xtol=1e-12)
         return math.exp(found)
 

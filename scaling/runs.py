@@ -120,8 +120,11 @@ def naming(runs: Table) -> Iterator[None]:
 
 def require_convention(n_params_convention: str) -> None:
     """Raise ValueError unless it is said what N counts."""
-    if not n_params_convention.strip():
-        raise ValueError("n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings'")
+    if not (isinstance(n_params_convention, str) and n_params_convention.strip()):
+        raise ValueError(
+            "n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings', "
+            f"got {n_params_convention!r}"
+        )
 
 
 def to_nats(loss_unit: str) -> tuple[float, str]:

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.errors import ScalingError
 from scaling.forms.form import Array, Problem
 from scaling.newton import Prior, objective
 
@@ -13,11 +14,23 @@ MANY_ROWS, SCREENED_ROWS = 2000, 100
 def screened(
     problem: Problem, log_loss: Array, weights: Array, delta: float, n_starts: int, prior: Prior | None = None
 ) -> Array:
-    """The most promising starts, [n_starts, P], for log_loss [K] and row weights [K]."""
+    """The most promising starts, [n_starts, P], for log_loss [K] and row weights [K]; those alone where the loss is above 0.
+
+    Raises:
+        ScalingError: there is none.
+    """
     some, few = some_rows(len(log_loss), MANY_ROWS), some_rows(len(log_loss), SCREENED_ROWS)
     starts = problem.part(some).starts(log_loss[some])
     values = objective(problem.part(few), log_loss[few], weights[few], starts, delta, prior)
-    return np.asarray(starts[np.argsort(np.nan_to_num(values, nan=np.inf))[:n_starts]])
+    require_loss(values)
+    values = np.where(np.isfinite(values), values, np.inf)
+    return np.asarray(starts[np.argsort(values)[: min(n_starts, int(np.isfinite(values).sum()))]])
+
+
+def require_loss(objectives: Array) -> None:
+    """Raise ScalingError if the form's loss is above 0 for every run nowhere that was tried."""
+    if not np.isfinite(objectives).any():
+        raise ScalingError("the form gives no loss above 0 for every run, wherever between its bounds it was tried")
 
 
 def some_rows(n_rows: int, wanted: int) -> NDArray[np.int64]:

@@ -16,15 +16,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
+from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.presentation import Result, lines, span
 from scaling.table import numbers, require_columns
-from scaling.tokens_law import positive
 
 MAX_CORRELATION = 0.95
 """Of log N and log D over the cells, above which their exponents can't be told apart (assumed)."""
 MIN_CELLS = 6
+_ROUNDING = 1e-12  # of a correlation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,11 +79,12 @@ class StepLaw(Result):
 
     def interval(self, n_params: float, n_tokens: float, level: float = 0.9) -> tuple[float, float]:
         """Where the best value of one cell lies: Student's t, with the cells' own scatter."""
-        octaves = [math.log2(n_params / self.centre[0])] if self.of_params else []
-        gradient = np.array([1.0, *octaves, math.log2(n_tokens / self.centre[1])])
+        sizes, tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
+        octaves = [math.log2(sizes / self.centre[0])] if self.of_params else []
+        gradient = np.array([1.0, *octaves, math.log2(tokens / self.centre[1])])
         spread = math.sqrt(gradient @ self.covariance @ gradient + self.scatter**2)
         reach = self._quantile(level) * spread
-        value = float(self.best(n_params, n_tokens))
+        value = float(self.best(sizes, tokens))
         return value * 2**-reach, value * 2**reach
 
     def intervals(self, level: float = 0.9) -> pd.DataFrame:
@@ -148,7 +150,7 @@ def fit_step_law(
 
     Raises:
         ValueError: a column is missing or breaks its rule, or `of` is neither.
-        ScalingError: there are fewer than six cells, or N or D doesn't vary.
+        ScalingError: there are fewer than six cells, N or D doesn't vary, or one is a power of the other in all of them.
     """
     if of not in ("rate", "batch"):
         raise ValueError(f"of must be rate or batch, got {of!r}")
@@ -164,6 +166,12 @@ def fit_step_law(
     weights = 1 / numbers(cells, "stderr") ** 2 if "stderr" in cells else np.ones(len(cells))
     weights = weights / weights.mean()
     x, y = np.log2(n_params), np.log2(n_tokens)
+    correlation = float(np.corrcoef(x, y)[0, 1]) if with_params else 0.0
+    if 1 - abs(correlation) < _ROUNDING:
+        raise ScalingError(
+            "log N and log D lie on one line over the cells: their exponents can't be told apart "
+            "(depends_on_params=False fits one exponent of D along it)"
+        )
     middle = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
     design = np.column_stack([np.ones(len(x)), *([x - middle[0]] if with_params else []), y - middle[1]])
     inverse = np.linalg.inv(design.T @ (design * weights[:, None]))
@@ -172,7 +180,6 @@ def fit_step_law(
     variance = float((weights * off**2).sum()) / (len(x) - design.shape[1])
     a, b = (float(estimate[1]) if with_params else 0.0), float(estimate[-1])
     doubts = []
-    correlation = float(np.corrcoef(x, y)[0, 1]) if with_params else 0.0
     if abs(correlation) > MAX_CORRELATION:
         doubts.append(f"log N and log D correlate by {correlation:.2f}: their exponents can't be told apart")
     return StepLaw(

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.forms.form import Array
 from scaling.optima import Optimum
@@ -161,9 +162,14 @@ class TokensLaw(Result):
             **own: A subclass's own fields.
 
         Raises:
+            ValueError: the prior's mean is not finite, or its standard deviation not finite and above 0.
             ScalingError: no group has optima inside the tested values at two budgets, none that tells the level has one, or
                 the noise is unknown.
         """
+        if prior is not None:
+            positive("the prior's standard deviation", prior[1])
+            if not math.isfinite(prior[0]):
+                raise ValueError(f"the prior's mean must be finite, got {prior[0]!r}")
         used = optima[optima["used"]]
         if not (used.groupby("group")["n_tokens"].nunique() >= 2).any():
             found = optima[["group", "n_tokens", "status"]].to_dict("records")
@@ -231,18 +237,6 @@ def optima_table(fitted: dict[tuple[str, float], Optimum | None], name: str) -> 
 def plural(name: str) -> str:
     """More than one rate, or batch."""
     return f"{name}es" if name.endswith("ch") else f"{name}s"
-
-
-def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
-    """The values in float64.
-
-    Raises:
-        ValueError: one is not finite and above 0.
-    """
-    array = np.asarray(values, np.float64)
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise ValueError(f"{name} must be finite and above 0, got {values!r}")
-    return array
 
 
 def _weighted_lines(

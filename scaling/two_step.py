@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import names
 from scaling.downstream import DownstreamLaw, fit_downstream
 from scaling.fitting import fit
 from scaling.forecast import Forecast, interval_factor
@@ -132,11 +133,15 @@ def fit_two_step(
     checkpoints: pd.DataFrame | None = None,
     chance: float | None = None,
     ceiling: float | None = None,
+    most: float = 1.0,
     form: Form | None = None,
     n_bootstrap: int = 200,
     seed: int = 0,
 ) -> TwoStep:
     """Fit the task's loss in N and D, and the metric in the task's loss.
+
+    The second step knows nothing of N and D, so it is told by every row, also by those that the first leaves out because they
+    lie on another surface of the loss (not annealed, or badly tuned).
 
     Args:
         runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
@@ -146,7 +151,7 @@ def fit_two_step(
         metric: the column.
         checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
             they belong to one run.
-        chance, ceiling: as for `fit_downstream`.
+        chance, ceiling, most: as for `fit_downstream`.
         form: of the first step, Chinchilla's by default.
         n_bootstrap: refits of each step.
         seed: of the resampling.
@@ -173,7 +178,9 @@ def fit_two_step(
         further = _with_loss(checkpoints, factor)
         own = _stems(further, "run" if "stem" in further else "checkpoint")
         pairs = pd.concat([pairs, further[["loss", metric]].assign(stem=own)], ignore_index=True)
-    task = fit_downstream(pairs, metric=metric, chance=chance, ceiling=ceiling, n_bootstrap=n_bootstrap, seed=seed)
+    task = fit_downstream(
+        pairs, metric=metric, chance=chance, ceiling=ceiling, most=most, n_bootstrap=n_bootstrap, seed=seed
+    )
     return TwoStep(loss=law, task=task)
 
 
@@ -183,8 +190,8 @@ def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
 
 
 def _stems(table: pd.DataFrame, kind: str) -> NDArray[Any]:
-    names = table["stem"].to_numpy() if "stem" in table else np.arange(len(table))
-    return np.array([f"{kind} {name}" for name in names])
+    stems = names(table, "stem") if "stem" in table else np.arange(len(table))
+    return np.array([f"{kind} {stem}" for stem in stems])
 
 
 def _normal(level: float) -> float:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle, load_bundle
     from muscale.config import StudyConfig
-    from muscale.errors import MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.gate import Gate
     from muscale.planning import Plan
     from muscale.promotion import Promotion
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from muscale.sweep_result import SweepResult
 
 __all__ = [
+    "Bundle",
+    "BundleError",
     "Gate",
     "MuscaleError",
     "Plan",
@@ -34,9 +37,12 @@ __all__ = [
     "StudyDirectoryError",
     "StudyFileError",
     "SweepResult",
+    "load_bundle",
 ]
 
 _HOMES = {
+    "Bundle": "bundle",
+    "BundleError": "errors",
     "Gate": "gate",
     "MuscaleError": "errors",
     "Plan": "planning",
@@ -49,6 +55,7 @@ _HOMES = {
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
+    "load_bundle": "bundle",
 }
 
 

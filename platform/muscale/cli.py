@@ -7,7 +7,6 @@ user can mend, 130 interrupted (Ctrl-C, SIGTERM). Nothing heavy is imported befo
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -15,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from muscale.errors import StudyFileError
 from muscale.layout import LEDGER, LEDGER_PLACE, STUDY_FILE
+from muscale.plain import finite
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -31,6 +31,9 @@ app = App(
     suppress_keyboard_interrupt=False,
     help="Find the hyperparameters, the size, the tokens and the loss of a large training run, then prove it.",
 )
+
+
+AsJson = Annotated[bool, Parameter(name="--json", negative=())]
 
 
 @Parameter(name="*")
@@ -45,7 +48,7 @@ class Options:
     """
 
     set: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = ()
-    json: Annotated[bool, Parameter(name="--json", negative=())] = False
+    json: AsJson = False
     dry_run: Annotated[bool, Parameter(name="--dry-run", negative=())] = False
 
 
@@ -131,6 +134,12 @@ def sweep(
 def transfer(study: Path, *, options: Options = Options()) -> int:
     """Check that the best learning rate stays put across widths and depths; exit code 1 unless it does."""
     return _stage(study, options, lambda opened: opened.transfer(), "transfer", failed=lambda result: not result.passed)
+
+
+@app.command
+def ablate(study: Path, *, options: Options = Options()) -> int:
+    """Swap one component of the model at a time, over seeds: muscale ablate study.toml --set ablate.components='["norm"]'."""
+    return _stage(study, options, lambda opened: opened.ablate(), "ablate")
 
 
 @app.command
@@ -236,6 +245,84 @@ def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], opt
     return _stage(study, options, lambda opened: opened.merge(source), None)
 
 
+@app.command
+def bundle(study: Path, *, average: int = 1, options: Options = Options()) -> int:
+    """Put everything of the promoted run into one directory that needs the study no more, with a hash of each file.
+
+    Args:
+        study: The study file.
+        average: Write the average of so many last checkpoints beside the last weights, and print both losses.
+    """
+    return _stage(study, options, lambda opened: opened.bundle(average=average), "bundle")
+
+
+@app.command
+def verify(bundle: Path, *, json: AsJson = False) -> int:
+    """Check every hash of a bundle; exit code 1 if a file is missing, different or extra.
+
+    Args:
+        bundle: Its directory.
+        json: Print the result as JSON.
+    """
+    from muscale.bundle_files import verify
+
+    found = verify(bundle)
+    _show(found, as_json=json)
+    return 0 if found.passed else 1
+
+
+@app.command
+def export(
+    bundle: Path,
+    folder: Path,
+    *,
+    to: Literal["llama"],
+    averaged: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Write a bundle's model in another layout: muscale export BUNDLE folder --to llama.
+
+    Args:
+        bundle: Its directory.
+        folder: Must be empty, or not be there yet.
+        to: "llama" is Hugging Face's, which transformers and lm-eval load, for models that are Llamas.
+        averaged: The average of checkpoints, which the bundle must have, in place of the last weights.
+    """
+    from muscale.bundle import Bundle
+
+    print(f"wrote {Bundle.open(bundle).export(folder, averaged=averaged)}")
+    return 0
+
+
+@app.command
+def generate(
+    bundle: Path,
+    *,
+    prompt: str = "",
+    tokens: int = 200,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    averaged: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Let a bundle's model continue a text, as a check that it learned something.
+
+    Args:
+        bundle: Its directory.
+        prompt: Begins a document.
+        tokens: To add, at most.
+        temperature: 0 takes the likeliest token at each step; more draws.
+        top_p: Draws among the likeliest tokens that have this probability together.
+        seed: Of the draws.
+        averaged: The average of checkpoints, which the bundle must have, in place of the last weights.
+    """
+    from muscale.bundle import Bundle
+
+    opened = Bundle.open(bundle)
+    text = opened.generate(prompt, tokens, temperature=temperature, top_p=top_p, seed=seed, averaged=averaged)
+    print(f"{prompt}{text}")
+    return 0
+
+
 def _stage(
     path: Path,
     options: Options,
@@ -254,7 +341,8 @@ def _stage(
         from muscale.costs import estimate
 
         table = estimate(StudyConfig.read(path, options.set))
-        _show(table if name is None else table[table["stage"] == name], as_json=options.json)
+        shown = table["stage"] != "ablate" if name is None else table["stage"] == name  # no stage of `run`
+        _show(table[shown], as_json=options.json)
         return 0
     from muscale.study import Study
 
@@ -277,20 +365,11 @@ def _show(result: Any, *, as_json: bool) -> None:
             if isinstance(result, pd.DataFrame)
             else getattr(result, "to_dict", lambda: str(result))()
         )
-        print(json.dumps(_finite(plain), indent=1, default=str))
+        print(json.dumps(finite(plain), indent=1, default=str))
     elif isinstance(result, pd.DataFrame):
         print(result.to_string(index=False) if len(result) else "nothing to train")
     else:
         print(result)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null in its place."""
-    if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _interrupt(_signal: int, _frame: object) -> None:

@@ -16,6 +16,12 @@ _declared: list[Any] = []  # torch drops the operators together with the object 
 
 def import_lightning() -> Any:
     """The module `lightning.pytorch`, after torchvision was made importable if it was not."""
+    mend_torchvision()
+    return importlib.import_module("lightning.pytorch")
+
+
+def mend_torchvision() -> None:
+    """Make torchvision importable if it is there and is not, for what imports it: Lightning, and transformers."""
     try:
         importlib.import_module("torchvision")
     except ImportError:
@@ -23,7 +29,6 @@ def import_lightning() -> Any:
     except RuntimeError:
         _declare_operators()
         importlib.import_module("torchvision")
-    return importlib.import_module("lightning.pytorch")
 
 
 def _declare_operators() -> None:

@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin, ge
 import pydantic
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
+from muscale.ablation_settings import AblateSettings
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
+from muscale.parallelism import Parallelism
 from muscale.plan_settings import PlanSettings
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
@@ -26,6 +28,7 @@ from muscale.transfer_settings import TransferSettings
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.memory import Checkpointing, Sharding
 from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
@@ -71,6 +74,26 @@ class PromoteSettings(_Table):
     evaluate_every_tokens: PositiveInt = 200_000
     seed: int = 0
     max_failures: Annotated[int, Field(ge=0)] = 2
+    sharding: Sharding = "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
+    shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
+    tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
+    activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
+    micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
+
+    @pydantic.model_validator(mode="after")
+    def _layout_holds(self) -> Self:
+        _ = self.parallelism.grid(self.workers, node_ranks=self.tensor_parallel)  # a node's ranks are not known yet
+        return self
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the run is laid over its workers; no part of its key."""
+        return Parallelism(
+            sharding=self.sharding,
+            shard_ranks=self.shard_ranks,
+            tensor_parallel=self.tensor_parallel,
+            checkpointing=self.activation_checkpointing,
+        )
 
 
 class ResourceSettings(_Table):
@@ -135,6 +158,7 @@ class StudyConfig(_Table):
     fit: FitSettings = FitSettings()
     plan: PlanSettings
     promote: PromoteSettings = PromoteSettings()
+    ablate: AblateSettings = AblateSettings()
     resources: ResourceSettings = ResourceSettings()
     storage: StorageSettings = StorageSettings()
 

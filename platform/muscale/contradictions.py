@@ -104,7 +104,8 @@ def contradictions(config: StudyConfig) -> list[str]:
 
 def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
     """Why the runs can't have the study's batch, or those that its sweep searches."""
-    h, context, workers = config.hyperparameters, config.model.context_length, config.promote.workers
+    h, context, promote = config.hyperparameters, config.model.context_length, config.promote
+    workers, shares = promote.workers, promote.parallelism.data_ranks(promote.workers)
     batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
     if searched := config.sweep.space.get("batch_tokens"):
         key = "sweep.space.batch_tokens"
@@ -120,8 +121,14 @@ def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
         first = batch >> h.batch_doublings
         if first % context:
             yield f"{key}: must be a multiple of model.context_length = {context}, got {first}"
-        elif first // context % workers:
-            yield f"promote.workers: must divide the {first // context} sequences of a batch, got {workers}"
+        elif first // context % shares:
+            of_products = f" in groups of promote.tensor_parallel = {workers // shares}" if shares < workers else ""
+            yield f"promote.workers: must divide the {first // context} sequences of a batch, got {workers}{of_products}"
+        elif promote.micro_batch and first // context // shares % promote.micro_batch:
+            yield (
+                f"promote.micro_batch: must divide the {first // context // shares} sequences of a worker's share, "
+                f"got {promote.micro_batch}"
+            )
 
 
 def _check_contradictions(check: CheckSettings) -> list[str]:

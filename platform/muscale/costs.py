@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from muscale import ladder, transfer
+from muscale import ablation, ladder, transfer
 from muscale.config import StudyConfig
 from muscale.lineage import Chain
 from muscale.sweep import budget, trial_plan
@@ -40,6 +40,8 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]
     rows.append(("ladder", len(steps), *_trained(steps)))
+    swapped = [variant.job.chain for variant in ablation.variants(config.ablate, numerics, h, config.sweep.n_tokens)]
+    rows.append(("ablate", len(swapped), *_trained(swapped)))
     rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # how it is spent is the plan's to say
     return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"]).astype({"n_tokens": "Int64"})
 

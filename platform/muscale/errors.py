@@ -29,3 +29,7 @@ class PackageMismatchError(MuscaleError):
 
 class LeaseLostError(MuscaleError):
     """The lease was taken over; what was worked under it is not recorded."""
+
+
+class BundleError(MuscaleError):
+    """A bundle that can't be used: not one, of another version, damaged, or without what is asked of it."""

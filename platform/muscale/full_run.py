@@ -11,15 +11,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
@@ -27,27 +26,33 @@ from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import StageError
 from muscale.layout import METRICS, RESULT
+from muscale.metrics_file import drop_after, last_row
+from muscale.parallelism import Parallelism
+from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
+from proxy_models import compilation
 from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
+from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import send
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
-from proxy_models.optimizer import initialize, make_optimizer
+from proxy_models.optimizer import make_optimizer
 from proxy_models.precision import unsupported
 from proxy_models.recipe import Recipe
 from proxy_models.segments import Segment
 from proxy_models.step import Stepper
 
 L = import_lightning()
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
-
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 MIN_UNIT_PARAMS = 1_000_000
 """A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
 _EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
+_MEMORY_SHARE = (
+    0.85  # of a GPU's memory, that an estimate may fill; the rest is the allocator's and the communication's (assumed)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,10 @@ class FullRun:
         corpus: Folder of the corpus.
         checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
         min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
-        micro_batch: Sequences of one forward and backward pass on a rank, as memory allows; None: its whole share.
+        micro_batch: Sequences of one forward and backward pass on a rank; None: its whole share, on a GPU the largest whole
+            part of it that fits by the estimate.
+        parallelism: How it is laid over the ranks.
+        compile: Whether the blocks are compiled, each by itself.
     """
 
     numerics: Numerics
@@ -72,8 +80,11 @@ class FullRun:
     evaluate_every_tokens: int
     min_unit_params: int = MIN_UNIT_PARAMS
     micro_batch: int | None = None
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    compile: Compile = False
 
     def __post_init__(self) -> None:
+        self.parallelism.require(self.numerics.model)
         self.numerics.require_length(self.n_tokens)
 
     @property
@@ -94,25 +105,6 @@ class FullRun:
         return self.segment_at(max(tokens - 1, 0)).recipe
 
 
-class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's model-parallel strategy with all ranks in the data dimension, on a device that the launcher may choose."""
-
-    def __init__(self, *, world_size: int, root_device: torch.device | None = None) -> None:
-        super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=True)
-        self._chosen_device = root_device
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        if self._chosen_device is not None:
-            return self._chosen_device
-        return super().root_device if torch.cuda.is_available() else torch.device("cpu")
-
-    @root_device.setter
-    def root_device(self, device: torch.device) -> None:
-        self._chosen_device = device
-
-
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
     """The decoder under Lightning; every definition is `proxy_models`' own."""
 
@@ -123,23 +115,37 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.tokens = start
         self.checkpoints = Checkpoints(run.directory / CHECKPOINTS)
         self.model: Decoder | None = None
+        self.compiled = False
         self._spent = spent  # seconds, by earlier attempts up to the start
         self._rows: list[dict[str, Any]] = []
 
     def configure_model(self) -> None:
-        """Build the decoder, shard it, large blocks each by itself, and write its initial values, which sharding does not change."""
+        """Build the decoder over the ranks, large blocks each by itself, with initial values that sharding does not change."""
         if self.model is not None:
             return
-        run = self.run
-        self.model = Decoder(run.numerics.model).to(self.device)
-        if self._device_mesh is not None:
-            mesh = self._device_mesh["data_parallel"]
-            for block in self.model.blocks:
-                if sum(parameter.numel() for parameter in block.parameters()) >= run.min_unit_params:
-                    fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        recipe = run.segments[0].recipe
-        initialize(self.model, run.numerics.parametrization(recipe.optimizer), recipe, seed=run.numerics.seed)
+        run, device = self.run, self.trainer.strategy.root_device
+        self.compiled = compilation.decide(run.compile, run.n_tokens - self.start, device.type)
+        if self.compiled:
+            compilation.configure()
+        self.model = build_decoder(
+            run.numerics,
+            run.segments[0].recipe,
+            run.parallelism,
+            device=device,
+            mesh=self._device_mesh,
+            min_unit_params=run.min_unit_params,
+            compiled=self.compiled,
+        )
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch is cut into."""
+        return self.run.parallelism.data_ranks(self.trainer.world_size)
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's share, which those that share its products have too."""
+        return int(self.global_rank) // self.run.parallelism.tensor_parallel
 
     @property
     def decoder(self) -> Decoder:
@@ -176,14 +182,22 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         numerics, length = run.numerics, run.numerics.model.context_length
         self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
         self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
+        fitting = fitting_micro_batch(
+            run.numerics,
+            run.segments[0].recipe,
+            run.parallelism,
+            world_size=self.trainer.world_size,
+            device=self.device,
+        )
         self._stepper = Stepper(
             self.decoder,
             self.optimizers(use_pl_optimizer=False),
             run.numerics,
             run.recipe_before(self.start),
-            micro_batch=run.micro_batch,
-            rank=self.global_rank,
+            micro_batch=run.micro_batch or fitting,
+            rank=self.data_rank,
             mean=_mean,
+            before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
         )
         if self.resume:
             self.checkpoints.load(self.resume, self._stepper)
@@ -196,8 +210,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if segment.recipe != self._stepper.recipe:
             self._go_on_under(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
-        rank, world_size = self.global_rank, self.trainer.world_size
-        sequences = send(self._stream.batch(before, batch, rank=rank, world_size=world_size), self.device)
+        share = self._stream.batch(before, batch, rank=self.data_rank, world_size=self.data_ranks)
+        sequences = send(share, self.device)
         number, rate_factor = run.n_steps(before), segment.rate_factor(before)
         spikes = len(self._stepper.spikes)
         loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor)
@@ -240,23 +254,26 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32, without dropout.
+        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32 and eager, without dropout.
 
         Returns:
             `val_loss`, and of a mixture `source_losses` by name; nats per token.
         """
-        world_size = self.trainer.world_size
+        n_shares = self.data_ranks
         sums = torch.zeros(len(self._held_out), device=self.device)
         self.decoder.eval()
         for source, held_out in enumerate(self._held_out.values()):
-            for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * world_size):
-                share = torch.tensor_split(batch, world_size)[self.global_rank]
+            for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * n_shares):
+                share = torch.tensor_split(batch, n_shares)[self.data_rank]
                 # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
-                loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
+                with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+                    loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
                 sums[source] += len(share) / len(held_out.sequences) * loss
         self.decoder.train()
-        if world_size > 1:
+        settle(self.decoder)
+        if self.trainer.world_size > 1:
             dist.all_reduce(sums)
+            sums /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
         losses = dict(zip(self._held_out, sums.tolist(), strict=True))
         sources = losses if self._corpus.mixture else {}
         return {"val_loss": corpus_loss(self._held_out, losses), "source_losses": sources}
@@ -289,10 +306,13 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     run.directory.mkdir(parents=True, exist_ok=True)
     start, resume = Checkpoints(run.directory / CHECKPOINTS).latest() or (0, None)
     metrics = run.directory / METRICS
-    _drop_metrics_after(metrics, start)
+    if _launched_rank() == 0:
+        drop_after(metrics, start)
     module = FullRunModule(
-        run, start, resume, spent=_last_row(metrics)["seconds"] if start and _launched_rank() == 0 else 0.0
+        run, start, resume, spent=last_row(metrics)["seconds"] if start and _launched_rank() == 0 else 0.0
     )
+    if isinstance(strategy, ShardedStrategy):
+        strategy.parallelism = run.parallelism
     own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
     trainer = L.Trainer(
@@ -310,42 +330,23 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     )
     if start < run.n_tokens:
         trainer.fit(module)
-    last = _last_row(metrics)  # written before the barrier that ended the last checkpoint
+    last = last_row(metrics)  # written before the barrier that ended the last checkpoint
     result = {
         "loss": last["val_loss"],
         "source_losses": last["source_losses"],
         "tokens": run.n_tokens,
         "resumed_from": start,
         "seconds": last["seconds"],
-        "environment": environment(trainer.strategy.root_device, world_size=trainer.world_size),
+        "environment": environment(
+            trainer.strategy.root_device, world_size=trainer.world_size, compiled=module.compiled
+        )
+        | {"parallelism": asdict(run.parallelism)},
     }
     if trainer.global_rank == 0:
         unfinished = finished.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(result))
         unfinished.replace(finished)
     return result
-
-
-def _last_row(metrics: Path) -> dict[str, Any]:
-    return dict(json.loads(metrics.read_text().splitlines()[-1]))
-
-
-def _drop_metrics_after(metrics: Path, tokens: int) -> None:
-    """Forget the steps that will be trained again; a torn last line goes with them."""
-    if _launched_rank() != 0 or not metrics.exists():
-        return
-    kept = [json.dumps(row) + "\n" for row in _whole_rows(metrics) if row["tokens"] <= tokens]
-    unfinished = metrics.with_suffix(".unfinished")
-    unfinished.write_text("".join(kept))
-    unfinished.replace(metrics)
-
-
-def _whole_rows(metrics: Path) -> Iterator[dict[str, Any]]:
-    for line in metrics.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
 
 
 def _launched_rank() -> int:

@@ -99,7 +99,11 @@ def law_rows(
     sweep and the rate grid. Where they are too few for one, only the rate's regret is known, from the horizon law. Runs of
     an earlier revision of the study, whose other settings were not those of `best` and `numerics`, tell neither.
     """
-    rows = runs[runs["loss"].notna() & (runs["purpose"] != "full")].drop_duplicates("key").reset_index(drop=True)
+    rows = (
+        runs[runs["loss"].notna() & ~runs["purpose"].isin(["full", "ablate"])]
+        .drop_duplicates("key")
+        .reset_index(drop=True)
+    )
     at = _coordinates(rows, space, horizon)
     policy = _policy(best, space)
     foreign = [differs_in(row, best, space, numerics) for row in rows.to_dict("records")]

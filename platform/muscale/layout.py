@@ -10,6 +10,7 @@ STATES = "states"  # training states that others start from
 CURVES = "curves"  # what was measured at every step of a segment
 PLANS = "plans"  # a file for each plan
 FULL_RUNS = "full_runs"  # a folder for each plan: checkpoints and metrics
+BUNDLES = "bundles"  # a folder for each plan that was promoted and preserved
 REPORT = "report.html"
 REHEARSAL = "rehearsal"  # of a full run, in its folder
 METRICS = "metrics.jsonl"  # of a full run, in its folder

@@ -119,6 +119,8 @@ def promote(
     registered = ledger.forecast(plan.key)
     if registered is None:
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
+    if misfits := list(config.promote.parallelism.misfits(plan.model)):
+        raise StageError(f"promote: {'; '.join(misfits)}")
     started = ledger.result("promotion_started", plan.key)
     if started is None:
         started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
@@ -179,6 +181,9 @@ def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: 
         "corpus": corpus,
         "checkpoint_every_tokens": settings.checkpoint_every_tokens,
         "evaluate_every_tokens": settings.evaluate_every_tokens,
+        "micro_batch": settings.micro_batch,
+        "parallelism": settings.parallelism,
+        "compile": config.resources.compile,
     }
 
 
@@ -264,7 +269,8 @@ def train_worker(config: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import get_device
 
-    from muscale.full_run import FullRun, ShardedStrategy, train
+    from muscale.full_run import FullRun, train
+    from muscale.sharding import ShardedStrategy
 
     torch.set_num_threads(config["threads"])
     run = FullRun(**config["run"])

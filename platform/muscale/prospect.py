@@ -15,6 +15,7 @@ import psutil
 from muscale.checkpoints import CHECKPOINTS
 from muscale.config import StudyConfig
 from muscale.gate import (
+    MEMORY_SHARE,
     Gate,
     carried_line,
     check_line,
@@ -27,7 +28,7 @@ from muscale.gate import (
 from muscale.layout import FULL_RUNS
 from muscale.planning import Plan, data_hashes
 from proxy_models.corpus import Corpus
-from proxy_models.memory import MemoryEstimate, training_memory
+from proxy_models.memory import MemoryEstimate, largest_micro_batch, training_memory
 from proxy_models.tokenizer import Tokenizer
 from scaling import Verdict
 
@@ -162,6 +163,8 @@ def prospect(
                 {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff},
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
                 workers=settings.workers,
+                tensor_parallel=settings.tensor_parallel,
+                micro_batch=settings.micro_batch,
             ),
             disk_line(KEPT_CHECKPOINTS * checkpoint, free, kept=KEPT_CHECKPOINTS, place=str(directory)),
         ),
@@ -171,7 +174,7 @@ def prospect(
         cpus_per_worker=config.resources.cpus_per_worker,
         gpus_per_worker=float(config.resources.gpus_per_worker > 0),
         device=device.name,
-        sharding="full",
+        sharding=settings.sharding,
         micro_batch=_micro_batch(plan, config),
         n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
         n_tokens=plan.n_tokens,
@@ -184,19 +187,34 @@ def prospect(
 
 def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
     """What a worker needs at the full batch."""
-    return training_memory(
-        plan.model,
-        micro_batch=_micro_batch(plan, config),
-        precision=plan.precision,
-        optimizer=plan.hyperparameters.optimizer,
-        sharding="full",
-        world_size=config.promote.workers,
-    )
+    return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+
+
+def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
+    """What memory hangs on beside the micro-batch; workers that share products are taken to share no memory."""
+    layout, workers = config.promote.parallelism, config.promote.workers
+    _, shards, _ = layout.grid(workers, node_ranks=workers)  # how many nodes there will be is not known here: one
+    return {
+        "precision": plan.precision,
+        "optimizer": plan.hyperparameters.optimizer,
+        "sharding": layout.sharding,
+        "world_size": layout.data_ranks(workers) if layout.sharding == "none" else shards,
+        "checkpointing": layout.checkpointing,
+    }
 
 
 def _micro_batch(plan: Plan, config: StudyConfig) -> int:
-    """Sequences that a worker takes at once."""
-    return max(1, plan.hyperparameters.batch_tokens // plan.model.context_length // config.promote.workers)
+    """Sequences that a worker takes at once: as set, or on a GPU the largest part of its first share that fits, or its share."""
+    settings, h = config.promote, plan.hyperparameters
+    shares = settings.parallelism.data_ranks(settings.workers) * plan.model.context_length
+    if settings.micro_batch:
+        return settings.micro_batch
+    device = device_of(config)
+    if config.resources.gpus_per_worker and device.memory_bytes:
+        first = max(1, (h.batch_tokens >> h.batch_doublings) // shares)
+        limit = int(MEMORY_SHARE * device.memory_bytes)
+        return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
+    return max(1, h.batch_tokens // shares)
 
 
 def device_of(config: StudyConfig) -> Device:

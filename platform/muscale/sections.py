@@ -13,7 +13,7 @@ _LAYOUT = {
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "#808488", "family": "system-ui, sans-serif"},
     "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
-    "margin": {"l": 60, "r": 16, "t": 32, "b": 56},
+    "margin": {"l": 60, "r": 16, "b": 56},
     "autosize": True,
 }
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
@@ -39,10 +39,12 @@ class Section:
 def drawn(figure: go.Figure | None, alternative: str, *, wide: bool = False) -> tuple[tuple[str, str], ...]:
     """The figure as markup that needs the page's one copy of plotly.js, with its alternative text; nothing without one.
 
-    One of several panels, or `wide`, keeps its width on a narrow page and is scrolled.
+    One with panels side by side, or `wide`, keeps its width on a narrow page and is scrolled.
     """
     if figure is None:
         return ()
+    if figure.layout.margin.t is None:  # else it holds a note above the panels
+        figure.update_layout(margin={"t": 32})
     figure.update_layout(**_LAYOUT)
     figure.update_xaxes(**_GRID)
     figure.update_yaxes(**_GRID)
@@ -52,7 +54,8 @@ def drawn(figure: go.Figure | None, alternative: str, *, wide: bool = False) -> 
         config={"responsive": True, "displayModeBar": False},
         default_height="420px",
     )
-    if wide or sum(1 for _ in figure.select_xaxes()) > 1:
+    beside = any(axis.domain and axis.domain[1] - axis.domain[0] < 0.9 for axis in figure.select_xaxes())
+    if wide or beside:
         markup = f'<div class="panels" tabindex="0"><div>{markup}</div></div>'
     return ((markup, alternative),)
 

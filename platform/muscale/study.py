@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import data, ladder, next_stems, plan_file, planning, promotion, transfer
+from muscale import ablation, data, ladder, next_stems, plan_file, planning, promotion, transfer
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.gate import require_check
@@ -37,9 +37,10 @@ from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict, fit, fit_verdict
+from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 
 if TYPE_CHECKING:
+    from muscale.bundle import Bundle
     from muscale.prospect import Prospect
     from muscale.rehearsal import Rehearsal
     from proxy_models.coordinate_check import CoordinateCheck
@@ -352,6 +353,17 @@ class Study:
                 gate=seen.gate,
             )
 
+    def ablate(self) -> Ablation:
+        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""
+        found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
+        self._finish("ablate", [variant.job for variant in found])
+        try:
+            result = compare_ablations(ablation.rows(self.ledger.runs(), found))
+        except ScalingError as error:
+            raise StageError(f"ablate: {error}") from error
+        self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
+        return result
+
     def prospect(self, plan: Plan | str | Path | None = None) -> Prospect:
         """What `promote` would do, and whether the gate lets it; trains nothing and registers no forecast.
 
@@ -431,6 +443,20 @@ class Study:
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)
+
+    def bundle(self, *, average: int = 1) -> Bundle:
+        """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
+
+        Args:
+            average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+
+        Raises:
+            StageError: If no run was promoted to its end, or its last weights are gone.
+            BundleError: If the bundle was written before and is damaged.
+        """
+        from muscale.preserve import preserve
+
+        return preserve(self, average=average)
 
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""

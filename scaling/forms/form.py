@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.checks import positive
+
 if TYPE_CHECKING:
     from scaling.law import Law
 
@@ -52,6 +54,22 @@ class Form(ABC):
     source: ClassVar[str]
     parameters: ClassVar[Mapping[str, tuple[float, float]]]
     columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a form of one's own that lacks what a fit needs, where it is written.
+
+        Raises:
+            TypeError: name, formula or parameters are missing.
+            ValueError: a bound is not finite and above 0, or is not below the other.
+        """
+        super().__init_subclass__(**options)
+        if missing := [name for name in ("name", "formula", "parameters") if not hasattr(cls, name)]:
+            raise TypeError(f"form {cls.__name__} must have name, formula and parameters: {', '.join(missing)} missing")
+        # A form with fields may have them tell its parameters.
+        for name, (low, high) in cls.parameters.items() if isinstance(cls.parameters, Mapping) else ():
+            positive(f"bounds of {name} in form {cls.__name__}", [low, high])
+            if not low < high:
+                raise ValueError(f"bounds of {name} in form {cls.__name__} must rise, got ({low!r}, {high!r})")
 
     @abstractmethod
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
@@ -152,8 +170,9 @@ class LogParameters(Problem):
         return cls(form=form, rows=rows, lower=lower, upper=upper)
 
     def log_loss(self, theta: Array) -> Array:
-        """Log loss [J, K] for theta [J, P]."""
-        return np.asarray(np.log(self._loss(theta)))
+        """Log loss [J, K] for theta [J, P]; infinite, far from every loss, where the form's own is not above 0."""
+        loss = self._loss(theta)
+        return np.asarray(np.log(loss, out=np.full(loss.shape, np.inf), where=loss > 0))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
         """Log loss [J, K] and its Jacobian [J, K, P]."""
@@ -162,7 +181,9 @@ class LogParameters(Problem):
         for i in range(theta.shape[1]):
             moved = theta.astype(np.complex128)
             moved[:, i] += 1j * _COMPLEX_STEP
-            jacobian[..., i] = np.log(self._loss(moved)).imag / _COMPLEX_STEP
+            loss = self._loss(moved)
+            slope = np.divide(loss.imag, loss.real, out=np.zeros(value.shape), where=np.isfinite(value))
+            jacobian[..., i] = slope / _COMPLEX_STEP
         return value, jacobian
 
     def starts(self, log_loss: Array) -> Array:
@@ -237,5 +258,15 @@ class Restricted(Problem):
 
 
 def columns_of(form: Form, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-    """The form's columns in float64."""
-    return {name: np.asarray(rows[name], np.float64) for name in form.columns}
+    """The form's columns in float64.
+
+    Raises:
+        ValueError: a column is missing, is none of the form's, or holds a value that is not finite and above 0.
+    """
+    wanted = {*form.columns}
+    if missing := wanted - rows.keys():
+        raise ValueError(f"{form.name} depends on {', '.join(form.columns)}: {', '.join(sorted(missing))} missing")
+    if unknown := rows.keys() - wanted - {"n_params", "n_tokens"}:
+        raise ValueError(f"{form.name} depends on {', '.join(form.columns)}, got {', '.join(sorted(unknown))} too")
+    columns = {name: positive(name, column) for name, column in rows.items()}
+    return {name: columns[name] for name in form.columns}

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.muscale.gloo_ranks import GlooRanks
+
 MICRO = """
 name = "micro"
 
@@ -104,6 +106,16 @@ def ray_cluster() -> Iterator[None]:
 
     with cluster(ResourceSettings()):
         yield
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[GlooRanks]:
+    """Processes that train full runs together, for all tests that need some."""
+    ranks = GlooRanks()
+    try:
+        yield ranks
+    finally:
+        ranks.end()
 
 
 class PostgresServer:

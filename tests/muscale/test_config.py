@@ -12,6 +12,7 @@ from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError, tra
 from muscale.costs import estimate
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
+from muscale.parallelism import Parallelism
 from muscale.sweep_settings import SweepSettings
 from proxy_models.stages import Stage
 from proxy_models.tokenizer import train_bpe
@@ -57,6 +58,13 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("sweep.n_tokens=768", "sweep.n_tokens: the smallest of 2 rungs would have 256 tokens"),
         ("transfer.widths=[20]", "transfer.widths: d_model must be a multiple of head_dim=16, got 20"),
         ("promote.workers=3", "promote.workers: must divide the 8 sequences of a batch, got 3"),
+        ("promote.tensor_parallel=3", "promote: tensor_parallel must divide the 2 ranks, got 3"),
+        ("promote.shard_ranks=2", 'promote: shard_ranks is for sharding = "hybrid", got 2 with "full"'),
+        (
+            "promote.sharding=zero3",
+            "promote.sharding: Input should be 'none', 'zero2', 'full' or 'hybrid', got 'zero3'",
+        ),
+        ("promote.micro_batch=3", "promote.micro_batch: must divide the 4 sequences of a worker's share, got 3"),
         ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
         (
             "hyperparameters.schedule=constant",
@@ -437,3 +445,14 @@ def test_the_identity_of_a_plain_corpus_names_three_things_only() -> None:
         "tokenizer": "bytes",
     }
     assert CorpusSettings(source="a", kind="jsonl").identity()["corpus.kind"] == "jsonl"
+
+
+def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
+    micro = make_study()
+    together = ["promote.tensor_parallel=2", "promote.micro_batch=8", "promote.activation_checkpointing=selective"]
+    settings = StudyConfig.read(micro, together).promote
+    assert settings.parallelism == Parallelism(tensor_parallel=2, checkpointing="selective")
+    hybrid = ["promote.workers=8", "promote.sharding=hybrid", "promote.shard_ranks=4"]
+    assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (2, 4, 1)
+    with pytest.raises(StudyFileError, match="must divide the 8 sequences of a batch, got 6 in groups of .* = 2"):
+        StudyConfig.read(micro, ["promote.workers=6", "promote.tensor_parallel=2"])

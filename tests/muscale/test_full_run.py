@@ -1,11 +1,7 @@
 """One training semantics: the lean loop, Lightning in one process, and FSDP2 on two give the same losses, and resume exactly."""
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +26,9 @@ from proxy_models.sources import Source
 from proxy_models.stages import Stage as Change
 from proxy_models.step import Stepper
 from proxy_models.training import Trainer
+from tests.muscale.gloo_ranks import GlooRanks
 
 BATCH, STEPS = 256, 16
-RANK = """
-import pickle, sys
-from muscale.full_run import ShardedStrategy, train  # makes lightning importable
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-run, world_size = pickle.loads(bytes.fromhex(sys.argv[1]))
-train(run, strategy=ShardedStrategy(world_size=world_size), plugins=[TorchElasticEnvironment()])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,34 +54,6 @@ def run(corpus: Corpus, tmp_path: Path) -> FullRun:
         checkpoint_every_tokens=BATCH * 6,
         evaluate_every_tokens=BATCH * 100,
     )
-
-
-def train_on(run: FullRun, world_size: int) -> None:
-    """Train on that many gloo processes, each started and ended by its id."""
-    import pickle
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
-    shared |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    argument = pickle.dumps((run, world_size)).hex()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, argument],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for process in ranks:
-            _, told = process.communicate(timeout=120)
-            assert process.returncode == 0, told
-    finally:
-        for process in ranks:
-            process.kill()
 
 
 def losses(run: FullRun) -> list[float]:
@@ -124,7 +86,7 @@ def interrupt_after_first_checkpoint(run: FullRun) -> None:
 
 
 def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resume_at_another_world_size(
-    run: FullRun, corpus: Corpus
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
 ) -> None:
     # With a guard, its snapshot is sharded too; with micro-batches, gradients are gathered part by part.
     guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
@@ -134,7 +96,7 @@ def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resu
     one_unit = replace(run, directory=run.directory.with_name("one_unit"))
     run = replace(run, min_unit_params=0)
     for sharded in (one_unit, run):
-        train_on(sharded, 2)
+        gloo_ranks.train(sharded, 2)
         np.testing.assert_allclose(losses(sharded), curve, rtol=1e-3)
         assert result(sharded) == pytest.approx(loss, rel=1e-4)
 
@@ -207,7 +169,7 @@ def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, c
 
 @pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 2), ("muon", 1)])
 def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_one_begins(
-    run: FullRun, corpus: Corpus, optimizer: OptimizerName, world_size: int
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks, optimizer: OptimizerName, world_size: int
 ) -> None:
     # The first one splits the optimizer's groups, the second one begins where the run is resumed.
     stages = (
@@ -220,7 +182,7 @@ def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_
     assert [segment.start // BATCH for segment in run.segments] == [0, 6, 12, 14]
     curve, loss = lean(run, corpus)
     if world_size > 1:
-        train_on(run, world_size)
+        gloo_ranks.train(run, world_size)
         np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
     else:
         train(run)
@@ -266,10 +228,12 @@ def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_bef
     assert result(run) == whole["loss"]
 
 
-def test_two_sharded_ranks_swap_the_optimizer_and_resume_at_another_world_size(run: FullRun, corpus: Corpus) -> None:
+def test_two_sharded_ranks_swap_the_optimizer_and_resume_at_another_world_size(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+) -> None:
     run = swapped(run, "muon", 0.5)
     curve, loss = lean(run, corpus)
-    train_on(run, 2)
+    gloo_ranks.train(run, 2)
     np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
     assert result(run) == pytest.approx(loss, rel=1e-4)
     interrupt_after_first_checkpoint(run)

@@ -16,9 +16,13 @@ import psutil
 import pytest
 
 from muscale import Promotion, StageError, Study
-from muscale.layout import FULL_RUNS, METRICS, REPORT
+from muscale.bundle import LINEAGE, RUNS
+from muscale.bundle_files import MANIFEST
+from muscale.finished_run import held_out_loss
+from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
 from muscale.planning import register
 from muscale.promotion import promote
+from scaling import ScalingFit
 
 MakeStudy = Callable[..., Path]
 OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
@@ -108,6 +112,7 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     (full,) = study.runs().query("purpose == 'full'").to_dict("records")
     assert (full["loss"], full["environment"]["world_size"]) == (promotion.loss, 2)
     assert len(study.sweep().trials) == study.config.sweep.trials
+    check_bundle(study, promotion)
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
     assert str(study.corpus) in page
@@ -124,6 +129,33 @@ def check_gate(study: Study, promotion: Promotion) -> None:
     assert promotion.forced_lines == seen.failed
     assert promotion.forced is not seen.passed
     assert study.promote(study.plan_path(study.plan())) == promotion
+
+
+def check_bundle(study: Study, promotion: Promotion) -> None:
+    """Of a run that two ranks trained: written in one process, with the lineage from the sweep to the residual."""
+    with pytest.raises(StageError, match="needs as many"):
+        study.bundle(average=9)
+    bundle = study.bundle()
+    written = (bundle.path / MANIFEST).stat().st_mtime_ns
+    assert bundle.path.parent == study.directory / BUNDLES
+    assert study.bundle().path == bundle.path
+    assert (bundle.path / MANIFEST).stat().st_mtime_ns == written, "it is written once"
+    lineage = bundle.read(LINEAGE)
+    assert lineage["doubts"] == []
+    assert lineage["sweep"]["winner"] == study.sweep().winner
+    assert lineage["transfer"]["verdict"] == promotion.verdict
+    assert lineage["plan"]["key"] == promotion.plan
+    assert lineage["promotion"]["residual"] == promotion.residual
+    forecast = ScalingFit.from_dict(lineage["fit"]).forecast(study.plan().n_params, study.plan().n_tokens)
+    assert forecast.loss == pytest.approx(promotion.forecast)
+    assert set(pd.read_csv(bundle.path / RUNS)["key"]) == set(study.runs()["key"])
+    loss = held_out_loss(bundle.decoder(), study.corpus, bundle.numerics)
+    assert loss == pytest.approx(promotion.loss, rel=1e-4)
+
+
+def test_a_study_without_a_promoted_run_has_no_bundle(make_study: MakeStudy) -> None:
+    with pytest.raises(StageError, match="no run was promoted to its end yet; run `muscale promote` first"):
+        Study.open(make_study(), quiet=True).bundle()
 
 
 def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from proxy_models.config import ModelConfig
 from proxy_models.decoder import Decoder, training_loss
 from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.memory import activation_bytes, training_memory
+from proxy_models.memory import Checkpointing, Sharding, activation_bytes, largest_micro_batch, training_memory
 from proxy_models.numerics import Precision
 from proxy_models.optimizer import make_optimizer
 from proxy_models.parametrization import OptimizerName, parametrize
 from proxy_models.precision import autocast
+from tests.proxy_models.peak_memory import peak_bytes
 
 SEQUENCES = 4
 
@@ -77,23 +78,25 @@ def test_weights_gradients_and_moments_are_those_of_a_real_step(name: OptimizerN
 
 def test_sharding_cuts_what_it_says() -> None:
     config = ModelConfig(d_model=64, n_layers=8)
-    whole, zero2, zero3 = (
-        training_memory(config, micro_batch=1, sharding=sharding, world_size=4)
-        for sharding in ("none", "optimizer", "full")
+    kinds: tuple[Sharding, ...] = ("none", "zero2", "full", "hybrid")
+    whole, zero2, zero3, hybrid = (
+        training_memory(config, micro_batch=1, sharding=kind, world_size=4) for kind in kinds
     )
-    assert (zero2.parameters, zero2.gradients, zero2.optimizer) == (
-        whole.parameters,
-        whole.gradients // 4,
-        whole.optimizer // 4,
-    )
-    assert (zero3.parameters, zero3.optimizer) == (whole.parameters // 4, whole.optimizer // 4)
+    one = training_memory(config, micro_batch=1)
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (one.parameters, one.gradients, one.optimizer)
+    for cut in (zero2, zero3):
+        assert (cut.parameters, cut.gradients, cut.optimizer) == (
+            one.parameters // 4,
+            one.gradients // 4,
+            one.optimizer // 4,
+        )
+    assert (one.gathered, whole.gathered, zero2.gathered) == (0, one.parameters, one.parameters)
     groups = config.n_params_by_group
     block = (groups["attention"] + groups["mlp"] + groups["norms"]) // 8
     assert zero3.gathered == 4 * (groups["embedding"] + groups["readout"] + block)
-    assert (
-        zero3.gathered
-        == training_memory(config, micro_batch=1, sharding="full", world_size=4, precision="bf16").gathered
-    )
+    in_bf16 = training_memory(config, micro_batch=1, sharding="full", world_size=4, precision="bf16")
+    assert zero3.gathered == in_bf16.gathered
+    assert zero3 == hybrid
     assert whole.activations == zero2.activations == zero3.activations
 
 
@@ -102,7 +105,40 @@ def test_checkpointing_and_low_precision_keep_less() -> None:
     plain = activation_bytes(config, 2)
     assert activation_bytes(config, 2, "bf16") < plain
     assert activation_bytes(config, 2, checkpointing="full") < plain / 3
+    assert (
+        activation_bytes(config, 2, checkpointing="full")
+        < activation_bytes(config, 2, checkpointing="selective")
+        < plain
+    )
     assert activation_bytes(config, 4) == 2 * plain
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("none", 0.1), ("selective", 0.15), ("full", 0.15)])
+def test_the_estimate_of_each_checkpointing_is_near_the_measured_peak(kind: Checkpointing, tolerance: float) -> None:
+    config = ModelConfig(d_model=64, n_layers=8, context_length=128, norm="layernorm")
+    model, sequences = Decoder(config), torch.zeros(SEQUENCES, 129, dtype=torch.int64)
+    for block in model.blocks:
+        block.checkpointing = kind  # type: ignore[assignment]
+
+    def step() -> None:
+        training_loss(model, sequences).backward()  # type: ignore[no-untyped-call]
+
+    step()  # its gradients stay, so that only activations are counted
+    assert peak_bytes(step) == pytest.approx(activation_bytes(config, SEQUENCES, checkpointing=kind), rel=tolerance)
+
+
+def test_chunked_logits_are_not_kept() -> None:
+    config = ModelConfig(d_model=64, n_layers=1, vocab_size=50_000)
+    one, two = (activation_bytes(config, size) for size in (16, 32))
+    assert two - one < 4 * 16 * config.context_length * config.vocab_size / 10
+
+
+def test_the_largest_micro_batch_divides_the_share_and_fits() -> None:
+    config = ModelConfig(d_model=64, n_layers=2)
+    limit = training_memory(config, micro_batch=5).total
+    assert largest_micro_batch(config, 24, limit=limit) == 4
+    assert largest_micro_batch(config, 24, limit=limit, checkpointing="full") > 4
+    assert largest_micro_batch(config, 24, limit=1) == 1
 
 
 def test_bad_arguments_are_refused() -> None:

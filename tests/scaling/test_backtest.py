@@ -1,12 +1,13 @@
 """A backtest sees only what lies below its cut, and counts what its intervals hold."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Kaplan, Law, backtest, fit
+from scaling import Chinchilla, Joint, Kaplan, Law, RepeatedData, ScalingError, backtest, fit
 from scaling.backtest import DEFAULT
 from scaling.law_figures import backtest_data
 
@@ -74,6 +75,53 @@ def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
     assert "C < Cmax/1000: need at least" in str(found)
     with pytest.raises(ValueError, match="cuts must be above 1"):
         backtest(runs, n_params_convention="total", cuts=[0.5])
+
+
+def test_a_form_that_depends_on_more_is_compared_where_the_runs_tell_it(runs: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="missing column unique_tokens"):
+        backtest(runs, n_params_convention="total", cuts=[10], forms=[RepeatedData()])
+    repeated = runs.assign(unique_tokens=runs["n_tokens"])
+    found = backtest(repeated, n_params_convention="total", cuts=[5], forms=[RepeatedData(), Chinchilla()])
+    alone = backtest(runs, n_params_convention="total", cuts=[5], forms=Chinchilla()).predictions
+    of = {method: part["predicted"].to_numpy() for method, part in found.predictions.groupby("method")}
+    for method, part in alone.groupby("method"):
+        np.testing.assert_allclose(of[str(method)], part["predicted"])
+    assert np.abs(np.log(of["repeated"] / of["chinchilla"])).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": Joint()}, r"backtest has no option form: forms are given as forms=\[…\]"),
+        ({"n_bootstrap": 10}, "backtest has no option n_bootstrap"),
+        (
+            {"forms": [Joint]},
+            r"form must be a form with its parentheses, such as Joint\(\), got <class .*Joint\(\) is meant",
+        ),
+    ],
+)
+def test_options_that_are_none_are_named(runs: pd.DataFrame, options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        backtest(runs, n_params_convention="total", **options)  # type: ignore[arg-type]
+
+
+class Broken(Kaplan):
+    """A form with a fault of its own."""
+
+    name = "broken"
+
+    def loss(self, values: Any, rows: Any) -> Any:
+        raise ValueError("a fault of the form's own")
+
+
+def test_only_too_few_runs_are_listed_by_cut(runs: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="a fault of the form's own"):
+        backtest(runs, n_params_convention="total", cuts=[10], forms=[Broken()])
+
+
+def test_without_a_cut_there_is_no_figure(runs: pd.DataFrame) -> None:
+    with pytest.raises(ScalingError, match="there is nothing to draw: no cut leaves enough runs"):
+        backtest(runs, n_params_convention="total", cuts=[1000]).plot()
 
 
 def test_figure(runs: pd.DataFrame) -> None:

@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from scaling import ScalingError, ScheduleLaw, fit_schedule_law
-from scaling.curves import BOUNDS, _Curve
+from scaling.curves import BOUNDS
+from scaling.schedule_curve import Curve
 
 PEAK, WARMUP, LENGTH = 3e-4, 1000, 12000
 PLANTED = ScheduleLaw(
     L0=2.6, A=0.6, alpha=0.45, B=450.0, C=2.0, beta=0.6, gamma=0.65,
-    warmup_steps=WARMUP, rms=0.0, n_rows=0, runs=(), steps=(0, LENGTH), warnings=(),
+    warmup_steps=WARMUP, rms=0.0, n_rows=0, runs=(), steps=(0, LENGTH), peaks=(PEAK, PEAK),
+    deepest=0.0, warnings=(),
 )  # fmt: skip
 
 
@@ -65,7 +68,7 @@ def test_decay_lowers_the_loss_below_the_constant_rates() -> None:
 
 def test_jacobian_is_exact() -> None:
     rows = schedule("wsd")
-    built = _Curve.of(rows["step"].to_numpy(float), rows["lr"].to_numpy(), rows["step"].to_numpy(float)[::7], WARMUP)
+    built = Curve.of(rows["step"].to_numpy(float), rows["lr"].to_numpy(), rows["step"].to_numpy(float)[::7], WARMUP)
     theta = np.log([getattr(PLANTED, name) for name in BOUNDS])
     _, jacobian = built.linearise(theta)
     steps = 1e-6 * np.eye(len(theta))
@@ -95,6 +98,54 @@ def test_what_can_not_be_told_is_refused_or_doubted() -> None:
         PLANTED.predict(schedule("wsd").drop(columns="lr"))
 
 
+def test_a_schedule_far_from_the_fitted_ones_is_told_of() -> None:
+    """A peak a hundred times the fitted one answered with a loss like any other."""
+    law = fit_schedule_law(curves(), warmup_steps=WARMUP)
+    assert law.peaks == (PEAK, PEAK)
+    assert law.deepest == pytest.approx(0.1)
+    assert law.reasons_against(schedule("two stages", 3 * LENGTH)) == ()
+    hot, long, deep = schedule("cosine"), schedule("cosine", 4 * LENGTH), schedule("constant")
+    deep["lr"] = np.linspace(PEAK, PEAK / 100, len(deep))
+    for rows, reason in (
+        (hot.assign(lr=100 * hot["lr"]), "peak rate 0.03: tested within 1.5× of the fitted 0.0003 to 0.0003"),
+        (long, "48000 steps: tested to 3.1× the fitted 12000"),
+        (deep, "the rate falls to 0.01 of its peak, in the fitted curves to 0.1 at least"),
+    ):
+        assert law.reasons_against(rows) == (reason,)
+
+
+def test_an_answer_that_is_no_loss_is_refused() -> None:
+    """Without a warmup to set against it, what a decay from a hundred times the peak gains is more than the whole loss."""
+    rows = schedule("cosine")
+    with pytest.raises(ScalingError, match=r"the law gives a loss of -.* at step .*: peak rate 0\.03"):
+        replace(PLANTED, warmup_steps=0).predict(rows.assign(lr=np.linspace(100 * PEAK, 0, len(rows))))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"lr": 0.0}, {}, "lr must be above 0 in a run's first row, where its warmup ends, got 0 at step 1000"),
+        ({"run": None}, {}, "run must be named in every row, got 333 empty values"),
+        ({}, {"warmup_steps": -5}, "warmup_steps must be finite and at least 0, got -5"),
+    ],
+)
+def test_bad_values_are_named(change: dict[str, object], options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_schedule_law(curves().assign(**change), **({"warmup_steps": WARMUP} | options))
+
+
+def test_rates_of_nothing_but_0_are_refused() -> None:
+    for ask in (PLANTED.predict, PLANTED.reasons_against):
+        with pytest.raises(ValueError, match="lr must be above 0"):
+            ask(schedule("constant").assign(lr=0.0))
+
+
+def test_runs_may_be_named_by_numbers_and_words() -> None:
+    rows = curves()
+    law = fit_schedule_law(rows.assign(run=rows["run"].replace("cosine", 3)), warmup_steps=WARMUP)
+    assert law.runs == ("3", "constant", "two stages")
+
+
 def test_it_speaks_and_survives_json() -> None:
     law = fit_schedule_law(curves(0.002), warmup_steps=WARMUP)
     restored = ScheduleLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
@@ -115,5 +166,6 @@ def test_public_curves_of_other_schedules(
     law = fit_schedule_law(table[trained], warmup_steps=2160)
     held_out = law.score(table[~trained])
     assert len(held_out) == 6
+    assert all(law.reasons_against(curve) == law.warnings for _, curve in table.groupby("run"))
     assert held_out["mean_relative_error"].mean() < error
     assert held_out["r_squared"].mean() > r_squared

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -59,6 +60,31 @@ def test_doubts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "doubt"),
+    [
+        ({"accuracy": 1.0}, "the metric is 1 in every row"),
+        ({"stem": "one"}, "1 independent runs: intervals over runs want at least 6"),
+        ({"accuracy": lambda t: 1 - t["accuracy"]}, "the metric falls as the loss falls"),
+    ],
+)
+def test_what_the_rows_can_not_tell_is_doubted(change: dict[str, Any], doubt: str) -> None:
+    law = fit_downstream(rows(0.01).assign(**change), n_bootstrap=5)
+    assert law.status == "doubtful"
+    assert doubt in "; ".join(law.warnings)
+
+
+def test_intervals_stay_within_what_a_metric_can_be() -> None:
+    """Of a percentage as of a share; the scatter alone would reach beyond."""
+    table = rows().assign(accuracy=lambda t: accuracy(t["loss"], ceiling=1.0))
+    table["accuracy"] = np.clip(table["accuracy"] + 0.05 * np.random.default_rng(0).standard_normal(24), 0, 1)
+    share = fit_downstream(table, n_bootstrap=20)
+    percent = fit_downstream(table.assign(accuracy=100 * table["accuracy"]), most=100, n_bootstrap=20)
+    assert share.interval(1.0)[1] == 1.0
+    assert percent.interval(1.0)[1] == 100.0
+    assert percent.interval(1.0)[0] == pytest.approx(100 * share.interval(1.0)[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
     ("change", "options", "message"),
     [
         ({"accuracy": 1.2}, {}, "accuracy must be at most 1, got 1.2"),
@@ -66,6 +92,9 @@ def test_doubts() -> None:
         ({"loss": 2.0}, {}, "loss is 2 in every row"),
         ({}, {"chance": 0.9, "ceiling": 0.5}, "chance and ceiling must keep 0 <= chance < ceiling <= 1"),
         ({}, {"metric": "f1"}, "missing column f1"),
+        ({"stem": None}, {}, "stem must be named in every row, got 24 empty values"),
+        ({"accuracy": 50.0}, {"most": 100, "chance": 0.25}, "chance must be in the unit of accuracy, .* 100, got 0.25"),
+        ({"accuracy": 50.0}, {"most": 100, "ceiling": 0.9}, "ceiling must be in the unit of accuracy, .* 100, got 0.9"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, float], options: dict[str, object], message: str) -> None:
@@ -112,6 +141,19 @@ def test_checkpoints_tell_the_second_step_and_results_survive_json(ladder: Ladde
     assert "task loss" in str(again)
     alone = DownstreamLaw.from_dict(json.loads(json.dumps(both.task.to_dict(), allow_nan=False)))
     assert str(alone) == str(both.task)
+
+
+def test_the_second_step_hears_the_rows_that_the_first_leaves_out(ladder: Ladder) -> None:
+    """What a run's task loss is worth doesn't depend on how it came about; the steps name their own columns."""
+    runs = tasks(ladder, 0.002, 0).assign(annealed=np.arange(20) < 16)
+    both = fit_two_step(runs, n_params_convention="total", n_bootstrap=5)
+    assert (both.loss.n_rows, both.task.n_rows) == (16, 20)
+    with pytest.raises(ValueError, match="task_loss must be finite and above 0, got nan"):
+        fit_two_step(runs.assign(task_loss=np.nan), n_params_convention="total")
+    with pytest.raises(ValueError, match="stem must be named in every row, got 20 empty values"):
+        fit_two_step(runs, n_params_convention="total", checkpoints=runs.assign(stem=None))
+    percent = runs.assign(accuracy=100 * runs["accuracy"])
+    assert fit_two_step(percent, n_params_convention="total", most=100, n_bootstrap=5).task.most == 100
 
 
 def test_a_falling_metric_is_fitted_as_a_loss(ladder: Ladder, planted: Law) -> None:

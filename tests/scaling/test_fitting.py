@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Chinchilla, Law, ScalingFit, fit
+from scaling import Chinchilla, Joint, Law, ScalingFit, fit
 from tests.scaling.conftest import PLANTED
 
 Ladder = Callable[..., pd.DataFrame]
@@ -138,11 +138,23 @@ def test_too_few_points(ladder: Ladder) -> None:
         ({"max_regret": -1.0}, "max_regret must be above 0, got -1.0"),
         ({"n_bootstrap": 1}, "n_bootstrap must be at least 2, got 1"),
         ({"n_params_convention": " "}, "n_params_convention must say what n_params counts"),
+        ({"n_params_convention": None}, "n_params_convention must say what n_params counts, .* got None"),
+        ({"delta": "squares"}, "delta must be above 0, got 'squares'"),
+        ({"n_bootstrap": "many"}, "n_bootstrap must be at least 2, got 'many'"),
     ],
 )
 def test_bad_options(ladder: Ladder, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(ladder(), **({"n_params_convention": "total"} | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", [Joint, "joint", {"E": 1.8}])
+def test_a_form_is_a_value(ladder: Ladder, form: object) -> None:
+    meant = r"form must be a form with its parentheses, such as Joint\(\), got .*" + (
+        "" if isinstance(form, dict) else r": Joint\(\) is meant"
+    )
+    with pytest.raises(TypeError, match=meant):
+        fit(ladder(), n_params_convention="total", form=form)  # type: ignore[arg-type]
 
 
 def doubts(runs: pd.DataFrame) -> str:

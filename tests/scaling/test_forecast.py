@@ -97,6 +97,8 @@ def test_a_doubtful_fit_supports_nothing(ladder: Ladder) -> None:
 def test_bad_target(result: ScalingFit) -> None:
     with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got 0"):
         result.forecast(1e9, 0)
+    with pytest.raises(ValueError, match="n_params must be finite and above 0, got '7B'"):
+        result.forecast("7B", 1e11)  # type: ignore[arg-type]
 
 
 def test_round_trip(result: ScalingFit) -> None:

@@ -196,6 +196,12 @@ def test_bad_arguments() -> None:
         fit_horizon_law(sweep()).rate(0)
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 2"):
         fit_horizon_law(sweep()).interval(1e9, 2)
+    with pytest.raises(ValueError, match="the prior's standard deviation must be finite and above 0, got 0"):
+        fit_horizon_law(sweep(), prior=(0.3, 0))
+    with pytest.raises(ValueError, match="the prior's mean must be finite, got nan"):
+        fit_horizon_law(sweep(), prior=(math.nan, 0.1))
+    with pytest.raises(ValueError, match="width must be named in every row, got 21 empty values"):
+        fit_horizon_law(sweep().assign(width=math.nan))
 
 
 def test_round_trip_and_str() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
-from scaling import Chinchilla, Law, ScalingError, compute_flops
+from scaling import Chinchilla, Law, RepeatedData, ScalingError, compute_flops
 
 
 @pytest.mark.parametrize("budget", [1e15, 1e21, 5.76e23])
@@ -42,6 +42,10 @@ def test_tokens_for_a_loss(planted: Law) -> None:
     assert planted.n_tokens_for(float(planted.loss(1e8, 3e9)), 1e8) == pytest.approx(3e9)
     with pytest.raises(ScalingError, match=r"never reach 1\.9000"):
         planted.n_tokens_for(1.9, 1e8)
+    with pytest.raises(ScalingError, match=r"7e\+09 parameters reach 1000\.0000 with less than 1,000 tokens"):
+        planted.n_tokens_for(1e3, 7e9)
+    with pytest.raises(ScalingError, match=r"with less than 1,000 FLOPs"):
+        planted.compute_for(1e9)
 
 
 @pytest.mark.parametrize(("name", "value"), [("E", -0.1), ("A", 0.0), ("beta", -0.3), ("alpha", float("nan"))])
@@ -57,3 +61,30 @@ def test_bad_budget(planted: Law) -> None:
 
 def test_round_trip(planted: Law) -> None:
     assert Law.from_dict(planted.to_dict()) == planted
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda law: law.loss(-1e9, 1e10), "n_params must be finite and above 0, got -1000000000.0"),
+        (lambda law: law.loss(1e9, [1e10, 0]), "n_tokens must be finite and above 0, got 0.0"),
+        (lambda law: law.loss(1e9, np.nan), "n_tokens must be finite and above 0, got nan"),
+        (lambda law: law.loss("7B", 1e10), "n_params must be finite and above 0, got '7B'"),
+        (lambda law: law.loss(1e9, 1e10, lr=3), "chinchilla depends on n_params, n_tokens, got lr too"),
+        (lambda law: law.allocate(1e22, lr=3), "chinchilla depends on n_params, n_tokens, got lr too"),
+        (lambda law: law.n_tokens_for(2.2, -1), "n_params must be finite and above 0, got -1"),
+        (lambda law: law.n_tokens_for(float("inf"), 1e9), "loss must be finite and above 0, got inf"),
+        (lambda law: law.compute_for(float("nan")), "loss must be finite and above 0, got nan"),
+    ],
+)
+def test_what_is_asked_of_a_law_is_named_where_it_breaks_a_rule(planted: Law, ask: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(planted)  # type: ignore[operator]
+
+
+def test_a_law_of_more_than_n_and_d_says_what_it_misses(planted: Law) -> None:
+    law = RepeatedData().law(**planted.parameters, rd_star=15.0, rn_star=5.0)
+    with pytest.raises(
+        ValueError, match="repeated depends on n_params, n_tokens, unique_tokens: unique_tokens missing"
+    ):
+        law.loss(1e9, 1e10)

@@ -67,6 +67,12 @@ def test_what_can_not_be_told() -> None:
         fit_step_law(cells(), of="decay")  # type: ignore[arg-type]
     chinchilla = cells(0.1).assign(n_tokens=lambda t: 20 * t["n_params"] * 1.1 ** (np.arange(20) % 3))
     assert "log N and log D correlate by 1.00" in fit_step_law(chinchilla).warnings[0]
+    exactly = cells().assign(n_tokens=lambda t: 20 * t["n_params"])
+    with pytest.raises(ScalingError, match="log N and log D lie on one line over the cells"):
+        fit_step_law(exactly)
+    assert fit_step_law(exactly, depends_on_params=False).params_exponent == 0
+    with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1"):
+        fit_step_law(cells(0.1)).interval(-1, 1e9)
 
 
 def test_it_speaks_and_survives_json() -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy.optimize import minimize_scalar
 
-from scaling import Chinchilla, Form, Joint, Kaplan, Law, TiedChinchilla, fit
+from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, fit
 from scaling.forms import FORMS
 from scaling.forms.form import Array, Problem
 
@@ -132,3 +132,63 @@ def test_the_joint_form_is_chinchillas_at_one() -> None:
     one, sum_of_powers = Joint().law(**numbers, g=1.0), Chinchilla().law(**numbers)
     assert one.loss(1e9, 2e10) == pytest.approx(float(sum_of_powers.loss(1e9, 2e10)), rel=1e-12)
     assert one.allocate(1e21).n_params == pytest.approx(sum_of_powers.allocate(1e21).n_params, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ((0, 4), "bounds of E in form Wrong must be finite and above 0, got 0"),
+        ((1, np.inf), "bounds of E in form Wrong must be finite and above 0, got inf"),
+        ((4, 0.5), r"bounds of E in form Wrong must rise, got \(4, 0\.5\)"),
+    ],
+)
+def test_bounds_of_a_form_of_ones_own_are_held_to_their_rule(bounds: tuple[float, float], message: str) -> None:
+    """They are logarithms in a fit, which answered "E must be ... got nan"."""
+    with pytest.raises(ValueError, match=message):
+        type("Wrong", (Own,), {"parameters": {**Own.parameters, "E": bounds}})
+
+
+def test_a_form_of_ones_own_says_what_it_is() -> None:
+    with pytest.raises(TypeError, match="form Half must have name, formula and parameters: formula missing"):
+        type("Half", (Form,), {"name": "half", "parameters": Own.parameters, "loss": Own.loss})
+
+
+class Falling(Own):
+    """A form that is no loss in most of the room between its bounds."""
+
+    name = "falling"
+    parameters: ClassVar[Mapping[str, tuple[float, float]]] = {
+        name: Own.parameters[name] for name in ("E", "A", "alpha")
+    }
+
+    def loss(self, values: Mapping[str, Any], rows: Mapping[str, Any]) -> Any:
+        return values["E"] - values["A"] * rows["n_params"] ** -values["alpha"]
+
+
+class Negative(Own):
+    """A form that is none anywhere."""
+
+    name = "negative"
+
+    def loss(self, values: Mapping[str, Any], rows: Mapping[str, Any]) -> Any:
+        return -super().loss(values, rows)
+
+
+@pytest.mark.parametrize("method", ["newton", "multistart"])
+def test_where_a_form_is_no_loss_a_fit_does_not_go(ladder: Ladder, method: str) -> None:
+    law = Falling().law(E=3.0, A=50.0, alpha=0.3)
+    result = fit(
+        runs_of(law, ladder),
+        n_params_convention="total",
+        form=Falling(),
+        method=method,  # type: ignore[arg-type]
+        n_bootstrap=2,
+    )
+    assert [*result.law.parameters.values()] == pytest.approx([3.0, 50.0, 0.3], rel=1e-3)
+    with pytest.raises(ScalingError, match="the form gives no loss above 0 for every run"):
+        fit(
+            runs_of(law, ladder),
+            n_params_convention="total",
+            form=Negative(),
+            method=method,  # type: ignore[arg-type]
+        )

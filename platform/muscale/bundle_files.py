@@ -1,0 +1,162 @@
+"""The files of a bundle: a manifest of their hashes, and whether they still hold them.
+
+The manifest names plain files below its folder, each with its size and SHA-256. What guards against a change by somebody who also
+writes a new manifest is the hash of the manifest itself, which is told when a bundle is written and when it is verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from muscale.errors import BundleError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_MAX_MANIFEST_BYTES = 16 << 20  # of a few dozen files it takes some kilobytes; assumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What became of a bundle since it was written.
+
+    Attributes:
+        path: The bundle.
+        digest: SHA-256 of its manifest.
+        n_files, n_bytes: That the manifest lists.
+        missing: Files that are not there.
+        different: Files whose size or hash is another, that can't be read, or that are no plain files.
+        extra: What is there and stands in no manifest.
+    """
+
+    path: str
+    digest: str
+    n_files: int
+    n_bytes: int
+    missing: tuple[str, ...]
+    different: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is as it was written."""
+        return not (self.missing or self.different or self.extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "passed": self.passed}
+
+    def __str__(self) -> str:
+        head = f"{self.path}: {self.n_files} files, {self.n_bytes:,} bytes, manifest sha256 {self.digest}"
+        odd = {"missing": self.missing, "different": self.different, "not in the manifest": self.extra}
+        told = [f"  {what}: {name}" for what, names in odd.items() for name in names]
+        return "\n".join([f"{head}: {'whole' if self.passed else 'DAMAGED'}", *told])
+
+
+def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
+    """List every file of a finished folder, beside some facts."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1) + "\n")
+
+
+def verify(path: str | Path) -> Verification:
+    """Hold every file of a bundle against its manifest.
+
+    Raises:
+        BundleError: If there is no manifest that can be used, or it names a file outside its folder.
+    """
+    folder = Path(path)
+    content, files = _read_manifest(folder)
+    present = _present(folder)
+    missing = sorted(name for name in files if name not in present and not _passes_link(folder, name))
+    different = sorted(name for name, entry in files.items() if name not in missing and not _holds(folder, name, entry))
+    return Verification(
+        path=str(folder),
+        digest=hashlib.sha256(content).hexdigest(),
+        n_files=len(files),
+        n_bytes=sum(int(entry["bytes"]) for entry in files.values()),
+        missing=tuple(missing),
+        different=tuple(different),
+        extra=tuple(sorted(present - files.keys() - {MANIFEST})),
+    )
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_manifest(folder: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
+    path = folder / MANIFEST
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise BundleError(f"{path}: not a bundle's manifest")
+        content = path.read_bytes()
+        manifest = json.loads(content)
+    except OSError as error:
+        raise BundleError(f"{folder}: not a bundle, its {MANIFEST} can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path}: not a bundle's manifest ({error})") from error
+    if not isinstance(manifest, dict) or not isinstance(files := manifest.get("files"), dict):
+        raise BundleError(f"{path}: not a bundle's manifest: it has no table of files")
+    if manifest.get("format") != FORMAT:
+        raise BundleError(f"{path}: format must be {FORMAT}, which this version reads, got {manifest.get('format')!r}")
+    for name, entry in files.items():
+        _require_inside(path, name)
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("sha256"), str)
+            or type(entry.get("bytes")) is not int
+        ):
+            raise BundleError(f"{path}: {name}: needs its bytes and its sha256, got {entry!r}")
+    return content, files
+
+
+def _require_inside(manifest: Path, name: str) -> None:
+    """Let a name pass that is a plain relative path, here and on Windows."""
+    plain = PurePosixPath(name)
+    windows = PureWindowsPath(name)
+    odd = (
+        not name
+        or "\0" in name
+        or "\\" in name
+        or plain.is_absolute()
+        or bool(windows.drive)
+        or ".." in plain.parts
+        or plain.as_posix() != name
+        or name in (".", MANIFEST)
+    )
+    if odd:
+        raise BundleError(f"{manifest}: a file must be named by a plain path below the bundle, got {name!r}")
+
+
+def _present(folder: Path) -> set[str]:
+    """Every file and every link below the folder; links are not followed."""
+    found: set[str] = set()
+    for root, folders, files in os.walk(folder, followlinks=False):
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        found |= {(Path(root) / name).relative_to(folder).as_posix() for name in [*files, *links]}
+    return found
+
+
+def _passes_link(folder: Path, name: str) -> bool:
+    """Whether a folder on the way to the file is a link."""
+    parents = [folder / parent for parent in PurePosixPath(name).parents if parent != PurePosixPath(".")]
+    return any(parent.is_symlink() for parent in parents)
+
+
+def _holds(folder: Path, name: str, entry: dict[str, Any]) -> bool:
+    path = folder / name
+    if _passes_link(folder, name) or not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    try:
+        return bool(path.stat().st_size == entry["bytes"]) and sha256(path) == entry["sha256"]
+    except OSError:
+        return False  # what can't be read can't be held to its hash

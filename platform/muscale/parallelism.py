@@ -1,0 +1,106 @@
+"""How a full run is laid over its ranks: plain numbers and rules, without torch.
+
+None of it enters a run's identity: the losses are the same but for rounding, and a checkpoint of one layout is resumed by any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from proxy_models.config import ModelConfig
+from proxy_models.memory import Checkpointing, Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """The layout of a run.
+
+    Ranks form a grid (replicas, shards, tensor), of which the last runs fastest: neighbours share a product.
+
+    Attributes:
+        sharding: "none": every replica has all weights, gradients are averaged; "zero2": gradients and moments are cut, weights
+            are gathered once a step and stay until its end; "full": weights are gathered for each block, forward and backward
+            (Rajbhandari et al., arXiv 1910.02054, section 5); "hybrid": "full" inside a node, "none" over nodes.
+        shard_ranks: Of "hybrid": ranks that one copy of the model lies on, such as those of a node, which it is where None.
+        tensor_parallel: Ranks that share the products of every block: queries, keys, values and the MLP's first matrices by their
+            rows, the others by their columns (Shoeybi et al., arXiv 1909.08053, section 3). Embedding, readout and norms are
+            computed by each of them.
+        checkpointing: What a block keeps for its backward pass.
+    """
+
+    sharding: Sharding = "full"
+    shard_ranks: int | None = None
+    tensor_parallel: int = 1
+    checkpointing: Checkpointing = "none"
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
+        if self.shard_ranks is None:
+            return
+        if self.sharding != "hybrid":
+            raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "{self.sharding}"')
+        if self.shard_ranks < 1 or self.shard_ranks % self.tensor_parallel:
+            raise ValueError(
+                f"shard_ranks must be a multiple of tensor_parallel = {self.tensor_parallel}, got {self.shard_ranks}"
+            )
+
+    def misfits(self, model: ModelConfig) -> Iterator[str]:
+        """Why the model's products can't be shared by so many ranks, each reason with its rule and value."""
+        n = self.tensor_parallel
+        for what, size in (
+            ("query heads", model.n_heads),
+            ("key and value heads", model.n_kv_heads),
+            ("columns of the MLP (d_ff)", model.d_ff),
+        ):
+            if size % n:
+                yield f"tensor_parallel must divide the {size} {what} of d_model={model.d_model}, got {n}"
+        if n > 1 and model.attention_dropout:
+            yield (
+                f"tensor_parallel must be 1 with attention_dropout, got {n}: ranks would drop the same weights of their own heads"
+            )
+
+    def require(self, model: ModelConfig) -> None:
+        """Refuse a model that can't be laid out so.
+
+        Raises:
+            ValueError: Naming every rule that is broken.
+        """
+        if reasons := list(self.misfits(model)):
+            raise ValueError("; ".join(reasons))
+
+    def grid(self, world_size: int, *, node_ranks: int | None = None) -> tuple[int, int, int]:
+        """Replicas, shards of each, and ranks that share the products of each shard.
+
+        Args:
+            world_size: Ranks.
+            node_ranks: Ranks on each node, which "hybrid" goes by where `shard_ranks` is None.
+
+        Raises:
+            ValueError: If they are no such grid.
+        """
+        tensor, data = self.tensor_parallel, self.data_ranks(world_size)
+        if self.sharding != "hybrid":
+            return (data, 1, tensor) if self.sharding == "none" else (1, data, tensor)
+        together = self.shard_ranks or node_ranks
+        if together is None:
+            raise ValueError(
+                'sharding = "hybrid" needs shard_ranks where the launcher does not tell the ranks of a node'
+            )
+        if together % tensor or world_size % together:
+            raise ValueError(
+                f"a node's ranks, or shard_ranks, must divide the {world_size} ranks and be a multiple of tensor_parallel = "
+                f"{tensor}, got {together}"
+            )
+        return world_size // together, together // tensor, tensor
+
+    def data_ranks(self, world_size: int) -> int:
+        """Shares that a batch is cut into.
+
+        Raises:
+            ValueError: If the ranks are no multiple of `tensor_parallel`.
+        """
+        if world_size % self.tensor_parallel:
+            raise ValueError(f"tensor_parallel must divide the {world_size} ranks, got {self.tensor_parallel}")
+        return world_size // self.tensor_parallel
