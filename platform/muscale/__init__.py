@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from muscale.calibration import Calibration
     from muscale.config import StudyConfig
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
+    from muscale.gate import Gate
     from muscale.planning import Plan
     from muscale.promotion import Promotion
+    from muscale.prospect import Prospect
+    from muscale.rehearsal import Rehearsal
     from muscale.study import Study
     from muscale.sweep_result import SweepResult
     from muscale.watch import Watch
@@ -25,9 +28,12 @@ __all__ = [
     "Bundle",
     "BundleError",
     "Calibration",
+    "Gate",
     "MuscaleError",
     "Plan",
     "Promotion",
+    "Prospect",
+    "Rehearsal",
     "StageError",
     "Study",
     "StudyConfig",
@@ -42,9 +48,12 @@ _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
     "Calibration": "calibration",
+    "Gate": "gate",
     "MuscaleError": "errors",
     "Plan": "planning",
     "Promotion": "promotion",
+    "Prospect": "prospect",
+    "Rehearsal": "rehearsal",
     "StageError": "errors",
     "Study": "study",
     "StudyConfig": "config",

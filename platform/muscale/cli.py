@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from muscale.errors import StudyFileError
-from muscale.layout import STUDY_FILE
+from muscale.layout import LEDGER, LEDGER_PLACE, STUDY_FILE
 from muscale.plain import finite
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run(study: Path, *, force: Annotated[bool, Parameter(negative=())] = False, 
 
     Args:
         study: The study file.
-        force: Go on past a failed coordinate check or transfer verdict; the ledger keeps that it was forced.
+        force: Go on past a failed coordinate check or a closed gate; the ledger keeps which lines were forced.
     """
 
     def every_stage(opened: Study) -> Any:
@@ -158,7 +158,7 @@ def fit(study: Path, *, options: Options = Options()) -> int:
 
 @app.command
 def plan(study: Path, *, export: Path | None = None, options: Options = Options()) -> int:
-    """Decide the full run for the budget, register its forecast, and say which runs would make it surer.
+    """Decide the full run for the budget, register its forecast, write its file, and say which runs would make it surer.
 
     Args:
         study: The study file.
@@ -169,24 +169,48 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
         plan = opened.plan()
         if export:
             opened.export(export, plan)
-        return plan if options.json else f"{plan}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
+        if options.json:
+            return plan
+        return f"{plan}\n  written to {opened.plan_path(plan)}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
 
     return _stage(study, options, planned, "promote")
 
 
 @app.command
 def promote(
-    study: Path, *, force: Annotated[bool, Parameter(negative=())] = False, options: Options = Options()
+    study: Path,
+    *,
+    plan: Path | None = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    rehearse: Annotated[bool, Parameter(negative=())] = False,
+    steps: int = 5,
+    options: Options = Options(),
 ) -> int:
     """Train the planned run and hold it against its forecast; exit code 1 if it ends outside the interval.
 
+    With --dry-run, print plan, gate, memory and workers, and exit with 1 if the gate is closed.
+
     Args:
         study: The study file.
-        force: Promote without a passed transfer verdict; the ledger keeps that it was forced.
+        plan: A file that `muscale plan` wrote, whose [resources] hold then; by default the study file's plan.
+        force: Go on past lines of the gate that failed; the ledger keeps which.
+        rehearse: Only train, save and resume a few steps on the real devices, and forecast the run's wall time.
+        steps: Of each of a rehearsal's two launches.
     """
-    return _stage(
-        study, options, lambda opened: opened.promote(force=force), "promote", failed=lambda result: not result.inside
-    )
+    if rehearse and (force or options.dry_run):
+        raise StudyFileError(
+            f"promote: --rehearse asks no gate and shows no prospect; leave out {'--force' if force else '--dry-run'}"
+        )
+    if rehearse:
+        return _stage(study, options, lambda opened: opened.rehearse(plan, steps=steps), "promote")
+    if options.dry_run and (plan or _is_begun(study)):
+        seen = replace(options, dry_run=False)
+        return _stage(study, seen, lambda opened: opened.prospect(plan), None, failed=lambda result: not result.passed)
+
+    def promoted(opened: Study) -> Any:
+        return opened.promote(plan, force=force)
+
+    return _stage(study, options, promoted, "promote", failed=lambda result: not result.inside)
 
 
 @app.command
@@ -447,6 +471,11 @@ def _followed(
 
 def _alarming(watch: Watch) -> bool:
     return watch.alarming or watch.inside is False
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether a study has a ledger; without one a dry run knows the study file alone, and writes nothing."""
+    return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))
 
 
 def _show(result: Any, *, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from muscale.carried import model_with_explicit, with_explicit
 from muscale.plan_settings import BUDGETS
 from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.hyperparameters import Hyperparameters
@@ -82,6 +83,11 @@ def contradictions(config: StudyConfig) -> list[str]:
             f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "
             f"the warmup; got {config.sweep.n_tokens}"
         )
+    try:
+        with_explicit(h, config.plan.explicit)
+        model_with_explicit(model, config.plan.explicit)
+    except ValueError as error:
+        problems.append(f"plan.explicit: {error}")
     largest = (
         max(6.0 * config.family.at(width=s.width).n_params * s.n_tokens for s in config.ladder.stems)
         if not problems

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from muscale.carried import checked
 from muscale.strict import StrictTable
 from scaling import Accelerator, Budget, accelerator
 
@@ -33,6 +34,14 @@ class PlanSettings(StrictTable):
     max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; else as many as are worth their compute
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes so near to the best are told
     level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # of the forecast's interval
+    explicit: dict[str, Any] = Field(
+        default_factory=dict
+    )  # hyperparameters of the full run alone, stated and not carried
+
+    @pydantic.field_validator("explicit")
+    @classmethod
+    def _is_stated(cls, explicit: dict[str, Any]) -> dict[str, Any]:
+        return checked(explicit)
 
     @pydantic.model_validator(mode="after")
     def _is_one_budget(self) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from muscale.carried import REGULARIZERS, Carried, carried, model_with_explicit, with_explicit
 from muscale.config import StudyConfig
 from muscale.ladder import tuned_for
 from muscale.ledger import Ledger
@@ -42,6 +43,8 @@ class Plan:
         decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words; None in a plan
             that was registered before plans kept it.
         registered_at: When the forecast was written to the ledger; None before.
+        carried: Every hyperparameter with its rules and its source; empty in a plan from before plans kept it.
+        data: Hashes of the `corpus` and of its `tokenizer`; None in such a plan, and in one without a corpus.
     """
 
     key: str
@@ -55,6 +58,8 @@ class Plan:
     forecast: Forecast
     decision: dict[str, Any] | None = None
     registered_at: str | None = None
+    carried: tuple[Carried, ...] = ()
+    data: dict[str, str] | None = None
 
     @property
     def n_params(self) -> int:
@@ -68,8 +73,10 @@ class Plan:
 
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
-        own = replace(numerics, model=self.model, seed=self.seed, precision=self.precision).for_run(self.n_tokens)
-        return Chain(numerics=own, segments=self.segments)
+        # Of the regularizers the parametrization knows nothing.
+        base = replace(numerics.base, **{name: getattr(self.model, name) for name in REGULARIZERS})
+        own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
+        return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -84,6 +91,8 @@ class Plan:
             "hyperparameters": self.hyperparameters.to_dict(),
             "forecast": self.forecast.to_dict(),
             "decision": self.decision,
+            "carried": [one.to_dict() for one in self.carried],
+            "data": self.data,
             "n_params": self.n_params,
             "compute_flops": self.compute_flops,
         }
@@ -97,6 +106,8 @@ class Plan:
             hyperparameters=Hyperparameters(**values["hyperparameters"]),
             forecast=Forecast.from_dict(values["forecast"]),
             decision=values.get("decision"),
+            carried=tuple(Carried.from_dict(one) for one in values.get("carried", ())),
+            data=values.get("data"),
         )
 
     def __str__(self) -> str:
@@ -178,10 +189,12 @@ def make_plan(
         StageError: If the budget can't be spent: see `sizing.size_for`.
     """
     decision = size_for(config.plan, fit, config.family, corpus, precision=config.promote.precision)
-    model: ModelConfig = decision.config
     flops = config.plan.budget.compute_flops
-    n_tokens = best.whole_batches(decision.n_tokens)
-    hyperparameters = tuned_for(best, horizon, n_tokens)
+    explicit = config.plan.explicit
+    n_tokens = with_explicit(best, explicit).whole_batches(decision.n_tokens)
+    by_policy = tuned_for(best, horizon, n_tokens)
+    hyperparameters = with_explicit(by_policy, explicit)
+    model = model_with_explicit(decision.config, explicit)
     capped = "" if horizon.supports(n_tokens) else ", beyond its supported range"
     rules = {
         name: "muP across width; timescale fixed across tokens"
@@ -195,6 +208,8 @@ def make_plan(
     if best.stages:
         course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
         rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
+    rules |= dict.fromkeys(explicit, "explicit")
+    trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
     evidence = fit.rows.to_dict("list")
     key = input_key(
         asdict(config.model),
@@ -218,9 +233,41 @@ def make_plan(
         hyperparameters=hyperparameters,
         rules=rules,
         wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
-        forecast=_forecast(fit, model, n_tokens, config.plan.level, decision.epochs),
+        forecast=_off_policy(
+            _forecast(fit, model, n_tokens, config.plan.level, decision.epochs),
+            {
+                name: (getattr(by_policy, name, getattr(decision.config, name, None)), value)
+                for name, value in explicit.items()
+            },
+        ),
         decision=_plain(decision, config.family),
+        carried=carried(
+            hyperparameters,
+            model,
+            config.model,
+            searched=frozenset(config.sweep.space) | ({"stages"} if config.sweep.is_population else set()),
+            explicit=frozenset(explicit),
+            by_mup=config.parametrization == "mup",
+            trial=trial,
+        ),
+        data=None if corpus is None else data_hashes(corpus),
     )
+
+
+def data_hashes(corpus: Corpus) -> dict[str, str]:
+    """What tells this corpus from any other, and what it was tokenized by: of a mixture, of each of its sources."""
+    tokenizers = sorted({str(files.manifest["tokenizer"]) for files in corpus.sources.values()})
+    return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
+
+
+def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]]) -> Forecast:
+    """The same forecast, unsupported where the run does not follow the policy that the ladder was trained under."""
+    reasons = [
+        f"{name} = {told(value)} is stated; the runs fitted follow a policy that has {told(policy)}"
+        for name, (policy, value) in stated.items()
+        if value != policy
+    ]
+    return replace(forecast, reasons=(*forecast.reasons, *reasons))
 
 
 def _forecast(fit: ScalingFit, model: ModelConfig, n_tokens: int, level: float, epochs: float | None) -> Forecast:
@@ -263,4 +310,11 @@ def register(plan: Plan, ledger: Ledger) -> Plan:
         payload=plan.to_dict(),
     )
     row = ledger.forecast(plan.key) or {}
-    return replace(Plan.from_dict(row["payload"]), decision=plan.decision, registered_at=row["registered_at"])
+    known = Plan.from_dict(row["payload"])
+    return replace(
+        known,
+        decision=plan.decision,
+        registered_at=row["registered_at"],
+        carried=known.carried or plan.carried,
+        data=known.data or plan.data,
+    )

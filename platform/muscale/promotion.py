@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from muscale.config import StudyConfig
+from muscale.config import PromoteSettings, ResourceSettings, StudyConfig
 from muscale.errors import StageError
+from muscale.gate import Gate, forced_lines
 from muscale.interrupts import interrupted_later, interruptible
 from muscale.jobs import Job, cluster, dismiss_workers
 from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
@@ -18,9 +20,6 @@ from muscale.ledger import Ledger, now
 from muscale.planning import Plan
 from muscale.tables import runs, segments
 from proxy_models.numerics import Numerics
-
-if TYPE_CHECKING:
-    from proxy_models.coordinate_check import CoordinateCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +33,12 @@ class Promotion:
         forecast, low, high, level: As registered.
         registered_at, started_at, finished_at: UTC; the first is earlier than the second.
         verdict: Of the transfer check at the time.
-        forced: Whether it had to be, as that verdict was no pass or the coordinate check had failed.
+        forced: Whether it had to be, as the gate was closed.
         world_size: Workers at the end.
         seconds: Wall time of the training.
         asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
+        gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
+        forced_lines: What any launch was forced past.
     """
 
     plan: str
@@ -55,6 +56,8 @@ class Promotion:
     world_size: int
     seconds: float
     asserted: bool = False
+    gate: dict[str, Any] | None = None
+    forced_lines: tuple[str, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -74,12 +77,13 @@ class Promotion:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones with them."""
         derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
-        return {**self.__dict__, **derived}
+        return {**self.__dict__, **derived, "forced_lines": list(self.forced_lines)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"forced_lines": tuple(values.get("forced_lines", ()))})
 
     def __str__(self) -> str:
         where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
@@ -92,41 +96,24 @@ class Promotion:
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
         if self.forced:
-            lines.append(f"  forced, with a transfer verdict of {self.verdict!r}")
+            past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
+            lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
         return "\n".join(lines)
 
 
-def gate_check(check: CoordinateCheck, *, force: bool) -> None:
-    """Let a family pass whose coordinate check did.
-
-    Raises:
-        StageError: If it failed, and the promotion is not forced.
-    """
-    if not check.passed and not force:
-        raise StageError(
-            "check: the coordinate check failed, so nothing tuned small would hold at full size; "
-            "go through with --force, which the ledger keeps"
-        )
-
-
-def gate(verdict: str, reasons: tuple[str, ...], *, force: bool) -> None:
-    """Let a plan pass whose hyperparameters were shown to transfer.
-
-    Raises:
-        StageError: If they were not, and the promotion is not forced.
-    """
-    if verdict != "pass" and not force:
-        told = "; ".join(reasons)
-        raise StageError(
-            f"promote: the transfer verdict is {verdict!r} ({told}); settle it with more transfer.seeds or transfer.rates, "
-            "or go through with --force, which the ledger keeps"
-        )
-
-
 def promote(
-    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, verdict: str, forced: bool
+    plan: Plan,
+    config: StudyConfig,
+    ledger: Ledger,
+    numerics: Numerics,
+    *,
+    verdict: str,
+    forced: bool,
+    gate: Gate | None = None,
 ) -> Promotion:
     """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
+
+    What `gate` let through, or was forced to, is kept with it.
 
     Raises:
         StageError: If the run diverged or failed more often than `promote.max_failures`.
@@ -138,7 +125,7 @@ def promote(
         raise StageError(f"promote: {'; '.join(misfits)}")
     started = ledger.result("promotion_started", plan.key)
     if started is None:
-        started = {"at": now(), "verdict": verdict, "forced": forced}
+        started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
         ledger.record_result("promotion_started", plan.key, started)
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
@@ -146,7 +133,9 @@ def promote(
         )
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
-    outcome = _launch(plan, config, numerics, directory, ledger.directory / CORPUS)
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
+    outcome = launch(run, config.promote, config.resources, name=plan.key)
+    past = forced_lines(ledger, plan.key)
     promotion = Promotion(
         plan=plan.key,
         loss=float(outcome["loss"]),
@@ -156,7 +145,9 @@ def promote(
         started_at=started["at"],
         finished_at=now(),
         verdict=started["verdict"],
-        forced=started["forced"],
+        forced=started["forced"] or bool(past),
+        gate=started.get("gate"),
+        forced_lines=past,
         world_size=int(outcome["environment"]["world_size"]),
         seconds=float(outcome["seconds"]),
     )
@@ -182,50 +173,76 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
         ledger.insert(runs, **job.row(recorded))
 
 
-def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
-    """Run the workers under Ray Train; each finds the last checkpoint by itself. A finished run is not launched again."""
-    result = directory / RESULT
+def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
+    """What `muscale.full_run.FullRun` takes; the driver itself needs no Lightning."""
+    settings, chain = config.promote, plan.chain(numerics)
+    return {
+        "numerics": chain.numerics,
+        "segments": chain.segments,
+        "directory": directory,
+        "corpus": corpus,
+        "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+        "evaluate_every_tokens": settings.evaluate_every_tokens,
+        "micro_batch": settings.micro_batch,
+        "parallelism": settings.parallelism,
+        "compile": config.resources.compile,
+    }
+
+
+def launch(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    *,
+    name: str,
+    worker: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train a run to its end under Ray Train; each worker finds the last checkpoint by itself. A finished run is not launched again.
+
+    Args:
+        run: From `full_run_of`.
+        settings: Workers and failures.
+        resources: Of a worker.
+        name: For Ray's records.
+        worker: What each does; by default `train_worker`.
+
+    Raises:
+        StageError: If the workers failed, or ended in what another attempt would end in again.
+    """
+    result: Path = run["directory"] / RESULT
     if not result.exists():
-        with cluster(config.resources):
+        with cluster(resources):
             dismiss_workers()
-            _fit(plan, config, numerics, directory, corpus)
+            _fit(run, settings, resources, name, worker or train_worker)
     if not result.exists():
-        raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
+        raise StageError(f"promote: the run ended without a loss; its records are in {result.parent}")
     return dict(json.loads(result.read_text()))
 
 
-def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> None:
+def _fit(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    name: str,
+    worker: Callable[[dict[str, Any]], None],
+) -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     with interrupted_later():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
 
-    settings, resources = config.promote, config.resources
-    chain = plan.chain(numerics)
+    directory: Path = run["directory"]
     # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state.
     trainer = TorchTrainer(
-        _train_worker,
-        train_loop_config={
-            "threads": resources.threads,
-            "run": {
-                "numerics": chain.numerics,
-                "segments": chain.segments,
-                "directory": directory,
-                "corpus": corpus,
-                "checkpoint_every_tokens": settings.checkpoint_every_tokens,
-                "evaluate_every_tokens": settings.evaluate_every_tokens,
-                "micro_batch": settings.micro_batch,
-                "parallelism": settings.parallelism,
-                "compile": resources.compile,
-            },
-        },
+        worker,
+        train_loop_config={"threads": resources.threads, "run": run},
         scaling_config=ScalingConfig(
             num_workers=settings.workers,
             use_gpu=resources.gpus_per_worker > 0,
             resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if resources.gpus_per_worker else {}),
         ),
         run_config=RunConfig(
-            name=f"{plan.key}-{now().replace(':', '')}",
+            name=f"{name}-{now().replace(':', '')}",
             storage_path=str(directory / "ray"),
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),
@@ -241,7 +258,7 @@ def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, c
         raise StageError(f"{failure.read_text()}; the run's records are in {directory}")
 
 
-def _train_worker(config: dict[str, Any]) -> None:
+def train_worker(config: dict[str, Any]) -> None:
     """One worker of the full run, inside Ray Train.
 
     What another attempt would end in again, such as a divergence, goes into a file: Ray would retry an error.

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import ablation, data, ladder, next_stems, planning, promotion, transfer
+from muscale import ablation, data, ladder, next_stems, plan_file, planning, promotion, transfer
 from muscale.band import Band, register_band, registered_band
 from muscale.calibration import Calibration, calibrate
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.following import guarding
+from muscale.gate import require_check
 from muscale.jobs import Job, finish, staying_cluster
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.ledger import Ledger, Outcome
@@ -45,6 +46,8 @@ from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, com
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle
+    from muscale.prospect import Prospect
+    from muscale.rehearsal import Rehearsal
     from proxy_models.coordinate_check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -144,13 +147,11 @@ class Study:
 
     def check(self) -> CoordinateCheck:
         """The coordinate check of the family."""
-        from proxy_models.coordinate_check import CoordinateCheck, coordinate_check
+        from proxy_models.coordinate_check import coordinate_check
 
+        if known := self._known_check():
+            return known
         settings, config, numerics = self.config.check, self.config, self.numerics
-        sizes = [list(settings.widths), list(settings.depths), list(settings.seeds)]
-        key = input_key(numerics.to_dict(), config.hyperparameters.to_dict(), *sizes)
-        if known := self.ledger.result("check", key):
-            return CoordinateCheck.from_dict(known)
         with self.display.stage("check"):
             result = coordinate_check(
                 config.family,
@@ -163,8 +164,20 @@ class Study:
                     config.hyperparameters.optimizer
                 ),
             )
-        self.ledger.record_result("check", key, result.to_dict())
+        self.ledger.record_result("check", self._check_key, result.to_dict())
         return result
+
+    @property
+    def _check_key(self) -> str:
+        settings = self.config.check
+        sizes = [list(settings.widths), list(settings.depths), list(settings.seeds)]
+        return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), *sizes)
+
+    def _known_check(self) -> CoordinateCheck | None:
+        from proxy_models.coordinate_check import CoordinateCheck
+
+        known = self.ledger.result("check", self._check_key)
+        return CoordinateCheck.from_dict(known) if known else None
 
     def sweep(self, *, narrower: bool = False, learn_from: Sequence[str | Path] = ()) -> SweepResult:
         """The search at the base shape.
@@ -269,14 +282,25 @@ class Study:
             raise StageError(f"fit: {error}") from error
 
     def plan(self, *, compute_flops: float | None = None) -> Plan:
-        """The full run for the budget, its forecast registered.
+        """The full run for the budget, its forecast registered and its file written.
 
         Args:
             compute_flops: The budget, in place of the study file's.
+
+        Raises:
+            StageError: If the plan's file was edited by hand.
         """
-        plan = planning.register(self.planned(compute_flops=compute_flops), self.ledger)
-        self.band(plan)
-        return plan
+        return self._registered(self.planned(compute_flops=compute_flops))
+
+    def _registered(self, plan: Plan) -> Plan:
+        registered = planning.register(plan, self.ledger)
+        plan_file.write(registered, self.config, self.ledger)
+        self.band(registered)
+        return registered
+
+    def plan_path(self, plan: Plan) -> Path:
+        """Where the file of a registered plan lies."""
+        return plan_file.path_of(self.directory, plan.key)
 
     def band(self, plan: Plan) -> Band:
         """What is expected of a registered plan's loss along its run; registered with it, before the first step."""
@@ -318,28 +342,37 @@ class Study:
             self.config, self.fit(), plan, self.corpus, affordable_flops=affordable_flops, n_runs=n_runs, width=width
         )
 
-    def promote(self, plan: Plan | None = None, *, force: bool = False) -> Promotion:
-        """Train the planned run and hold it against its forecast; `plan` is one of `plan()`, by default the study file's."""
-        plan = self.plan() if plan is None else planning.register(plan, self.ledger)
+    def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
+        """Train the planned run and hold it against its forecast.
+
+        Args:
+            plan: One of `plan()`, or the path of a plan's file, whose [resources] hold then; by default the study file's.
+            force: Go on past lines of the gate that failed; the ledger keeps which.
+
+        Raises:
+            StageError: If the gate is closed, or the file was edited where it may not be.
+        """
+        plan, config = self._to_promote(plan, register=True)
         if known := self.ledger.result("promotion", plan.key):
             return Promotion.from_dict(known)
-        check, verdict = self.check(), self.transfer()
-        promotion.gate_check(check, force=force)
-        promotion.gate(verdict.verdict, verdict.reasons, force=force)
         self.band(plan)
+        seen = self._prospect(plan, config, self.check())
+        seen.gate.require(force=force)
+        seen.gate.record(self.ledger)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
         with (
-            guarding(self.ledger, plan.key, self.config.promote, self.display.line),
+            guarding(self.ledger, plan.key, config.promote, self.display.line),
             self.display.stage("promote") as update,
             following(metrics, plan.n_tokens, update),
         ):
             return promotion.promote(
                 plan,
-                self.config,
+                config,
                 self.ledger,
                 self.numerics,
-                verdict=verdict.verdict,
-                forced=not (check.passed and verdict.passed),
+                verdict=self.transfer().verdict,
+                forced=not seen.gate.passed,
+                gate=seen.gate,
             )
 
     def watch(self, plan: str | None = None) -> Watch:
@@ -404,11 +437,52 @@ class Study:
         self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
         return result
 
+    def prospect(self, plan: Plan | str | Path | None = None) -> Prospect:
+        """What `promote` would do, and whether the gate lets it; trains nothing and registers no forecast.
+
+        Raises:
+            StageError: If the ledger lacks runs that the plan stands on.
+        """
+        if not self.is_complete("ladder"):
+            raise StageError("promote: there is no plan without its ladder; run `muscale plan` first")
+        plan, config = self._to_promote(plan, register=False)
+        return self._prospect(plan, config, self._known_check())
+
+    def rehearse(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> Rehearsal:
+        """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
+
+        Its checkpoints and its forecast are left alone; the gate is not asked.
+
+        Args:
+            plan: As in `promote`.
+            steps: Of each of two launches, of which the second goes on from what the first saved; at least 5.
+        """
+        from muscale.rehearsal import rehearse_on_cluster
+
+        plan, config = self._to_promote(plan, register=False)
+        with self.display.stage("rehearse"):
+            return rehearse_on_cluster(plan, config, self.ledger, self.numerics, steps=steps)
+
+    def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
+        """The plan that is meant, and the settings that it is promoted with."""
+        if isinstance(plan, str | Path):
+            return plan_file.read(Path(plan), self.ledger, self.config)
+        plan = plan or self.planned()
+        if register:
+            return self._registered(plan), self.config
+        known = self.ledger.forecast(plan.key)
+        return planning.register(plan, self.ledger) if known else plan, self.config
+
+    def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> Prospect:
+        from muscale.prospect import prospect
+
+        return prospect(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
+
     def run(self, *, force: bool = False) -> Promotion:
         """Every stage in turn; what is known is not done again.
 
         Raises:
-            StageError: If a stage can't give its result, or the coordinate check fails and `force` is not set.
+            StageError: If a stage can't give its result, or the coordinate check or the gate fails and `force` is not set.
         """
         if self.config.resources.compile:
             from proxy_models.compilation import missing_compiler
@@ -418,7 +492,7 @@ class Study:
             self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
             self.display.line(str(self.corpus))
             self.display.line(str(self.check()))
-            promotion.gate_check(self.check(), force=force)
+            require_check(self.check(), force=force)  # before anything is trained in vain
             self.display.line(str(self.sweep()))
             self.display.line(str(self.transfer()))
             self.ladder()

@@ -88,6 +88,24 @@ def test_a_dry_run_tells_the_cost_and_writes_nothing(make_study: MakeStudy) -> N
     assert sorted(path.parent.rglob("*")) == before
 
 
+def test_a_prospect_needs_a_plan_and_a_rehearsal_takes_no_gate(make_study: MakeStudy) -> None:
+    path = make_study()
+    before = sorted(path.parent.rglob("*"))
+    for options, message in (
+        (("--rehearse", "--force"), "--rehearse asks no gate and shows no prospect; leave out --force"),
+        (("--rehearse", "--dry-run"), "leave out --dry-run"),
+    ):
+        done = muscale("promote", path, *options)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    done = muscale("promote", path, "--dry-run")
+    assert done.returncode == 0
+    assert "promote" in done.stdout
+    assert sorted(path.parent.rglob("*")) == before
+    done = muscale("promote", path, "--plan", path.parent / "none.toml", "--dry-run")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
 def test_the_coordinate_check_is_a_command(make_study: MakeStudy) -> None:
     path = make_study()
     done = muscale("check", path, "--json")

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import StageError, StudyConfig, ladder, transfer
+from muscale import StudyConfig, ladder, transfer
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
-from muscale.promotion import Promotion, gate
+from muscale.promotion import Promotion
 from muscale.search.path import path_of
 from muscale.trial import TrialPlan
 from proxy_models.numerics import Numerics
@@ -228,10 +228,3 @@ def test_a_promotion_tells_the_loss_of_each_source_where_there_are_several() -> 
     several = Promotion.from_dict({**values, "source_losses": {"words": 0.5, "code": 1.25}})
     assert str(several) == f"{one}\n  words 0.5000, code 1.2500"
     assert Promotion.from_dict(several.to_dict()) == several
-
-
-def test_the_gate_lets_through_what_passed_or_was_forced() -> None:
-    gate("pass", (), force=False)
-    gate("fail", ("drift",), force=True)
-    with pytest.raises(StageError, match=r"verdict is 'not enough evidence' \(two widths\).*--force"):
-        gate("not enough evidence", ("two widths",), force=False)

@@ -117,6 +117,19 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
     assert str(study.corpus) in page
+    check_gate(study, promotion)
+
+
+def check_gate(study: Study, promotion: Promotion) -> None:
+    """Shown again, what it let through, and by the plan's file the same promotion."""
+    seen = study.prospect().gate
+    assert promotion.gate is not None
+    kept = {line["name"]: line["status"] for line in promotion.gate["lines"]}
+    assert kept == {line.name: line.status for line in seen.lines}
+    assert {kept[name] for name in ("coordinate check", "data", "carried over", "layout", "disk")} == {"passed"}
+    assert promotion.forced_lines == seen.failed
+    assert promotion.forced is not seen.passed
+    assert study.promote(study.plan_path(study.plan())) == promotion
 
 
 def check_watch(study: Study, promotion: Promotion) -> None:

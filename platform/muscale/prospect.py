@@ -1,0 +1,277 @@
+"""What a promotion would be, before anything is launched: plan, gate, memory of each device, cost, and the workers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from muscale.checkpoints import CHECKPOINTS
+from muscale.config import StudyConfig
+from muscale.gate import (
+    MEMORY_SHARE,
+    Gate,
+    carried_line,
+    check_line,
+    data_line,
+    disk_line,
+    layout_line,
+    memory_line,
+    transfer_line,
+)
+from muscale.layout import FULL_RUNS
+from muscale.planning import Plan, data_hashes
+from proxy_models.corpus import Corpus
+from proxy_models.memory import MemoryEstimate, largest_micro_batch, training_memory
+from proxy_models.tokenizer import Tokenizer
+from scaling import Verdict
+
+if TYPE_CHECKING:
+    from proxy_models.coordinate_check import CoordinateCheck
+
+MOST_HASHED = 32 * 10**9
+"""Bytes of tokens that are hashed again at every promotion: half a minute from a fast disk (assumed)."""
+KEPT_CHECKPOINTS = 3
+"""The two that a full run keeps, and the one that is being written."""
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a worker trains on.
+
+    Attributes:
+        name: As people call it.
+        memory_bytes: Of one; None where it can't be told here.
+        workers_on_it: That share it.
+    """
+
+    name: str
+    memory_bytes: float | None
+    workers_on_it: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What would be started.
+
+    Attributes:
+        workers: Processes of the run.
+        cpus_per_worker, gpus_per_worker: Of each.
+        device: Of each.
+        sharding: What is cut over the workers.
+        micro_batch: Sequences that a worker takes at once.
+        n_steps, n_tokens: Of the whole run.
+        resumed_from: Tokens of the newest checkpoint; 0: it begins.
+        checkpoint_bytes: Of one.
+        directory: Of the run.
+    """
+
+    workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    device: str
+    sharding: str
+    micro_batch: int
+    n_steps: int
+    n_tokens: int
+    resumed_from: int
+    checkpoint_bytes: int
+    directory: str
+
+    def __str__(self) -> str:
+        parts = f"{self.cpus_per_worker:g} CPUs" + (
+            f" and {self.gpus_per_worker:g} GPU" if self.gpus_per_worker else ""
+        )
+        begins = f"goes on after {self.resumed_from:,} tokens" if self.resumed_from else "begins"
+        return (
+            f"launch: {self.workers} workers with {parts} each on {self.device}, sharding {self.sharding}, "
+            f"{self.micro_batch} sequences a pass\n"
+            f"  {self.n_steps:,} steps to {self.n_tokens:,} tokens, {begins}; checkpoints of "
+            f"{self.checkpoint_bytes / 2**30:.3g} GiB in {self.directory}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prospect:
+    """What `muscale promote --dry-run` prints."""
+
+    plan: Plan
+    gate: Gate
+    memory: MemoryEstimate
+    launch: Launch
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is open."""
+        return self.gate.passed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "plan": self.plan.to_dict(),
+            "gate": self.gate.to_dict(),
+            "memory": asdict(self.memory) | {"total": self.memory.total},
+            "launch": asdict(self.launch),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (self.plan, self.gate, f"memory: {self.memory}", self.launch)))
+
+
+def prospect(
+    plan: Plan, config: StudyConfig, corpus: Corpus, *, check: CoordinateCheck | None, verdict: Verdict, directory: Path
+) -> Prospect:
+    """Look at everything that the gate asks for; nothing is launched or written.
+
+    Args:
+        plan: To promote.
+        config: The study's, with the resources to promote it on.
+        corpus: That the run would read.
+        check: The coordinate check; None where it was not made yet.
+        verdict: Of the transfer check.
+        directory: The study's.
+    """
+    settings, model, h = config.promote, plan.model, plan.hyperparameters
+    memory = memory_of(plan, config)
+    whole = training_memory(model, micro_batch=1, optimizer=h.optimizer)
+    checkpoint = whole.parameters + whole.optimizer
+    device = device_of(config)
+    folder = directory / FULL_RUNS / plan.key
+    changed, n_bytes = changed_files(corpus)
+    free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
+    gate = Gate(
+        plan=plan.key,
+        lines=(
+            transfer_line(verdict.verdict, verdict.reasons, verdict.options),
+            check_line(check),
+            data_line(plan.data, data_hashes(corpus), changed, n_bytes),
+            carried_line(plan.carried),
+            memory_line(
+                memory,
+                memory_bytes=device.memory_bytes,
+                device=device.name,
+                workers_on_it=device.workers_on_it,
+            ),
+            layout_line(
+                {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff},
+                sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
+                workers=settings.workers,
+                tensor_parallel=settings.tensor_parallel,
+                micro_batch=settings.micro_batch,
+            ),
+            disk_line(KEPT_CHECKPOINTS * checkpoint, free, kept=KEPT_CHECKPOINTS, place=str(directory)),
+        ),
+    )
+    launch = Launch(
+        workers=settings.workers,
+        cpus_per_worker=config.resources.cpus_per_worker,
+        gpus_per_worker=float(config.resources.gpus_per_worker > 0),
+        device=device.name,
+        sharding=settings.sharding,
+        micro_batch=_micro_batch(plan, config),
+        n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
+        n_tokens=plan.n_tokens,
+        resumed_from=_newest(folder / CHECKPOINTS),
+        checkpoint_bytes=checkpoint,
+        directory=str(folder),
+    )
+    return Prospect(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
+    """What a worker needs at the full batch."""
+    return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+
+
+def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
+    """What memory hangs on beside the micro-batch; workers that share products are taken to share no memory."""
+    layout, workers = config.promote.parallelism, config.promote.workers
+    _, shards, _ = layout.grid(workers, node_ranks=workers)  # how many nodes there will be is not known here: one
+    return {
+        "precision": plan.precision,
+        "optimizer": plan.hyperparameters.optimizer,
+        "sharding": layout.sharding,
+        "world_size": layout.data_ranks(workers) if layout.sharding == "none" else shards,
+        "checkpointing": layout.checkpointing,
+    }
+
+
+def _micro_batch(plan: Plan, config: StudyConfig) -> int:
+    """Sequences that a worker takes at once: as set, or on a GPU the largest part of its first share that fits, or its share."""
+    settings, h = config.promote, plan.hyperparameters
+    shares = settings.parallelism.data_ranks(settings.workers) * plan.model.context_length
+    if settings.micro_batch:
+        return settings.micro_batch
+    device = device_of(config)
+    if config.resources.gpus_per_worker and device.memory_bytes:
+        first = max(1, (h.batch_tokens >> h.batch_doublings) // shares)
+        limit = int(MEMORY_SHARE * device.memory_bytes)
+        return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
+    return max(1, h.batch_tokens // shares)
+
+
+def device_of(config: StudyConfig) -> Device:
+    """What a worker would train on: the accelerator of the plan, or the one that this process sees; else this machine."""
+    if config.resources.gpus_per_worker:
+        if known := config.plan.device:
+            return Device(name=known.name, memory_bytes=known.memory_bytes)
+        import torch
+
+        if torch.cuda.is_available():
+            seen = torch.cuda.get_device_properties(0)
+            return Device(name=str(seen.name), memory_bytes=float(seen.total_memory))
+        return Device(name="a GPU", memory_bytes=None)
+    if os.environ.get("RAY_ADDRESS"):  # the workers' machines are not this one
+        return Device(name="a node of the cluster", memory_bytes=None)
+    return Device(name="this machine", memory_bytes=float(_host_memory()), workers_on_it=config.promote.workers)
+
+
+def changed_files(corpus: Corpus) -> tuple[list[str] | None, int]:
+    """Files of a corpus that do not hold the hashes of its manifests, and the bytes of all; None if they are too large."""
+    files = {
+        source.folder / f"{split}.bin": digest
+        for source in corpus.sources.values()
+        for split, digest in source.manifest["sha256"].items()
+    }
+    n_bytes = sum(path.stat().st_size for path in files)
+    if n_bytes > MOST_HASHED:
+        return None, n_bytes
+    changed = [str(path.relative_to(corpus.folder)) for path, digest in files.items() if _sha256(path) != digest]
+    return [*changed, *_changed_tokenizer(corpus)], n_bytes
+
+
+def _changed_tokenizer(corpus: Corpus) -> Sequence[str]:
+    """The kept tokenizer's file, if its hash is not the one that encoded the sources of text."""
+    texts = [source for source in corpus.sources.values() if source.manifest["text"] is not None]
+    if not texts:
+        return []
+    kept: Tokenizer = corpus.tokenizer()
+    return [] if all(source.manifest["tokenizer"] == kept.key for source in texts) else ["tokenizer.json"]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _newest(checkpoints: Path) -> int:
+    """Tokens of the newest, 0 without one."""
+    return max((int(path.name.removeprefix("tokens=")) for path in checkpoints.glob("tokens=*[0-9]")), default=0)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _host_memory() -> int:
+    """Bytes of this machine, or of the container that this process is in."""
+    total = int(psutil.virtual_memory().total)
+    limit = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"
+    return min(total, int(limit)) if limit.isdigit() else total
