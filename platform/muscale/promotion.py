@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from muscale.config import StudyConfig
 from muscale.errors import StageError
-from muscale.interrupts import interrupted_later, interruptible
-from muscale.jobs import Job, cluster, dismiss_workers
-from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
+from muscale.goodput import Goodput
+from muscale.incidents import Incident
+from muscale.jobs import Job
+from muscale.launch import launch
+from muscale.layout import CORPUS, FULL_RUNS
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan
 from muscale.tables import runs, segments
@@ -37,6 +37,8 @@ class Promotion:
         forced: Whether it had to be, as that verdict was no pass or the coordinate check had failed.
         world_size: Workers at the end.
         seconds: Wall time of the training.
+        goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
+        incidents: What befell the run, and what was done.
     """
 
     plan: str
@@ -53,6 +55,8 @@ class Promotion:
     forced: bool
     world_size: int
     seconds: float
+    goodput: Goodput | None = None
+    incidents: tuple[Incident, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -72,12 +76,22 @@ class Promotion:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones with them."""
         derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
-        return {**self.__dict__, **derived}
+        befell = {
+            "goodput": self.goodput and self.goodput.to_dict(),
+            "incidents": [asdict(incident) for incident in self.incidents],
+        }
+        return {**self.__dict__, **befell, **derived}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        goodput, incidents = known.pop("goodput", None), known.pop("incidents", ())
+        return cls(
+            **known,
+            goodput=Goodput.from_dict(goodput) if goodput else None,
+            incidents=tuple(Incident.from_dict(incident) for incident in incidents),
+        )
 
     def __str__(self) -> str:
         place = "inside" if self.inside else "OUTSIDE"
@@ -89,6 +103,9 @@ class Promotion:
         ]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
+        if self.goodput:
+            lines.append(f"  {self.goodput}")
+        lines += [f"  {incident}" for incident in self.incidents]
         if self.forced:
             lines.append(f"  forced, with a transfer verdict of {self.verdict!r}")
         return "\n".join(lines)
@@ -127,7 +144,8 @@ def promote(
     """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
 
     Raises:
-        StageError: If the run diverged or failed more often than `promote.max_failures`.
+        StageError: If the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
+        PreemptedError: If this process was told to end; the workers have saved.
     """
     registered = ledger.forecast(plan.key)
     if registered is None:
@@ -142,7 +160,9 @@ def promote(
         )
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
-    outcome = _launch(plan, config, numerics, directory, ledger.directory / CORPUS)
+    numerics = replace(numerics, guard=config.promote.guard)
+    run = _run(plan, config, numerics, directory, ledger.directory / CORPUS)
+    outcome = launch(run, config.promote, config.resources, name=plan.key)
     promotion = Promotion(
         plan=plan.key,
         loss=float(outcome["loss"]),
@@ -155,6 +175,8 @@ def promote(
         forced=started["forced"],
         world_size=int(outcome["environment"]["world_size"]),
         seconds=float(outcome["seconds"]),
+        goodput=Goodput.from_dict(outcome["goodput"]),
+        incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
     _record_run(plan, ledger, numerics, outcome)
     ledger.record_result("promotion", plan.key, promotion.to_dict())
@@ -178,83 +200,18 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
         ledger.insert(runs, **job.row(recorded))
 
 
-def _launch(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
-    """Run the workers under Ray Train; each finds the last checkpoint by itself. A finished run is not launched again."""
-    result = directory / RESULT
-    if not result.exists():
-        with cluster(config.resources):
-            dismiss_workers()
-            _fit(plan, config, numerics, directory, corpus)
-    if not result.exists():
-        raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
-    return dict(json.loads(result.read_text()))
-
-
-def _fit(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> None:
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    with interrupted_later():
-        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-        from ray.train.torch import TorchTrainer
-
-    settings, resources = config.promote, config.resources
-    chain = plan.chain(numerics)
-    # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state.
-    trainer = TorchTrainer(
-        _train_worker,
-        train_loop_config={
-            "threads": resources.threads,
-            "run": {
-                "numerics": chain.numerics,
-                "segments": chain.segments,
-                "directory": directory,
-                "corpus": corpus,
-                "checkpoint_every_tokens": settings.checkpoint_every_tokens,
-                "evaluate_every_tokens": settings.evaluate_every_tokens,
-            },
-        },
-        scaling_config=ScalingConfig(
-            num_workers=settings.workers,
-            use_gpu=resources.gpus_per_worker > 0,
-            resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if resources.gpus_per_worker else {}),
-        ),
-        run_config=RunConfig(
-            name=f"{plan.key}-{now().replace(':', '')}",
-            storage_path=str(directory / "ray"),
-            failure_config=FailureConfig(max_failures=settings.max_failures),
-        ),
-    )
-    failure = directory / FAILURE
-    failure.unlink(missing_ok=True)
-    try:
-        with interruptible():
-            trainer.fit()
-    except TrainingFailedError as error:
-        raise StageError(f"promote: {error}; the run's records are in {directory}") from error
-    if failure.exists():
-        raise StageError(f"{failure.read_text()}; the run's records are in {directory}")
-
-
-def _train_worker(config: dict[str, Any]) -> None:
-    """One worker of the full run, inside Ray Train.
-
-    What another attempt would end in again, such as a divergence, goes into a file: Ray would retry an error.
-    """
-    from muscale.compat import import_lightning
-
-    import_lightning()
-    import ray.train
-    import torch
-    from ray.train.lightning import RayLightningEnvironment
-    from ray.train.torch import get_device
-
-    from muscale.full_run import FullRun, ShardedStrategy, train
-
-    torch.set_num_threads(config["threads"])
-    run = FullRun(**config["run"])
-    context = ray.train.get_context()
-    strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
-    try:
-        train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
-    except StageError as error:
-        if context.get_world_rank() == 0:
-            (run.directory / FAILURE).write_text(str(error))
+def _run(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
+    """The full run as `launch` takes it."""
+    settings, chain = config.promote, plan.chain(numerics)
+    return {
+        "numerics": chain.numerics,
+        "segments": chain.segments,
+        "directory": directory,
+        "corpus": corpus,
+        "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+        "checkpoint_every_minutes": settings.checkpoint_every_minutes,
+        "keep_last": settings.keep_last,
+        "keep_every_tokens": settings.keep_every_tokens,
+        "evaluate_every_tokens": settings.evaluate_every_tokens,
+        "on_spike": settings.spike_policy,
+    }
