@@ -66,9 +66,9 @@ class Stream(Protocol):
 
         Args:
             tokens_seen: Position in the run, a multiple of the context length.
-            batch_tokens: Tokens of the whole step; a multiple of context_length · world_size.
-            rank: Which of `world_size` equal, consecutive shares to return.
-            world_size: Number of shares.
+            batch_tokens: Tokens of the whole step; a multiple of the context length.
+            rank: Which of `world_size` consecutive shares to return; they are equal, or the first ones have a sequence more.
+            world_size: Number of shares, no more than sequences.
 
         Raises:
             ValueError: If a number is not such a multiple, or there is no such share.
@@ -188,13 +188,14 @@ def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, 
         raise ValueError(f"tokens_seen must be a multiple of context_length = {context_length}, got {tokens_seen}")
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank must lie in [0, world_size = {world_size}), got {rank}")
-    if batch_tokens < 1 or batch_tokens % (context_length * world_size):
-        raise ValueError(
-            f"batch_tokens must be a multiple of context_length · world_size = {context_length} · {world_size} "
-            f"= {context_length * world_size}, got {batch_tokens}"
-        )
-    share = batch_tokens // context_length // world_size
-    first = tokens_seen // context_length + rank * share
+    if batch_tokens < 1 or batch_tokens % context_length:
+        raise ValueError(f"batch_tokens must be a multiple of context_length = {context_length}, got {batch_tokens}")
+    sequences = batch_tokens // context_length
+    if sequences < world_size:
+        raise ValueError(f"a batch of {sequences} sequences has no share for each of {world_size} ranks")
+    share, more = divmod(sequences, world_size)
+    first = tokens_seen // context_length + rank * share + min(rank, more)
+    share += rank < more
     return np.arange(first, first + share, dtype=np.int64)
 
 

@@ -51,6 +51,7 @@ class Stepper:
         loss: Loss = training_loss,
         micro_batch: int | None = None,
         rank: int = 0,
+        ranks: int = 1,
         mean: Callable[[Tensor], Tensor] = lambda loss: loss,
         before_part: Callable[[bool], None] = lambda last: None,
     ) -> None:
@@ -64,6 +65,7 @@ class Stepper:
             loss: `training_loss`, or the same compiled.
             micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
             rank: Of this process.
+            ranks: How many share a batch; their gradients are averaged by the sharding.
             mean: Mean of a loss over ranks.
             before_part: Called before each micro-batch with whether it is the step's last, where there are several.
         """
@@ -71,8 +73,8 @@ class Stepper:
         self.parameters = list(module.parameters())
         self.spikes: list[Spike] = []
         self.divergence: Divergence | None = None
-        self._loss, self._micro_batch, self._rank, self._mean = loss, micro_batch, rank, mean
-        self._before_part = before_part
+        self._loss, self._micro_batch, self._mean = loss, micro_batch, mean
+        self._rank, self._ranks, self._before_part = rank, ranks, before_part
         self._device = self.parameters[0].device
         self._numerics, self._precision, self._seed = numerics, numerics.precision, numerics.seed
         self._random = numerics.model.is_random
@@ -85,17 +87,20 @@ class Stepper:
         """The table that the training follows."""
         return self._numerics.parametrization(self.recipe.optimizer)
 
-    def step(self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float) -> tuple[Tensor, Tensor]:
+    def step(
+        self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float, of: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Take step `number`, which starts after `tokens` tokens; returns loss and gradient norm before it.
 
-        Afterwards `divergence` may be set; the weights are then those before the step.
+        `of` is the sequences of the whole batch; None: every rank has as many as this one. Afterwards `divergence` may be
+        set; the weights are then those before the step.
         """
         guard = self._guard
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
             self._good = capture(self.module, self.optimizer)
         if self._random:
             torch.manual_seed(step_seed(self._seed, tokens, self._rank))
-        loss = self._mean(self._accumulate(sequences))
+        loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
         if self._scaler:
             self._scaler.unscale(self.optimizer)
         norm = clip(self.parameters, self.recipe.clip_norm)
@@ -111,15 +116,20 @@ class Stepper:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _accumulate(self, sequences: Tensor) -> Tensor:
-        """Gradients of the mean loss over the batch, and that loss; each part counts by its sequences."""
-        parts = torch.split(sequences, self._micro_batch) if self._micro_batch else (sequences,)
-        if len(parts) == 1:
-            return self._backward(sequences, 1.0)
+    def _accumulate(self, sequences: Tensor, whole: int) -> Tensor:
+        """Gradients of this rank's part of the mean over `whole` sequences, and that part; each sequence counts alike.
+
+        Where shares differ by a sequence, a rank may have a pass less than others: it joins theirs, as all gather weights.
+        """
+        largest = -(-whole // self._ranks)
+        if not self._micro_batch or largest <= self._micro_batch:
+            return self._backward(sequences, len(sequences) * self._ranks / whole)
+        passes, parts = -(-largest // self._micro_batch), torch.split(sequences, self._micro_batch)
         shares = []
-        for number, part in enumerate(parts, start=1):
-            self._before_part(number == len(parts))
-            shares.append(self._backward(part, len(part) / len(sequences)))
+        for number in range(passes):
+            self._before_part(number == passes - 1)
+            part, weight = (parts[number], 1.0) if number < len(parts) else (sequences[:1], 0.0)
+            shares.append(self._backward(part, weight * len(part) * self._ranks / whole))
         return torch.stack(shares).sum()
 
     def _backward(self, sequences: Tensor, share: float) -> Tensor:

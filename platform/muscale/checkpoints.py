@@ -1,7 +1,8 @@
-"""Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), hashed, and moved into place whole.
+"""Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), written while training goes on, hashed, moved into place whole.
 
-The parametrization's table lies beside the shards. A checkpoint whose hashes do not hold is never opened; the hashes guard
-against damage, not against an author, and torch unpickles the metadata: go on only from runs that are your own.
+The parametrization's table lies beside the shards. The manifest of hashes is written last, and only then the folder gets its
+name, so that a kill at any time leaves a checkpoint that is whole, or none. One whose hashes do not hold is never opened; they
+guard against damage, not against an author, and torch unpickles the metadata: go on only from runs that are your own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from muscale.ranks import barrier, from_first, rank, side_group
+from proxy_models.metrics import passes
 from proxy_models.parametrization import Parametrization
 from proxy_models.state import capture
 from proxy_models.step import GOOD, Stepper
@@ -28,18 +32,28 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 PARAMETRIZATION = "parametrization.json"
 _MEMORY = "memory"  # of the stepper, in a checkpoint
-_KEEP = 2
+_UNFINISHED = ".unfinished"
 
 
 class Checkpoints:
-    """Sharded checkpoints of one run: `tokens=<n>` holds the state after n tokens and a manifest of its files' hashes."""
+    """Sharded checkpoints of one run: `tokens=<n>` holds the state after n tokens and a manifest of its files' hashes.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        folder: Where they lie; every rank sees the same.
+        keep_last: The newest so many are kept.
+        keep_every_tokens: Kept for ever is the first at or after each multiple of it; None: none is.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int = 2, keep_every_tokens: int | None = None) -> None:
         self.folder = folder
+        self.keep_last, self.keep_every_tokens = keep_last, keep_every_tokens
+        self._thread: ThreadPoolExecutor | None = None
+        self._write: Future[None] | None = None
 
     def latest(self) -> tuple[int, Path] | None:
-        """Tokens and path of the newest checkpoint whose hashes hold, or None."""
-        return next(self.whole(), None)
+        """Tokens and path of the newest checkpoint whose hashes hold, or None; rank 0 reads them, and all ranks are told."""
+        self.finish()
+        return from_first(lambda: next(self.whole(), None))
 
     def whole(self) -> Iterator[tuple[int, Path]]:
         """Tokens and path of each checkpoint whose hashes hold, the newest first; one is hashed when it is reached."""
@@ -55,28 +69,67 @@ class Checkpoints:
         return sorted(((int(path.name.removeprefix("tokens=")), path) for path in paths), reverse=True)
 
     def save(self, stepper: Stepper, tokens: int) -> None:
-        """Write the state of all ranks; rank 0 hashes it and moves it into place, then drops the oldest."""
-        path = self.folder / f"tokens={tokens}"
-        unfinished = self.folder / f"tokens={tokens}.unfinished"
-        if _rank() == 0:
+        """Copy the state of all ranks, and have it written while they go on; a write before it is waited for.
+
+        Raises:
+            Exception: What ended the write before it.
+        """
+        self.finish()
+        unfinished = self.folder / f"tokens={tokens}{_UNFINISHED}"
+        if rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        _barrier()
+        barrier()
         weights, moments = get_state_dict(stepper.module, stepper.optimizer)
         state = {"model": weights, "optimizer": moments, _MEMORY: stepper.memory()}
-        save_sharded(state, checkpoint_id=unfinished)
-        _barrier()
-        if _rank() == 0:
-            (unfinished / PARAMETRIZATION).write_text(json.dumps(stepper.parametrization.to_dict(), indent=1))
-            manifest = {file.name: _sha256(file) for file in sorted(unfinished.iterdir())}
-            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            shutil.rmtree(path, ignore_errors=True)
-            unfinished.rename(path)
-            kept = [path for number, path in self._found() if number <= tokens][:_KEEP]
-            for _, other in self._found():  # a later one did not hold its hashes, or this would not be trained again
-                if other not in kept:
-                    shutil.rmtree(other)
-        _barrier()
+        shards = async_save(state, checkpoint_id=unfinished, process_group=side_group())
+        if not isinstance(shards, Future):
+            shards = shards.upload_completion
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._write = self._thread.submit(self._seal, shards, unfinished, tokens, stepper.parametrization)
+
+    def finish(self) -> None:
+        """Wait until what `save` began lies in its place.
+
+        Raises:
+            Exception: What ended the write.
+        """
+        write, self._write = self._write, None
+        if write:
+            write.result()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write goes on."""
+        return self._write is not None and not self._write.done()
+
+    def _seal(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
+        """Once the shards are written: each rank hashes its own; rank 0 writes the manifest, names the folder, drops the oldest."""
+        shards.result()
+        hashes = _gathered({file.name: _sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
+        if rank() != 0:
+            return
+        (unfinished / PARAMETRIZATION).write_text(json.dumps(table.to_dict(), indent=1))
+        for file in sorted(unfinished.iterdir()):
+            if file.name not in hashes:
+                hashes[file.name] = _sha256(file)
+        write_manifest(unfinished, hashes)
+        put_in_place(unfinished, self.folder / f"tokens={tokens}")
+        self._drop(tokens)
+
+    def _drop(self, tokens: int) -> None:
+        """All but the kept; a later one did not hold its hashes, or was gone back behind, as this is the newest."""
+        standing = [(number, path) for number, path in reversed(self._found()) if number <= tokens]
+        kept, before = {path for _, path in standing[-self.keep_last :]}, 0
+        for number, path in standing:
+            if passes(self.keep_every_tokens, before, number):
+                kept.add(path)
+            before = number
+        for _, path in self._found():
+            if path not in kept:
+                shutil.rmtree(path)
+        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # of an attempt that was killed
+            shutil.rmtree(path)
 
     def load(self, path: Path, stepper: Stepper) -> None:
         """Read a checkpoint that `latest` found whole, at whatever world size this is.
@@ -97,6 +150,27 @@ class Checkpoints:
         stepper.remember(state[_MEMORY])
 
 
+def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
+    """The last file of a checkpoint: without it, the folder is none."""
+    (folder / MANIFEST).write_text(json.dumps(hashes, indent=1, sort_keys=True))
+
+
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Give a checkpoint its name, in place of one that was trained again."""
+    shutil.rmtree(path, ignore_errors=True)
+    unfinished.rename(path)
+
+
+def _gathered(hashes: dict[str, str]) -> dict[str, str]:
+    """Those of all ranks, on rank 0."""
+    group = side_group()
+    if group is None:
+        return hashes
+    of_ranks: list[dict[str, str]] | None = [{}] * dist.get_world_size() if rank() == 0 else None
+    dist.gather_object(hashes, of_ranks, dst=0, group=group)
+    return {name: digest for hashes in of_ranks or [] for name, digest in hashes.items()}
+
+
 def _is_whole(checkpoint: Path) -> bool:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -108,12 +182,3 @@ def _is_whole(checkpoint: Path) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -1,7 +1,8 @@
 """The command line: each command parses, calls one method of `Study`, and prints its result.
 
 Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast or its band), 2 an error that the
-user can mend, 130 interrupted (Ctrl-C, SIGTERM). Nothing heavy is imported before a command runs.
+user can mend, 75 a full run that was told to end (SIGTERM) and has saved, 130 interrupted otherwise (Ctrl-C, SIGTERM); the same
+command goes on after both. Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
@@ -501,11 +502,14 @@ def _interrupt(_signal: int, _frame: object) -> None:
 
 def main() -> None:
     """Entry point of the command `muscale`."""
-    from muscale.errors import MuscaleError
+    from muscale.errors import EXIT_PREEMPTED, MuscaleError, PreemptedError
 
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = app(result_action="return_value")
+    except PreemptedError as error:
+        print(error, file=sys.stderr)
+        code = EXIT_PREEMPTED
     except MuscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2

@@ -20,6 +20,7 @@ from muscale.ablation_settings import AblateSettings
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
+from muscale.incidents import SpikePolicy
 from muscale.layout import STUDY_FILE
 from muscale.parallelism import Parallelism
 from muscale.plan_settings import PlanSettings
@@ -28,6 +29,7 @@ from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.memory import Checkpointing, Sharding
 from proxy_models.numerics import Precision
@@ -70,11 +72,22 @@ class PromoteSettings(_Table):
     """[promote]: how the full run is trained."""
 
     workers: PositiveInt = 2
+    workers_min: PositiveInt | None = (
+        None  # fewer are taken while the cluster has no room for more; none: all or nothing
+    )
     precision: Precision = "fp32"
     checkpoint_every_tokens: PositiveInt = 500_000
+    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first
+    keep_last: PositiveInt = 2  # checkpoints
+    keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
     evaluate_every_tokens: PositiveInt = 200_000
     seed: int = 0
-    max_failures: Annotated[int, Field(ge=0)] = 2
+    max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; what would come again is not tried again
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # a loss that is not finite ends the run; or see SpikePolicy
+    spike_threshold: PositiveFloat = 10.0  # robust standard deviations above the median of the last 128 steps
+    max_interventions: Annotated[int, Field(ge=0)] = 3
+    spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
+    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
     sharding: Sharding = "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
     shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
     tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
@@ -83,6 +96,39 @@ class PromoteSettings(_Table):
     alarm_after: PositiveInt = 3  # evaluations in a row outside the band
     on_alarm: Literal["log", "stop"] = "log"
     webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.workers_min is not None and self.workers_min > self.workers:
+            raise ValueError(
+                f"promote.workers_min must be at most promote.workers = {self.workers}, got {self.workers_min}"
+            )
+        if self.on_spike != "rollback":
+            for name in ("spike_margin_tokens", "rewarm_tokens"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
+                    )
+        return self
+
+    @property
+    def spike_policy(self) -> SpikePolicy | None:
+        """What the full run does about spikes; None: it ends where a loss is not finite."""
+        if self.on_spike == "stop":
+            return None
+        return SpikePolicy(
+            action=self.on_spike,
+            max_interventions=self.max_interventions,
+            margin_tokens=self.spike_margin_tokens,
+            rewarm_tokens=self.rewarm_tokens,
+        )
+
+    @property
+    def guard(self) -> GuardSettings | None:
+        """What tells a spike; the interventions' budget is the policy's."""
+        if self.on_spike == "stop":
+            return None
+        return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
 
     @pydantic.model_validator(mode="after")
     def _webhook_is_a_name(self) -> Self:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+EXIT_PREEMPTED = 75
+"""Of a process that saved as it was told to leave its machine: EX_TEMPFAIL of sysexits.h, which invites to try again."""
+
 
 class MuscaleError(Exception):
     """Root of muscale's own exceptions; the command line prints its message without a stack trace and exits with 2."""
@@ -33,3 +36,7 @@ class LeaseLostError(MuscaleError):
 
 class BundleError(MuscaleError):
     """A bundle that can't be used: not one, of another version, damaged, or without what is asked of it."""
+
+
+class PreemptedError(MuscaleError):
+    """A run that was told to leave its machine: it has saved, and the same command goes on with it (exit code 75)."""

@@ -6,12 +6,11 @@ found by position, so a run resumed at another world size sees the same tokens.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from muscale import attempts, json_lines
+from muscale.agreement import Agreement
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.compat import import_lightning
 from muscale.environment import environment
-from muscale.errors import StageError
-from muscale.layout import METRICS, RESULT
-from muscale.metrics_file import drop_after, last_row
+from muscale.errors import PreemptedError, StageError
+from muscale.incidents import Incident, Interventions, SpikePolicy, record_incident, utc_now
+from muscale.layout import METRICS
 from muscale.parallelism import Parallelism
+from muscale.preemption import Notice
+from muscale.ranks import from_first, joined, rank
 from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
 from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
@@ -37,7 +40,7 @@ from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import send
 from proxy_models.metrics import passes
 from proxy_models.numerics import Numerics
-from proxy_models.optimizer import make_optimizer
+from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
 from proxy_models.recipe import Recipe
 from proxy_models.segments import Segment
@@ -50,9 +53,6 @@ MIN_UNIT_PARAMS = 1_000_000
 """A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
 _EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
-_MEMORY_SHARE = (
-    0.85  # of a GPU's memory, that an estimate may fill; the rest is the allocator's and the communication's (assumed)
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,9 @@ class FullRun:
         directory: Where its checkpoints, metrics and result lie; visible to every worker.
         corpus: Folder of the corpus.
         checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
+        checkpoint_every_minutes: Also when so much time went by since the last checkpoint was begun; None: not by time.
+        keep_last, keep_every_tokens: Which checkpoints are kept, as `Checkpoints` states.
+        on_spike: What is done about what the guard finds; None: what the guard does by itself.
         min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
         micro_batch: Sequences of one forward and backward pass on a rank; None: its whole share, on a GPU the largest whole
             part of it that fits by the estimate.
@@ -82,10 +85,16 @@ class FullRun:
     micro_batch: int | None = None
     parallelism: Parallelism = field(default_factory=Parallelism)
     compile: Compile = False
+    checkpoint_every_minutes: float | None = None
+    keep_last: int = 2
+    keep_every_tokens: int | None = None
+    on_spike: SpikePolicy | None = None
 
     def __post_init__(self) -> None:
         self.parallelism.require(self.numerics.model)
         self.numerics.require_length(self.n_tokens)
+        if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
+            raise ValueError('on_spike needs a guard whose action is "skip"')
 
     @property
     def n_tokens(self) -> int:
@@ -108,16 +117,29 @@ class FullRun:
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
     """The decoder under Lightning; every definition is `proxy_models`' own."""
 
-    def __init__(self, run: FullRun, start: int, resume: Path | None, *, spent: float) -> None:
+    def __init__(
+        self,
+        run: FullRun,
+        start: int,
+        resume: Path | None,
+        *,
+        spent: float,
+        checkpoints: Checkpoints,
+        interventions: Interventions,
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False  # the step is `proxy_models`' own, whole
         self.run, self.start, self.resume = run, start, resume
-        self.tokens = start
-        self.checkpoints = Checkpoints(run.directory / CHECKPOINTS)
+        self.tokens = self._recorded = start
+        self.checkpoints, self.interventions = checkpoints, interventions
+        self.blocked = 0.0  # seconds, by checkpoints since the last row
         self.model: Decoder | None = None
         self.compiled = False
         self._spent = spent  # seconds, by earlier attempts up to the start
         self._rows: list[dict[str, Any]] = []
+        self._notice = Notice(run.directory)
+        every = run.checkpoint_every_minutes
+        self._agreement = Agreement(every_seconds=every and 60 * every, notice=self._notice)
 
     def configure_model(self) -> None:
         """Build the decoder over the ranks, large blocks each by itself, with initial values that sharding does not change."""
@@ -163,8 +185,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Nothing but a count of steps: a batch is found by its position."""
-        return DataLoader(range(self.run.n_steps(self.run.n_tokens) - self.run.n_steps(self.start)))  # type: ignore[arg-type]
+        """Nothing but calls of `training_step`, until the run's end: a batch is found by its position."""
+        return DataLoader(_Calls(self))
 
     def on_fit_start(self) -> None:
         """Open the data, and go on from the checkpoint.
@@ -182,46 +204,120 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         numerics, length = run.numerics, run.numerics.model.context_length
         self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
         self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
-        fitting = fitting_micro_batch(
-            run.numerics,
-            run.segments[0].recipe,
-            run.parallelism,
-            world_size=self.trainer.world_size,
-            device=self.device,
-        )
+        self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
+        self._started = time.perf_counter() - self._spent
+
+    def on_train_start(self) -> None:
+        """Hear of a preemption, in place of the handler that Lightning has set by now."""
+        self._notice.listen()
+
+    def _go_on_from(self, tokens: int, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> None:
+        """Take the next step after `tokens` tokens, with the checkpoint's state; weights are initial ones where there is none."""
+        run = self.run
         self._stepper = Stepper(
             self.decoder,
-            self.optimizers(use_pl_optimizer=False),
+            optimizer,
             run.numerics,
-            run.recipe_before(self.start),
-            micro_batch=run.micro_batch or fitting,
+            run.recipe_before(tokens),
+            micro_batch=run.micro_batch
+            or fitting_micro_batch(
+                run.numerics,
+                run.segments[0].recipe,
+                run.parallelism,
+                world_size=self.trainer.world_size,
+                device=self.device,
+            ),
             rank=self.data_rank,
-            mean=_mean,
+            ranks=self.data_ranks,
+            mean=self._agreement.mean,
             before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
         )
-        if self.resume:
-            self.checkpoints.load(self.resume, self._stepper)
-        self._started = time.perf_counter() - self._spent
+        if checkpoint:
+            self.checkpoints.load(checkpoint, self._stepper)
+        self.tokens = self._recorded = tokens
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
         """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
-        run, before = self.run, self.tokens
+        began, run = time.perf_counter(), self.run
+        if self.tokens == run.n_tokens:
+            return  # Lightning asked for one call more before the last step was taken
+        before = self.interventions.position(self.tokens)
+        if before >= run.n_tokens:  # the last batches are left out
+            self.tokens = run.n_tokens
+            self._record({}, began)
+            return
         segment = run.segment_at(before)
         if segment.recipe != self._stepper.recipe:
             self._go_on_under(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
         share = self._stream.batch(before, batch, rank=self.data_rank, world_size=self.data_ranks)
         sequences = send(share, self.device)
-        number, rate_factor = run.n_steps(before), segment.rate_factor(before)
+        whole = batch // run.numerics.model.context_length
+        number = run.n_steps(before)
+        rate_factor = segment.rate_factor(before) * self.interventions.rewarmth(before, batch)
         spikes = len(self._stepper.spikes)
-        loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor)
-        if divergence := self._stepper.divergence:
-            raise StageError(f"promote: the run diverged: {divergence.reason}")
-        if not torch.isfinite(loss):
-            raise StageError(f"promote: the run diverged: the training loss is {float(loss)} at step {number}")
-        self.tokens += batch
+        loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor, of=whole)
         left_out = len(self._stepper.spikes) > spikes
-        self._record(before, float(loss), float(norm), rate_factor, left_out)
+        trouble = self._trouble(loss, number)
+        if run.on_spike and (trouble or left_out):
+            self._intervene(before, number, trouble or str(self._stepper.spikes[-1]))
+            return
+        if trouble:
+            raise StageError(f"promote: the run diverged: {trouble}")
+        self.tokens = before + batch
+        row = {"train_loss": float(loss), "grad_norm": float(norm), "rate_factor": rate_factor, "left_out": left_out}
+        self._record(row, began)
+
+    def _trouble(self, loss: Tensor, number: int) -> str | None:
+        """Why the run would end as diverged with this step."""
+        if divergence := self._stepper.divergence:
+            return divergence.reason
+        return None if torch.isfinite(loss) else f"the training loss is {float(loss)} at step {number}"
+
+    def _intervene(self, tokens: int, number: int, reason: str) -> None:
+        """Leave out the step after `tokens` tokens, which was not taken, or go back and leave it out on the way.
+
+        Raises:
+            StageError: If the run's interventions are spent.
+        """
+        policy = self.run.on_spike
+        if policy is None:
+            raise RuntimeError("nothing is said about spikes")
+        if self.interventions.is_spent:
+            raise StageError(
+                f"promote: the run diverged: {reason}, after {policy.max_interventions} interventions; "
+                "promote.max_interventions would allow more"
+            )
+        self._stepper.divergence = None
+        start, checkpoint = tokens, None
+        if policy.action == "rollback":
+            start, checkpoint = self.checkpoints.latest() or (0, None)
+        incident = Incident(
+            step=number,
+            reason=reason,
+            action=policy.action,
+            left_out=self.interventions.around(tokens, margin=policy.margin_tokens if start < tokens else 0),
+            back_to=start if policy.action == "rollback" else None,
+            at=utc_now(),
+        )
+        self.interventions.incidents.append(incident)
+        if self.global_rank == 0:
+            record_incident(self.run.directory, incident)
+        logging.getLogger(__name__).warning("%s", incident)
+        if policy.action == "rollback":
+            self._roll_back(start, checkpoint)
+
+    def _roll_back(self, start: int, checkpoint: Path | None) -> None:
+        self._flush()
+        seconds = from_first(lambda: attempts.go_back(self.run.directory, start))
+        self._started = time.perf_counter() - seconds
+        recipe = self.run.recipe_before(start)
+        if checkpoint is None:
+            parametrization = self.run.numerics.parametrization(recipe.optimizer)
+            initialize(self.decoder, parametrization, recipe, seed=self.run.numerics.seed)
+        optimizer = self._make_optimizer(recipe)
+        self.trainer.optimizers = [optimizer]
+        self._go_on_from(start, checkpoint, optimizer)
 
     def _go_on_under(self, recipe: Recipe) -> None:
         """Let an optimizer of the recipe take over; Lightning drops the one before it."""
@@ -229,28 +325,45 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.trainer.optimizers = [optimizer]
         self._stepper.go_on_under(recipe, optimizer)
 
-    def _record(self, before: int, loss: float, norm: float, rate_factor: float, left_out: bool) -> None:
-        run, tokens = self.run, self.tokens
-        at_end = tokens == run.n_tokens
-        row = {
-            "tokens": tokens,
-            "train_loss": loss,
-            "grad_norm": norm,
-            "rate_factor": rate_factor,
-            "seconds": time.perf_counter() - self._started,
-            "left_out": left_out,
-        }
+    def _record(self, row: dict[str, Any], began: float) -> None:
+        """Note the step that ended with the tokens counted now and what is due after it; end here if the machine is to be left.
+
+        Raises:
+            StageError: If the validation loss is not finite.
+            PreemptedError: When the state is saved.
+        """
+        run, before, tokens = self.run, self._recorded, self.tokens
+        at_end, evaluated = tokens == run.n_tokens, time.perf_counter()
+        row = {"tokens": tokens, **row, "step_seconds": evaluated - began, "blocked_seconds": self.blocked}
         if at_end or passes(run.evaluate_every_tokens, before, tokens):
             row |= self.evaluate()
+            row["evaluation_seconds"] = time.perf_counter() - evaluated
             if not math.isfinite(row["val_loss"]):
                 step = run.n_steps(tokens)
                 raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
+        row["seconds"] = time.perf_counter() - self._started
         self._rows.append(row)
-        saves = at_end or passes(run.checkpoint_every_tokens, before, tokens)
-        if saves or len(self._rows) >= _FLUSH_EVERY:
+        self._recorded, self.blocked = tokens, 0.0
+        agreed = self._agreement
+        if at_end or agreed.saves or agreed.ends or passes(run.checkpoint_every_tokens, before, tokens):
+            with self._blocking():
+                self._flush()  # first: a checkpoint vouches for the rows before it
+                self.checkpoints.save(self._stepper, tokens)
+                agreed.saved()
+                if at_end or agreed.ends:
+                    self.checkpoints.finish()
+        elif len(self._rows) >= _FLUSH_EVERY:
             self._flush()
-        if saves:
-            self.checkpoints.save(self._stepper, tokens)
+        if agreed.ends and not at_end:
+            from_first(lambda: self._notice.file.unlink(missing_ok=True))  # obeyed
+            raise PreemptedError(f"promote: told to leave the machine, saved at {tokens:,} tokens")
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """What training waits for in here counts as blocked by a checkpoint."""
+        began = time.perf_counter()
+        yield
+        self.blocked += time.perf_counter() - began
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -278,10 +391,17 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         sources = losses if self._corpus.mixture else {}
         return {"val_loss": corpus_loss(self._held_out, losses), "source_losses": sources}
 
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """The steps taken are in the metrics, however the block ends: their time counts, though they are trained again."""
+        try:
+            yield
+        finally:
+            self._flush()
+
     def _flush(self) -> None:
-        if self.global_rank == 0:
-            with (self.run.directory / METRICS).open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in self._rows)
+        if rank() == 0 and self._rows:
+            json_lines.append(self.run.directory / METRICS, *self._rows)
         self._rows.clear()
 
 
@@ -295,68 +415,66 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
 
     Returns:
         `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
-        `seconds` that the steps took, over all attempts, `environment`.
+        `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
 
     Raises:
         StageError: If the run diverges.
+        PreemptedError: If it was told to leave its machine; its state is saved.
     """
-    finished = run.directory / RESULT
-    if finished.exists():
-        return dict(json.loads(finished.read_text()))
-    run.directory.mkdir(parents=True, exist_ok=True)
-    start, resume = Checkpoints(run.directory / CHECKPOINTS).latest() or (0, None)
-    metrics = run.directory / METRICS
-    if _launched_rank() == 0:
-        drop_after(metrics, start)
-    module = FullRunModule(
-        run, start, resume, spent=last_row(metrics)["seconds"] if start and _launched_rank() == 0 else 0.0
-    )
     if isinstance(strategy, ShardedStrategy):
         strategy.parallelism = run.parallelism
     own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
-    trainer = L.Trainer(
-        strategy=strategy,
-        plugins=plugins,
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices="auto" if plugins else 1,
-        max_epochs=1,
-        use_distributed_sampler=False,  # every rank counts every step
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=run.directory,
-    )
-    if start < run.n_tokens:
-        trainer.fit(module)
-    last = last_row(metrics)  # written before the barrier that ended the last checkpoint
-    result = {
-        "loss": last["val_loss"],
-        "source_losses": last["source_losses"],
-        "tokens": run.n_tokens,
-        "resumed_from": start,
-        "seconds": last["seconds"],
-        "environment": environment(
-            trainer.strategy.root_device, world_size=trainer.world_size, compiled=module.compiled
+    with joined(device):
+        if finished := from_first(lambda: attempts.finished(run.directory)):
+            return finished
+        run.directory.mkdir(parents=True, exist_ok=True)
+        checkpoints = Checkpoints(
+            run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
         )
-        | {"parallelism": asdict(run.parallelism)},
-    }
-    if trainer.global_rank == 0:
-        unfinished = finished.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(result))
-        unfinished.replace(finished)
-    return result
+        start, resume = checkpoints.latest() or (0, None)
+        spent, incidents = from_first(lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start)))
+        module = FullRunModule(
+            run,
+            start,
+            resume,
+            spent=spent,
+            checkpoints=checkpoints,
+            interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
+        )
+        trainer = L.Trainer(
+            strategy=strategy,
+            plugins=plugins,
+            accelerator="cpu" if device.type == "cpu" else "gpu",
+            devices="auto" if plugins else 1,
+            max_epochs=1,
+            use_distributed_sampler=False,  # every rank counts every step
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=run.directory,
+        )
+        if start < run.n_tokens:
+            with attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)), module.flushing():
+                trainer.fit(module)
+        told = {
+            "tokens": run.n_tokens,
+            "resumed_from": start,
+            "environment": {
+                **environment(trainer.strategy.root_device, world_size=trainer.world_size, compiled=module.compiled),
+                "parallelism": asdict(run.parallelism),
+            },
+        }
+        return from_first(lambda: attempts.conclude(run.directory, blocked=module.blocked, **told))
 
 
-def _launched_rank() -> int:
-    """This process's rank before or after the process group exists."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+class _Calls(IterableDataset[int]):
+    """One entry for each step that is still to be taken, however often the run goes back."""
 
+    def __init__(self, module: FullRunModule) -> None:
+        self._module = module
 
-def _mean(loss: Tensor) -> Tensor:
-    """Mean over ranks, each having the same number of tokens."""
-    if dist.is_initialized():
-        dist.all_reduce(loss)
-        loss /= dist.get_world_size()
-    return loss
+    def __iter__(self) -> Iterator[int]:
+        while self._module.tokens < self._module.run.n_tokens:
+            yield self._module.tokens

@@ -83,7 +83,8 @@ def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
                 row = json.loads(lines[-1])
             except ValueError:  # a line that is being written
                 continue
-            update(row["tokens"], n_tokens, f"loss {row['train_loss']:.4f}")
+            if "train_loss" in row:  # the last batches of a run may be left out
+                update(row["tokens"], n_tokens, f"loss {row['train_loss']:.4f}")
 
     thread = threading.Thread(target=follow, name="follow full run", daemon=True)
     thread.start()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from muscale.config import PromoteSettings, ResourceSettings, StudyConfig
+from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.gate import Gate, forced_lines
-from muscale.interrupts import interrupted_later, interruptible
-from muscale.jobs import Job, cluster, dismiss_workers
-from muscale.layout import CORPUS, FAILURE, FULL_RUNS, RESULT
+from muscale.goodput import Goodput
+from muscale.incidents import Incident
+from muscale.jobs import Job
+from muscale.launch import launch
+from muscale.layout import CORPUS, FULL_RUNS
 from muscale.ledger import Ledger, now
 from muscale.planning import Plan
 from muscale.tables import runs, segments
@@ -39,6 +38,8 @@ class Promotion:
         asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
         gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
         forced_lines: What any launch was forced past.
+        goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
+        incidents: What befell the run, and what was done.
     """
 
     plan: str
@@ -58,6 +59,8 @@ class Promotion:
     asserted: bool = False
     gate: dict[str, Any] | None = None
     forced_lines: tuple[str, ...] = ()
+    goodput: Goodput | None = None
+    incidents: tuple[Incident, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -77,13 +80,23 @@ class Promotion:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones with them."""
         derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
-        return {**self.__dict__, **derived, "forced_lines": list(self.forced_lines)}
+        told = {
+            "forced_lines": list(self.forced_lines),
+            "goodput": self.goodput and self.goodput.to_dict(),
+            "incidents": [asdict(incident) for incident in self.incidents],
+        }
+        return {**self.__dict__, **told, **derived}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**known | {"forced_lines": tuple(values.get("forced_lines", ()))})
+        goodput, incidents = known.pop("goodput", None), known.pop("incidents", ())
+        return cls(
+            **known | {"forced_lines": tuple(values.get("forced_lines", ()))},
+            goodput=Goodput.from_dict(goodput) if goodput else None,
+            incidents=tuple(Incident.from_dict(incident) for incident in incidents),
+        )
 
     def __str__(self) -> str:
         where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
@@ -95,6 +108,9 @@ class Promotion:
         ]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
+        if self.goodput:
+            lines.append(f"  {self.goodput}")
+        lines += [f"  {incident}" for incident in self.incidents]
         if self.forced:
             past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
             lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
@@ -116,7 +132,8 @@ def promote(
     What `gate` let through, or was forced to, is kept with it.
 
     Raises:
-        StageError: If the run diverged or failed more often than `promote.max_failures`.
+        StageError: If the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
+        PreemptedError: If this process was told to end; the workers have saved.
     """
     registered = ledger.forecast(plan.key)
     if registered is None:
@@ -150,8 +167,10 @@ def promote(
         forced_lines=past,
         world_size=int(outcome["environment"]["world_size"]),
         seconds=float(outcome["seconds"]),
+        goodput=Goodput.from_dict(outcome["goodput"]),
+        incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    _record_run(plan, ledger, numerics, outcome)
+    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome)
     ledger.record_result("promotion", plan.key, promotion.to_dict())
     return promotion
 
@@ -175,111 +194,19 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
 
 def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
     """What `muscale.full_run.FullRun` takes; the driver itself needs no Lightning."""
-    settings, chain = config.promote, plan.chain(numerics)
+    settings, chain = config.promote, plan.chain(replace(numerics, guard=config.promote.guard))
     return {
         "numerics": chain.numerics,
         "segments": chain.segments,
         "directory": directory,
         "corpus": corpus,
         "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+        "checkpoint_every_minutes": settings.checkpoint_every_minutes,
+        "keep_last": settings.keep_last,
+        "keep_every_tokens": settings.keep_every_tokens,
         "evaluate_every_tokens": settings.evaluate_every_tokens,
+        "on_spike": settings.spike_policy,
         "micro_batch": settings.micro_batch,
         "parallelism": settings.parallelism,
         "compile": config.resources.compile,
     }
-
-
-def launch(
-    run: dict[str, Any],
-    settings: PromoteSettings,
-    resources: ResourceSettings,
-    *,
-    name: str,
-    worker: Callable[[dict[str, Any]], None] | None = None,
-) -> dict[str, Any]:
-    """Train a run to its end under Ray Train; each worker finds the last checkpoint by itself. A finished run is not launched again.
-
-    Args:
-        run: From `full_run_of`.
-        settings: Workers and failures.
-        resources: Of a worker.
-        name: For Ray's records.
-        worker: What each does; by default `train_worker`.
-
-    Raises:
-        StageError: If the workers failed, or ended in what another attempt would end in again.
-    """
-    result: Path = run["directory"] / RESULT
-    if not result.exists():
-        with cluster(resources):
-            dismiss_workers()
-            _fit(run, settings, resources, name, worker or train_worker)
-    if not result.exists():
-        raise StageError(f"promote: the run ended without a loss; its records are in {result.parent}")
-    return dict(json.loads(result.read_text()))
-
-
-def _fit(
-    run: dict[str, Any],
-    settings: PromoteSettings,
-    resources: ResourceSettings,
-    name: str,
-    worker: Callable[[dict[str, Any]], None],
-) -> None:
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    with interrupted_later():
-        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-        from ray.train.torch import TorchTrainer
-
-    directory: Path = run["directory"]
-    # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state.
-    trainer = TorchTrainer(
-        worker,
-        train_loop_config={"threads": resources.threads, "run": run},
-        scaling_config=ScalingConfig(
-            num_workers=settings.workers,
-            use_gpu=resources.gpus_per_worker > 0,
-            resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if resources.gpus_per_worker else {}),
-        ),
-        run_config=RunConfig(
-            name=f"{name}-{now().replace(':', '')}",
-            storage_path=str(directory / "ray"),
-            failure_config=FailureConfig(max_failures=settings.max_failures),
-        ),
-    )
-    failure = directory / FAILURE
-    failure.unlink(missing_ok=True)
-    try:
-        with interruptible():
-            trainer.fit()
-    except TrainingFailedError as error:
-        raise StageError(f"promote: {error}; the run's records are in {directory}") from error
-    if failure.exists():
-        raise StageError(f"{failure.read_text()}; the run's records are in {directory}")
-
-
-def train_worker(config: dict[str, Any]) -> None:
-    """One worker of the full run, inside Ray Train.
-
-    What another attempt would end in again, such as a divergence, goes into a file: Ray would retry an error.
-    """
-    from muscale.compat import import_lightning
-
-    import_lightning()
-    import ray.train
-    import torch
-    from ray.train.lightning import RayLightningEnvironment
-    from ray.train.torch import get_device
-
-    from muscale.full_run import FullRun, train
-    from muscale.sharding import ShardedStrategy
-
-    torch.set_num_threads(config["threads"])
-    run = FullRun(**config["run"])
-    context = ray.train.get_context()
-    strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
-    try:
-        train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
-    except StageError as error:
-        if context.get_world_rank() == 0:
-            (run.directory / FAILURE).write_text(str(error))

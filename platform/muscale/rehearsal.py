@@ -20,11 +20,12 @@ from typing import Any, Self
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.jobs import cluster
+from muscale.launch import launch, train_worker
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL, RESULT
 from muscale.ledger import Ledger, now
 from muscale.lineage import Chain
 from muscale.planning import Plan
-from muscale.promotion import full_run_of, launch, train_worker
+from muscale.promotion import full_run_of
 from muscale.prospect import memory_of
 from proxy_models.numerics import Numerics
 from proxy_models.segments import Segment
@@ -159,7 +160,7 @@ def rehearse_on_cluster(
         StageError: If a launch fails, or the run is too short for it.
     """
     directory = ledger.directory / FULL_RUNS / plan.key / REHEARSAL
-    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS) | {"checkpoint_every_minutes": None}
 
     def launch_part(changes: dict[str, Any]) -> None:
         launch(run | changes, config.promote, config.resources, name=plan.key, worker=rehearsal_worker)

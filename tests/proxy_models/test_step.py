@@ -192,3 +192,25 @@ def test_fp16_that_overflows_at_every_scale_is_divergence() -> None:
         take(one, next(numbers))
     assert "overflow fp16 at every loss scale" in one.divergence.reason
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items() if name in before)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+def test_shares_that_differ_by_a_sequence_sum_to_the_whole_batch_in_equally_many_passes(
+    micro_batch: int | None,
+) -> None:
+    passes = 0
+
+    def counted(module: Decoder, sequences: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return training_loss(module, sequences)
+
+    whole = stepper()
+    expected = float(whole.step(batch(), number=0, tokens=0, rate_factor=1.0)[0])
+    parts, counts = [], set()
+    for rank, share in enumerate(torch.tensor_split(batch(), 3)):  # 3, 2 and 2 sequences
+        one, passes = stepper(micro_batch=micro_batch, rank=rank, ranks=3, loss=counted), 0
+        parts.append(float(one.step(share, number=0, tokens=0, rate_factor=1.0, of=7)[0]))
+        counts.add(passes)
+    assert sum(parts) / 3 == pytest.approx(expected, rel=1e-6)
+    assert len(counts) == 1, "all gather weights in each pass"

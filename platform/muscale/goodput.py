@@ -1,0 +1,93 @@
+"""The share of wall time that a full run spent on steps that counted: what is left after restarts, steps trained again and waits.
+
+Steps, evaluations and waits for a checkpoint stand in the metrics, of which a restart keeps those before its checkpoint; beside
+them the attempts are recorded, with the time of the steps that were dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from muscale import json_lines
+from muscale.layout import METRICS
+
+ATTEMPTS = "attempts.jsonl"  # in a run's directory: when each started, from where, and how it ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Seconds of wall time, from the first attempt's start to the run's end.
+
+    Attributes:
+        wall: All of them.
+        steps: Of steps that counted.
+        evaluation: Of the validation losses along the way.
+        blocked: That training waited for a checkpoint's copy, or for the write before it.
+        repeated: Of steps that were trained again, as far as they were recorded.
+    """
+
+    wall: float
+    steps: float
+    evaluation: float
+    blocked: float
+    repeated: float
+
+    @property
+    def share(self) -> float:
+        """Goodput: of the wall time, that of steps that counted."""
+        return self.steps / self.wall if self.wall else 0.0
+
+    @property
+    def rest(self) -> float:
+        """Seconds of starting up, of waiting for workers, and of steps whose record a kill took along."""
+        return max(0.0, self.wall - self.steps - self.evaluation - self.blocked - self.repeated)
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values, the derived ones with them."""
+        return {**asdict(self), "share": self.share, "rest": self.rest}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, float]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    def __str__(self) -> str:
+        parts = {
+            "evaluation": self.evaluation,
+            "checkpoints": self.blocked,
+            "steps trained again": self.repeated,
+            "starts and waits": self.rest,
+        }
+        told = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items()) if self.wall else ""
+        return f"goodput {self.share:.1%} of {self.wall:,.0f} s ({told})"
+
+
+def record_attempt(directory: Path, event: str, **values: Any) -> None:
+    """Note when an attempt started or stopped."""
+    json_lines.append(directory / ATTEMPTS, {"event": event, "at": time.time(), **values})
+
+
+def seconds_of(rows: list[dict[str, Any]]) -> float:
+    """That some rows of the metrics took."""
+    return float(
+        sum(row.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds", "blocked_seconds"))
+    )
+
+
+def measure(directory: Path, *, blocked_at_end: float = 0.0) -> Goodput:
+    """The goodput of a run that ends now."""
+    rows, attempts = json_lines.read(directory / METRICS), json_lines.read(directory / ATTEMPTS)
+
+    def total(name: str, records: list[dict[str, Any]]) -> float:
+        return float(sum(record.get(name, 0.0) for record in records))
+
+    return Goodput(
+        wall=time.time() - min((record["at"] for record in attempts), default=time.time()),
+        steps=total("step_seconds", rows),
+        evaluation=total("evaluation_seconds", rows),
+        blocked=total("blocked_seconds", rows) + blocked_at_end,
+        repeated=total("repeated_seconds", attempts),
+    )

@@ -1,0 +1,37 @@
+"""Records that are appended to a file, a JSON object a line; a line that a kill tore is no record."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def append(file: Path, *records: dict[str, Any]) -> None:
+    """Add records and have them on the disk; what several processes add goes into whole lines."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, text.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file, none where there is no file."""
+    records = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def keep(file: Path, records: list[dict[str, Any]]) -> None:
+    """Write the file anew with these records, whole or not at all."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
+    unfinished.replace(file)

@@ -1,0 +1,138 @@
+"""The workers of a full run under Ray Train, started again while what ended them is worth another attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from muscale import recovery
+from muscale.config import PromoteSettings, ResourceSettings
+from muscale.errors import PreemptedError, StageError
+from muscale.interrupts import interrupted_later, interruptible
+from muscale.jobs import cluster, dismiss_workers
+from muscale.layout import FAILURE, RESULT
+from muscale.ledger import now
+from muscale.preemption import NOTICE
+
+
+def launch(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    *,
+    name: str,
+    worker: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train a run to its end on `settings.workers` workers, or on fewer while the cluster has no room for more.
+
+    Each attempt finds the last checkpoint by itself. A finished run is not launched again.
+
+    Args:
+        run: What `muscale.full_run.FullRun` takes; the driver itself needs no Lightning.
+        settings: Workers and failures.
+        resources: Of a worker.
+        name: For Ray's records.
+        worker: What each does; by default `train_worker`.
+
+    Raises:
+        StageError: If the run diverged, or failed in a way that would come again, or more often than `settings.max_failures`.
+        PreemptedError: If this process was told to end; the workers have saved.
+    """
+    directory: Path = run["directory"]
+    result = directory / RESULT
+    if not result.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        for told_before in (FAILURE, NOTICE):
+            (directory / told_before).unlink(missing_ok=True)
+        with cluster(resources):
+            dismiss_workers()
+            _persevere(run, settings, resources, name, worker or train_worker)
+    if not result.exists():
+        raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
+    return dict(json.loads(result.read_text()))
+
+
+def _persevere(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    name: str,
+    worker: Callable[[dict[str, Any]], None],
+) -> None:
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    with interrupted_later():
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+        from ray.train.torch import TorchTrainer
+
+    directory: Path = run["directory"]
+    told_to_end = False
+    never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
+
+    def tell_workers() -> None:
+        nonlocal told_to_end
+        told_to_end = True
+        (directory / NOTICE).touch()
+
+    def attempt() -> None:
+        if told_to_end:
+            raise PreemptedError("promote: told to end; the run has saved, and the same command goes on with it")
+        # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state. What
+        # is tried again is decided here: Ray itself would try a divergence, and count a preemption, as it does a lost worker.
+        TorchTrainer(
+            worker,
+            train_loop_config={"threads": resources.threads, "run": run},
+            scaling_config=ScalingConfig(
+                num_workers=_workers(settings),
+                use_gpu=resources.gpus_per_worker > 0,
+                resources_per_worker={"CPU": resources.cpus_per_worker}
+                | ({"GPU": 1} if resources.gpus_per_worker else {}),
+            ),
+            run_config=RunConfig(
+                name=f"{name}-{now().replace(':', '')}",
+                storage_path=str(directory / "ray"),
+                failure_config=FailureConfig(**never),
+            ),
+        ).fit()
+
+    with interruptible(tell_workers):
+        recovery.persevere(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
+    if (directory / FAILURE).exists():
+        raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")
+
+
+def _workers(settings: PromoteSettings) -> Any:
+    """As Ray Train takes it: a range is for it to choose from by what the cluster has, at each start and while it runs."""
+    if settings.workers_min is None or settings.workers_min == settings.workers:
+        return settings.workers
+    return settings.workers_min, settings.workers
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """One worker of the full run, inside Ray Train.
+
+    What another attempt would end in again, such as a divergence, goes into a file; a worker that all others would wait for
+    raises it, too.
+    """
+    from muscale.compat import import_lightning
+
+    import_lightning()
+    import ray.train
+    import torch
+    from ray.train.lightning import RayLightningEnvironment
+    from ray.train.torch import get_device
+
+    from muscale.full_run import FullRun, train
+    from muscale.sharding import ShardedStrategy
+
+    torch.set_num_threads(config["threads"])
+    run = FullRun(**config["run"])
+    context = ray.train.get_context()
+    strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
+    try:
+        train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
+    except StageError as error:  # all workers have it
+        if context.get_world_rank() == 0:
+            (run.directory / FAILURE).write_text(str(error))

@@ -1,0 +1,123 @@
+"""A small full run, and gloo processes that train it, each started and ended by its id; one of them may be broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muscale.errors import EXIT_PREEMPTED, PreemptedError
+from muscale.full_run import FullRun, train
+from muscale.layout import METRICS, RESULT
+from muscale.sharding import ShardedStrategy
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.segments import chain
+
+BATCH, STEPS = 256, 16
+Fault = Callable[[int], None]
+_processes = multiprocessing.get_context("forkserver")  # torch and Lightning are imported once, not by each of them
+_processes.set_forkserver_preload(["muscale.full_run", "torch.distributed.checkpoint"])
+
+
+def _train(run: FullRun, rank: int, world_size: int, store: Path, fault: Fault | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from muscale.compat import import_lightning
+
+    import_lightning()
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    if fault:
+        fault(rank)
+    try:
+        train(run, strategy=ShardedStrategy(world_size=world_size), plugins=[TorchElasticEnvironment()])
+    except PreemptedError:
+        sys.exit(EXIT_PREEMPTED)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a thread may wait for a peer that is gone
+
+
+def small_corpus(folder: Path) -> Corpus:
+    """Words of four letters, in an order that tells nothing."""
+    text = folder / "text"
+    text.mkdir()
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
+    for number in range(30):
+        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
+    return write_corpus(folder / "tokens", str(text))
+
+
+def small_run(corpus: Corpus, directory: Path, **settings: Any) -> FullRun:
+    """Sixteen steps of eight sequences, with checkpoints after six and twelve of them and at the end."""
+    model, base = (ModelConfig(d_model=width, n_layers=1, context_length=32) for width in (32, 16))
+    given: dict[str, Any] = {
+        "numerics": Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
+        "segments": chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
+        "directory": directory,
+        "corpus": corpus.folder,
+        "checkpoint_every_tokens": BATCH * 6,
+        "evaluate_every_tokens": BATCH * 100,
+    }
+    return FullRun(**(given | settings))
+
+
+def start(run: FullRun, world_size: int, *, fault: Fault | None = None) -> list[BaseProcess]:
+    """Processes that train the run together; `fault`, a module's function, is called by each with its rank before."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    store = Path(tempfile.mkdtemp(dir=run.directory)) / "store"
+    ranks: list[BaseProcess] = [
+        _processes.Process(target=_train, args=(run, rank, world_size, store, fault)) for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def ended(ranks: list[BaseProcess]) -> list[int | None]:
+    """Exit code of each, minus the signal that killed it."""
+    try:
+        for process in ranks:
+            process.join(timeout=60)
+        return [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def train_on(run: FullRun, world_size: int) -> None:
+    """Train to the end on so many ranks."""
+    assert ended(start(run, world_size)) == [0] * world_size
+
+
+def rows(run: FullRun) -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    return [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
+
+
+def losses(run: FullRun) -> list[float]:
+    """Training loss of each step."""
+    return [row["train_loss"] for row in rows(run)]
+
+
+def result(run: FullRun) -> dict[str, Any]:
+    """Of a finished run."""
+    return dict(json.loads((run.directory / RESULT).read_text()))
