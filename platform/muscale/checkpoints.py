@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,15 @@ class Checkpoints:
     def latest(self) -> tuple[int, Path] | None:
         """Tokens and path of the newest checkpoint whose hashes hold, or None; rank 0 reads them, and all ranks are told."""
         self.finish()
-        return from_first(self._newest_whole)
+        return from_first(lambda: next(self.whole(), None))
 
-    def _newest_whole(self) -> tuple[int, Path] | None:
+    def whole(self) -> Iterator[tuple[int, Path]]:
+        """Tokens and path of each checkpoint whose hashes hold, the newest first; one is hashed when it is reached."""
         for tokens, path in self._found():
             if _is_whole(path):
-                return tokens, path
-            logging.getLogger(__name__).warning("%s does not hold the hashes of its manifest: passed over", path)
-        return None
+                yield tokens, path
+            else:
+                logging.getLogger(__name__).warning("%s does not hold the hashes of its manifest: passed over", path)
 
     def _found(self) -> list[tuple[int, Path]]:
         """Tokens and path of each, the newest first."""
