@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch import Tensor
 
-from muscale import full_run, json_lines
+from muscale import full_run, json_lines, sharding
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.config import PromoteSettings, ResourceSettings
 from muscale.errors import EXIT_PREEMPTED, PreemptedError, StageError
