@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle, load_bundle
+    from muscale.calibration import Calibration
     from muscale.config import StudyConfig
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.gate import Gate
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from muscale.rehearsal import Rehearsal
     from muscale.study import Study
     from muscale.sweep_result import SweepResult
+    from muscale.watch import Watch
 
 __all__ = [
     "Bundle",
     "BundleError",
+    "Calibration",
     "Gate",
     "MuscaleError",
     "Plan",
@@ -37,12 +40,14 @@ __all__ = [
     "StudyDirectoryError",
     "StudyFileError",
     "SweepResult",
+    "Watch",
     "load_bundle",
 ]
 
 _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
+    "Calibration": "calibration",
     "Gate": "gate",
     "MuscaleError": "errors",
     "Plan": "planning",
@@ -55,6 +60,7 @@ _HOMES = {
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
+    "Watch": "watch",
     "load_bundle": "bundle",
 }
 

@@ -1,6 +1,6 @@
 """The command line: each command parses, calls one method of `Study`, and prints its result.
 
-Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast), 2 an error that the
+Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast or its band), 2 an error that the
 user can mend, 130 interrupted (Ctrl-C, SIGTERM). Nothing heavy is imported before a command runs.
 """
 
@@ -23,7 +23,9 @@ from muscale.layout import LEDGER, LEDGER_PLACE, STUDY_FILE
 from muscale.plain import finite
 
 if TYPE_CHECKING:
+    from muscale.following import Until
     from muscale.study import Study
+    from muscale.watch import Watch, Watcher
 
 app = App(
     name="muscale",
@@ -155,14 +157,21 @@ def fit(study: Path, *, options: Options = Options()) -> int:
 
 
 @app.command
-def plan(study: Path, *, options: Options = Options()) -> int:
-    """Decide the full run for the budget, register its forecast, write its file, and say which runs would make it surer."""
+def plan(study: Path, *, export: Path | None = None, options: Options = Options()) -> int:
+    """Decide the full run for the budget, register its forecast, write its file, and say which runs would make it surer.
+
+    Args:
+        study: The study file.
+        export: Also write the plan into this folder for another framework: every tensor's values and the schedule.
+    """
 
     def planned(opened: Study) -> Any:
         plan = opened.plan()
+        if export:
+            opened.export(export, plan)
         if options.json:
             return plan
-        return f"{plan}\n  written to {opened.plan_path(plan)}\n{opened.next_runs(plan)}"
+        return f"{plan}\n  written to {opened.plan_path(plan)}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
 
     return _stage(study, options, planned, "promote")
 
@@ -205,6 +214,87 @@ def promote(
 
 
 @app.command
+def watch(
+    study: Path,
+    *,
+    until: Literal["now", "alarm", "end"] = "end",
+    plan: str | None = None,
+    every: float = 5.0,
+    options: Options = Options(),
+) -> int:
+    """Show the full run beside its band; exit code 0 if its loss is inside, 1 outside or at an alarm, 2 if there is no run.
+
+    Args:
+        study: The study file.
+        until: Look once ("now"), or until the run has ended, or is alarming; "alarm" ends with the run, too.
+        plan: Key of a plan; by default the one whose run was begun last, here or elsewhere.
+        every: Seconds between two looks.
+    """
+    _refuse_dry_run("a watch", options)
+    return _stage(
+        study, options, lambda opened: _followed(opened, opened.watcher(plan), until, every, options), None, _alarming
+    )
+
+
+@app.command
+def observe(
+    study: Path,
+    source: str,
+    *,
+    follow: Annotated[bool, Parameter(negative=())] = False,
+    wandb: Annotated[bool, Parameter(negative=())] = False,
+    plan: str | None = None,
+    tokens: str | None = None,
+    loss: str | None = None,
+    every: float = 5.0,
+    options: Options = Options(),
+) -> int:
+    """Hold a full run that goes on elsewhere against its plan: muscale observe study.toml losses.csv --follow.
+
+    What it says is marked as asserted, here and for ever. Exit codes as those of `watch`.
+
+    Args:
+        study: The study file.
+        source: A CSV file with a column tokens or step, and loss or val_loss (held-out), train_loss or both.
+        follow: Go on reading while the file grows, until the run has ended.
+        wandb: The source is a run of Weights & Biases, entity/project/run; its key is in WANDB_API_KEY.
+        plan: Key of the plan that the run follows, by default the one registered last.
+        tokens: Name of the column of tokens or steps, if it is another.
+        loss: Name of the column of held-out losses, if it is another.
+        every: Seconds between two looks.
+    """
+    from muscale.observe import read_csv, read_wandb
+
+    _refuse_dry_run("an observation", options)
+
+    def observed(opened: Study) -> Any:
+        observer = opened.observer(source if wandb else str(Path(source).resolve()), plan)
+
+        def take() -> None:
+            named = {"tokens": tokens, "loss": loss}
+            rows = read_wandb(source, **named) if wandb else read_csv(Path(source), growing=follow, **named)
+            observer.take(rows)
+
+        take()
+        until: Literal["now", "end"] = "end" if follow else "now"
+        return _followed(opened, opened.watcher(observer.plan.key), until, every, options, take)
+
+    return _stage(study, options, observed, None, _alarming)
+
+
+@app.command
+def calibration(study: Path, *others: Path, options: Options = Options()) -> int:
+    """Print how often the forecasts of promoted runs held, of this study and of others.
+
+    Args:
+        study: The study file.
+        others: Further studies: their files, directories or ledgers, which are only read.
+    """
+    _refuse_dry_run("a calibration", options)
+    return _stage(study, options, lambda opened: opened.calibration(*others), None)
+
+
+@app.command
 def report(study: Path, *, options: Options = Options()) -> int:
     """Write report.html from what the ledger knows; trains nothing."""
     return _stage(study, options, lambda opened: opened.report(), "report")
@@ -240,8 +330,7 @@ def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], opt
         study: The study file.
         source: Another study's directory, or its ledger.sqlite; it is only read.
     """
-    if options.dry_run:
-        raise StudyFileError("merge: --dry-run is for what costs compute or removes something; a merge does neither")
+    _refuse_dry_run("a merge", options)
     return _stage(study, options, lambda opened: opened.merge(source), None)
 
 
@@ -323,6 +412,11 @@ def generate(
     return 0
 
 
+def _refuse_dry_run(what: str, options: Options) -> None:
+    if options.dry_run:
+        raise StudyFileError(f"--dry-run is for what costs compute or removes something; {what} does neither")
+
+
 def _stage(
     path: Path,
     options: Options,
@@ -354,6 +448,34 @@ def _stage(
 def _is_begun(path: Path) -> bool:
     """Whether a study has a ledger; without one a dry run knows the study file alone, and writes nothing."""
     return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))
+
+
+def _followed(
+    opened: Study,
+    watcher: Watcher,
+    until: Until,
+    every: float,
+    options: Options,
+    before_look: Callable[[], None] = lambda: None,
+) -> Watch:
+    """The run as it stands at the end of the watching; shown on standard error meanwhile."""
+    from rich.console import Console
+
+    from muscale.following import follow
+
+    console = None if options.json or until == "now" else Console(file=sys.stderr)
+    return follow(
+        watcher,
+        until=until,
+        every=every,
+        settings=opened.config.promote,
+        console=console,
+        before_look=before_look,
+    )
+
+
+def _alarming(watch: Watch) -> bool:
+    return watch.alarming or watch.inside is False
 
 
 def _show(result: Any, *, as_json: bool) -> None:

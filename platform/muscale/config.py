@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,6 +80,17 @@ class PromoteSettings(_Table):
     tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
     activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
     micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
+    alarm_after: PositiveInt = 3  # evaluations in a row outside the band
+    on_alarm: Literal["log", "stop"] = "log"
+    webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret
+
+    @pydantic.model_validator(mode="after")
+    def _webhook_is_a_name(self) -> Self:
+        if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
+            raise ValueError(  # without the value, which may be the secret itself
+                "webhook must be the name of an environment variable that holds the URL, and is no such name"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _layout_holds(self) -> Self:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from muscale.band import registered_band
+from muscale.calibration import calibrate
 from muscale.errors import StageError
 from muscale.layout import CORPUS, FULL_RUNS, METRICS
 from muscale.ledger import now
@@ -35,6 +37,7 @@ def gather(study: Study) -> ReportContents:
         corpus=Corpus.open(corpus) if (corpus / MANIFEST).exists() else None,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,
         runs=runs,
+        calibration=calibrate(study.ledger),
         **known,
     )
 
@@ -75,6 +78,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     }
     if promotion:
         known["promotion"] = promotion
+    known["band"] = registered_band(forecast["plan"], study.ledger)
     metrics = study.directory / FULL_RUNS / forecast["plan"] / METRICS
     if metrics.exists():
         known["curve"] = pd.read_json(metrics, lines=True)

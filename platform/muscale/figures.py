@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+
+if TYPE_CHECKING:
+    from muscale.band import Band
+
+_BAND = "rgba(128,132,136,0.25)"
 
 
 def curve_data(metrics: pd.DataFrame, every: int = 500) -> pd.DataFrame:
@@ -13,11 +21,53 @@ def curve_data(metrics: pd.DataFrame, every: int = 500) -> pd.DataFrame:
     return groups.agg({"tokens": "last", "train_loss": "mean"})
 
 
-def draw_curve(data: pd.DataFrame, forecast: dict[str, float], measured: float | None) -> go.Figure:
-    """Training loss along the full run, the forecast of its end with its interval, and what was measured there."""
-    end = data["tokens"].iloc[-1]
+def band_data(band: Band, points: int = 200) -> pd.DataFrame:
+    """The band along the run: tokens, expected, low, high; one row where it is of the end alone."""
+    shares = np.linspace(band.begins, 1.0, points) if band.begins < 1 else np.array([1.0])
+    tokens = shares * band.n_tokens
+    return pd.concat([pd.DataFrame({"tokens": tokens}), band.at(tokens)], axis=1)
+
+
+def draw_curve(
+    data: pd.DataFrame,
+    forecast: dict[str, float],
+    measured: float | None,
+    *,
+    end: float | None = None,
+    band: pd.DataFrame | None = None,
+    evaluations: pd.DataFrame | None = None,
+) -> go.Figure:
+    """Training loss along the full run, its band, the forecast of its end with its interval, and what was measured.
+
+    Args:
+        data: As `curve_data` gives it.
+        forecast: loss, low, high, level.
+        measured: Held-out loss at the end, or None before it.
+        end: Tokens of the whole run, by default those of the last step.
+        band: As `band_data` gives it.
+        evaluations: Columns tokens, loss, place, as in `Watch.evaluations`.
+    """
+    end = data["tokens"].iloc[-1] if end is None else end
     figure = go.Figure()
-    figure.add_scatter(x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1})
+    if band is not None and len(band) > 1:
+        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        figure.add_scatter(x=band["tokens"], y=band["low"], showlegend=False, **edge)
+        figure.add_scatter(
+            x=band["tokens"], y=band["high"], fill="tonexty", fillcolor=_BAND, name="band, held-out", **edge
+        )
+        dotted = {"dash": "dot", "width": 1}
+        figure.add_scatter(x=band["tokens"], y=band["expected"], mode="lines", line=dotted, name="expected")
+    if len(data):
+        figure.add_scatter(x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1})
+    if evaluations is not None:
+        for places, name, color in (
+            (("inside", "before the band"), "held-out loss", "#1f77b4"),
+            (("above", "below"), "outside the band", "#d62728"),
+        ):
+            shown = evaluations[evaluations["place"].isin(places)]
+            if len(shown):
+                marker = {"color": color, "size": 6}
+                figure.add_scatter(x=shown["tokens"], y=shown["loss"], mode="markers", marker=marker, name=name)
     spread = {"array": [forecast["high"] - forecast["loss"]], "arrayminus": [forecast["loss"] - forecast["low"]]}
     name = f"forecast, {forecast['level']:.0%} interval"
     figure.add_scatter(x=[end], y=[forecast["loss"]], error_y=spread, mode="markers", name=name)

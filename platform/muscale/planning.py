@@ -17,7 +17,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.mixture import MAX_EPOCHS
 from proxy_models.numerics import Numerics, Precision
-from proxy_models.segments import chain
+from proxy_models.segments import Segment, chain
 from proxy_models.stages import Stage
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 
@@ -73,13 +73,15 @@ class Plan:
 
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
-        stated = {
-            name: getattr(self.model, name) for name in REGULARIZERS
-        }  # of which the parametrization knows nothing
-        base = replace(numerics.base, **stated)
+        # Of regularizers the parametrization knows nothing: the full run may have others than its base.
+        base = replace(numerics.base, **{name: getattr(self.model, name) for name in REGULARIZERS})
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
-        own = own.for_run(self.n_tokens)
-        return Chain(numerics=own, segments=chain(self.hyperparameters, self.n_tokens))
+        return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The full run's schedule and absolute hyperparameters at the base shape."""
+        return chain(self.hyperparameters, self.n_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -38,6 +38,7 @@ class Promotion:
         seconds: Wall time of the training.
         gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
         forced_lines: What any launch was forced past.
+        asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
     """
 
     plan: str
@@ -56,6 +57,7 @@ class Promotion:
     seconds: float
     gate: dict[str, Any] | None = None
     forced_lines: tuple[str, ...] = ()
+    asserted: bool = False
 
     @property
     def residual(self) -> float:
@@ -84,12 +86,12 @@ class Promotion:
         return cls(**known | {"forced_lines": tuple(values.get("forced_lines", ()))})
 
     def __str__(self) -> str:
+        where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
         place = "inside" if self.inside else "OUTSIDE"
         lines = [
             f"promotion: forecast {self.forecast:.4f} nats per token, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}], registered {self.registered_at}",
-            f"  measured {self.loss:.4f} on {self.world_size} workers: {place} the interval, "
-            f"error {self.relative_error:+.2%}",
+            f"  measured {self.loss:.4f} {where}: {place} the interval, error {self.relative_error:+.2%}",
         ]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))

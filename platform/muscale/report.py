@@ -18,9 +18,12 @@ from muscale.law_sections import law_sections
 from muscale.planning import told, told_decision
 from muscale.sections import Section, as_table, drawn
 from muscale.sweep_figures import figures_of
+from muscale.watch import place
 from scaling import ScalingFit, Verdict
 
 if TYPE_CHECKING:
+    from muscale.band import Band
+    from muscale.calibration import Calibration
     from muscale.next_stems import NextStems
     from muscale.sweep_result import SweepResult
     from proxy_models.coordinate_check import CoordinateCheck
@@ -45,6 +48,8 @@ class ReportContents:
     forecast: dict[str, Any] | None = None
     promotion: dict[str, Any] | None = None
     curve: pd.DataFrame | None = None
+    band: Band | None = None
+    calibration: Calibration | None = None
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:
@@ -86,10 +91,12 @@ def _sections(contents: ReportContents) -> list[Section]:
         Section(
             title="The full run",
             command="promote",
-            about="The forecast was registered before the first step and can't be changed.",
+            about="The forecast was registered before the first step and can't be changed, and so was the band on the way to it.",
+            result=str(contents.band) if contents.band else None,
             drawings=drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
             table=as_table(_source_losses(contents)),
         ),
+        *_calibration(contents.calibration),
         Section(
             title="Every run",
             command="run",
@@ -192,8 +199,32 @@ def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
     return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
 
 
+def _calibration(found: Calibration | None) -> list[Section]:
+    """Of every run that ended, once there is one."""
+    if found is None or found.table.empty:
+        return []
+    return [
+        Section(
+            title="Did forecasts hold?",
+            command="promote",
+            about="Every full run that ended, its residual in units of the forecast's own scale. Asserted: as its owner tells.",
+            table=as_table(found.table.drop(columns="study")),
+        )
+    ]
+
+
 def _curve(contents: ReportContents) -> go.Figure | None:
     if contents.curve is None or contents.forecast is None or contents.curve.empty:
         return None
     measured = contents.promotion["loss"] if contents.promotion else None
-    return figures.draw_curve(figures.curve_data(contents.curve), contents.forecast, measured)
+    data = figures.curve_data(contents.curve)
+    if contents.band is None or "val_loss" not in contents.curve:
+        return figures.draw_curve(data, contents.forecast, measured)
+    return figures.draw_curve(
+        data,
+        contents.forecast,
+        measured,
+        end=contents.band.n_tokens,
+        band=figures.band_data(contents.band),
+        evaluations=place(contents.curve.dropna(subset=["val_loss"]), contents.band),
+    )

@@ -7,7 +7,7 @@ are run first. So a study that was interrupted goes on when the same method, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Literal, Self
 import pandas as pd
 
 from muscale import ablation, data, ladder, next_stems, plan_file, planning, promotion, transfer
+from muscale.band import Band, register_band, registered_band
+from muscale.calibration import Calibration, calibrate
 from muscale.config import StudyConfig
 from muscale.errors import StageError
+from muscale.following import guarding
 from muscale.gate import require_check
 from muscale.jobs import Job, finish, staying_cluster
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
@@ -25,6 +28,7 @@ from muscale.ledger import Ledger, Outcome
 from muscale.lineage import input_key
 from muscale.merge import MergeResult, merge
 from muscale.next_stems import NextStems
+from muscale.observe import Observer
 from muscale.open_ledger import open_ledger
 from muscale.planning import Plan
 from muscale.progress import Display, following
@@ -35,6 +39,7 @@ from muscale.search.lessons import told_lessons
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
+from muscale.watch import Watch, Watcher
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
@@ -288,13 +293,29 @@ class Study:
         return self._registered(self.planned(compute_flops=compute_flops))
 
     def _registered(self, plan: Plan) -> Plan:
+        """The plan with its forecast, the band along the run, and its file."""
         registered = planning.register(plan, self.ledger)
-        plan_file.write(registered, self.config, self.ledger)
+        band = self.band(registered)
+        tokens = [round(share * band.n_tokens) for share in band.shares]
+        sides = band.at([share * band.n_tokens for share in band.shares]).rename(columns={"expected": "loss"})
+        along = [{"tokens": n, **side} for n, side in zip(tokens, sides.to_dict("records"), strict=True)]
+        plan_file.write(registered, self.config, self.ledger, along=along)
         return registered
 
     def plan_path(self, plan: Plan) -> Path:
         """Where the file of a registered plan lies."""
         return plan_file.path_of(self.directory, plan.key)
+
+    def band(self, plan: Plan) -> Band:
+        """What is expected of a registered plan's loss along its run; registered with it, before the first step."""
+        known = registered_band(plan.key, self.ledger)
+        return known or register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
+
+    def export(self, folder: str | Path, plan: Plan | None = None) -> Path:
+        """Write a plan, by default the study file's, for another framework: every tensor's values and the schedule."""
+        from muscale.plan_export import export
+
+        return export(plan or self.plan(), self.numerics, Path(folder))
 
     def planned(self, *, compute_flops: float | None = None) -> Plan:
         """What `plan` would register; writes no forecast."""
@@ -341,8 +362,13 @@ class Study:
         seen = self._prospect(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
+        self.band(plan)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
-        with self.display.stage("promote") as update, following(metrics, plan.n_tokens, update):
+        with (
+            guarding(self.ledger, plan.key, config.promote, self.display.line),
+            self.display.stage("promote") as update,
+            following(metrics, plan.n_tokens, update),
+        ):
             return promotion.promote(
                 plan,
                 config,
@@ -352,6 +378,57 @@ class Study:
                 forced=not seen.gate.passed,
                 gate=seen.gate,
             )
+
+    def watch(self, plan: str | None = None) -> Watch:
+        """The full run beside its band as it stands now; trains nothing.
+
+        Args:
+            plan: Key of a plan; by default the one whose run was begun last, here or elsewhere.
+
+        Raises:
+            StageError: If no such run was begun.
+        """
+        return self.watcher(plan).look()
+
+    def watcher(self, plan: str | None = None) -> Watcher:
+        """What looks at one run again and again."""
+        return Watcher(self.ledger, plan=plan, alarm_after=self.config.promote.alarm_after)
+
+    def observer(self, source: str, plan: str | None = None) -> Observer:
+        """What takes an outside run's table into the study.
+
+        Args:
+            source: What the table is called.
+            plan: Key of the plan that the run follows, by default the one registered last.
+
+        Raises:
+            StageError: If no forecast is registered.
+        """
+        row = self.ledger.forecast(plan) if plan else self.ledger.latest_forecast()
+        if row is None:
+            raise StageError(
+                "observe: no forecast is registered, so nothing can be held against it; run `muscale plan` first"
+            )
+        return Observer(self.ledger, Plan.from_dict(row["payload"]), source)
+
+    def observe(
+        self, rows: Sequence[Mapping[str, float]], *, source: str = "a table", plan: str | None = None
+    ) -> Watch:
+        """Take the losses of a run that goes on elsewhere, all of them so far, and look at it; marked as asserted by its owner.
+
+        Args:
+            rows: Each with `tokens` or `step`, and `val_loss` (held-out), `train_loss` or both, in nats per token;
+                `observe.read_csv` and `observe.read_wandb` give them.
+            source: What the table is called.
+            plan: Key of the plan that the run follows, by default the one registered last.
+        """
+        observer = self.observer(source, plan)
+        observer.take([dict(row) for row in rows])
+        return self.watch(observer.plan.key)
+
+    def calibration(self, *others: str | Path) -> Calibration:
+        """How often the forecasts of this ledger held, and those of other studies: their files, directories or ledgers."""
+        return calibrate(self.ledger, [Path(other) for other in others])
 
     def ablate(self) -> Ablation:
         """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""

@@ -112,6 +112,7 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     (full,) = study.runs().query("purpose == 'full'").to_dict("records")
     assert (full["loss"], full["environment"]["world_size"]) == (promotion.loss, 2)
     assert len(study.sweep().trials) == study.config.sweep.trials
+    check_watch(study, promotion)
     check_bundle(study, promotion)
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
@@ -129,6 +130,18 @@ def check_gate(study: Study, promotion: Promotion) -> None:
     assert promotion.forced_lines == seen.failed
     assert promotion.forced is not seen.passed
     assert study.promote(study.plan_path(study.plan())) == promotion
+
+
+def check_watch(study: Study, promotion: Promotion) -> None:
+    """The run that the workers trained, beside a band that was registered before it began."""
+    watch = study.watch()
+    assert (watch.promotion, watch.measured, watch.asserted) == (promotion, promotion.loss, False)
+    assert watch.evaluations["tokens"].iloc[-1] == watch.n_tokens == study.plan().n_tokens
+    assert watch.inside is promotion.inside
+    assert "steps or more under the plan's schedule" in watch.band.reason, "the micro-study's ladder is too short"
+    begun = {stage: (study.ledger.latest_result(stage) or {})["created_at"] for stage in ("band", "promotion_started")}
+    assert begun["band"] < begun["promotion_started"]
+    assert list(study.calibration().table["plan"]) == [promotion.plan]
 
 
 def check_bundle(study: Study, promotion: Promotion) -> None:

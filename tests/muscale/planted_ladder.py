@@ -1,0 +1,103 @@
+"""Runs whose ratio of loss along the way to the final loss is known, as values and as a ledger with curves beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from muscale import StudyConfig
+from muscale.ladder_curves import Floats, RunCurve
+from muscale.layout import CURVES
+from muscale.ledger import Ledger
+from muscale.lineage import Chain
+from muscale.planning import Plan, make_plan, register
+from muscale.tables import segments
+from proxy_models.numerics import Numerics
+from proxy_models.segments import chain
+from tests.muscale.planted import planted_fit, planted_horizon
+
+OFFSET = 0.02
+"""Log of held-out over training loss."""
+COOLDOWN = 0.15
+WARMUP = 0.05
+
+
+def log_ratio(share: Floats) -> Floats:
+    """Falls slowly to the cooldown, then faster, to 0 at the end."""
+    return 0.2 * (1 - share) + 0.3 * np.minimum(1 - share, COOLDOWN)
+
+
+def planted_curve(
+    generator: np.random.Generator, *, stem: str, steps: int = 200, spread: float = 0.01, noise: float = 0.01
+) -> RunCurve:
+    """A run of batches of 256 tokens; its log ratio differs from the planted one by `spread` times a normal draw, up to the end."""
+    share = np.arange(steps) / steps
+    final, differs = 2.0, spread * generator.standard_normal()
+    cooldown = round(steps * (1 - COOLDOWN))
+    train = np.log(final) + log_ratio(share) + differs - OFFSET + noise * generator.standard_normal(steps)
+    at_cooldown = final * np.exp(log_ratio(np.array(cooldown / steps)) + differs)
+    return RunCurve(
+        stem=stem,
+        warmup_tokens=round(WARMUP * steps) * 256,
+        ends=((cooldown * 256, float(at_cooldown)), (steps * 256, final)),
+        positions=share * steps * 256,
+        train_loss=np.exp(train),
+    )
+
+
+def write_ladder(
+    ledger: Ledger, numerics: Numerics, config: StudyConfig, *, stems: int = 4, noise: float = 0.01
+) -> pd.DataFrame:
+    """So many annealed runs of 128 steps with curves on disk, as the ladder leaves them; returns what `law_rows` tells of them.
+
+    The stem of the first has two rows: another run was annealed from its middle.
+    """
+    generator = np.random.default_rng(0)
+    h, rows = config.hyperparameters, []
+    n_tokens = 128 * h.batch_tokens
+    for number in range(stems):
+        whole = Chain(numerics=replace(numerics, seed=number), segments=chain(h, n_tokens))
+        curve = planted_curve(generator, stem="", steps=128, noise=noise)
+        assert whole.parent is not None
+        middle = replace(whole.segments[0], end=64 * h.batch_tokens)
+        parts = [(whole.parent, 0, whole.parent.last.end), (whole, whole.parent.last.end, n_tokens)]
+        if number == 0:
+            cut = Chain(numerics=whole.numerics, segments=(middle,))
+            parts = [(cut, 0, cut.last.end), (whole.parent, cut.last.end, whole.parent.last.end), parts[1]]
+        for part, start, end in parts:
+            _write_segment(ledger, part, curve, start, end)
+        rows.append({"key": whole.key, "purpose": "ladder", "left_out": "", "regret": 0.0})
+    return pd.DataFrame(rows)
+
+
+def _write_segment(ledger: Ledger, part: Chain, curve: RunCurve, start: int, end: int) -> None:
+    tokens = curve.positions + 256
+    here = (tokens > start) & (tokens <= end)
+    table = pd.DataFrame({"tokens": tokens[here].astype(int), "train_loss": curve.train_loss[here]})
+    path = ledger.directory / CURVES / f"{part.key}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    table.to_parquet(path, index=False)
+    held_out = dict(curve.ends).get(end, 3.0)
+    ledger.insert(
+        segments, **part.row(), trained_from=start, loss=held_out, source_losses={}, seconds=1.0, environment={}
+    )
+
+
+def numerics_of(config: StudyConfig) -> Numerics:
+    """Of the study's base shape, on a corpus that nobody reads."""
+    return Numerics(
+        model=config.model, base=config.model, corpus_key="planted", seed=0, evaluation_tokens=2048, scheme="mup"
+    )
+
+
+def registered_plan(path: Path, ledger: Ledger, *overrides: str) -> Plan:
+    """A plan of the study file with its forecast in the ledger."""
+    config = StudyConfig.read(path, overrides)
+    return register(make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()), ledger)
+
+
+MakePlanted = Callable[..., tuple[Ledger, Plan]]
