@@ -446,6 +446,11 @@ def _stage(
     return 1 if failed(result) else 0
 
 
+def _is_begun(path: Path) -> bool:
+    """Whether a study has a ledger; without one a dry run knows the study file alone, and writes nothing."""
+    return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))
+
+
 def _followed(
     opened: Study,
     watcher: Watcher,
@@ -472,11 +477,6 @@ def _followed(
 
 def _alarming(watch: Watch) -> bool:
     return watch.alarming or watch.inside is False
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether a study has a ledger; without one a dry run knows the study file alone, and writes nothing."""
-    return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))
 
 
 def _show(result: Any, *, as_json: bool) -> None:

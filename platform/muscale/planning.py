@@ -73,7 +73,7 @@ class Plan:
 
     def chain(self, numerics: Numerics) -> Chain:
         """The full run as a training like any other."""
-        # Of the regularizers the parametrization knows nothing.
+        # Of regularizers the parametrization knows nothing: the full run may have others than its base.
         base = replace(numerics.base, **{name: getattr(self.model, name) for name in REGULARIZERS})
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
         return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)

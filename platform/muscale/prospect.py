@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 MOST_HASHED = 32 * 10**9
 """Bytes of tokens that are hashed again at every promotion: half a minute from a fast disk (assumed)."""
-KEPT_CHECKPOINTS = 3
-"""The two that a full run keeps, and the one that is being written."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -146,6 +144,8 @@ def prospect(
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
     free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
+    for_ever = plan.n_tokens // settings.keep_every_tokens if settings.keep_every_tokens else 0
+    kept = settings.keep_last + 1 + for_ever  # and the one that is being written
     gate = Gate(
         plan=plan.key,
         lines=(
@@ -166,7 +166,7 @@ def prospect(
                 tensor_parallel=settings.tensor_parallel,
                 micro_batch=settings.micro_batch,
             ),
-            disk_line(KEPT_CHECKPOINTS * checkpoint, free, kept=KEPT_CHECKPOINTS, place=str(directory)),
+            disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
         ),
     )
     launch = Launch(

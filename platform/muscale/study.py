@@ -293,9 +293,13 @@ class Study:
         return self._registered(self.planned(compute_flops=compute_flops))
 
     def _registered(self, plan: Plan) -> Plan:
+        """The plan with its forecast, the band along the run, and its file."""
         registered = planning.register(plan, self.ledger)
-        plan_file.write(registered, self.config, self.ledger)
-        self.band(registered)
+        band = self.band(registered)
+        tokens = [round(share * band.n_tokens) for share in band.shares]
+        sides = band.at([share * band.n_tokens for share in band.shares]).rename(columns={"expected": "loss"})
+        along = [{"tokens": n, **side} for n, side in zip(tokens, sides.to_dict("records"), strict=True)]
+        plan_file.write(registered, self.config, self.ledger, along=along)
         return registered
 
     def plan_path(self, plan: Plan) -> Path:
@@ -355,10 +359,10 @@ class Study:
         plan, config = self._to_promote(plan, register=True)
         if known := self.ledger.result("promotion", plan.key):
             return Promotion.from_dict(known)
-        self.band(plan)
         seen = self._prospect(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
+        self.band(plan)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
         with (
             guarding(self.ledger, plan.key, config.promote, self.display.line),

@@ -12,7 +12,7 @@ import torch
 
 from muscale import Plan, StudyConfig
 from muscale.planning import make_plan
-from muscale.prospect import KEPT_CHECKPOINTS, Prospect, prospect
+from muscale.prospect import Prospect, prospect
 from proxy_models.corpus import Corpus, write_corpus
 from proxy_models.memory import training_memory
 from scaling import Verdict
@@ -66,7 +66,7 @@ def test_it_tells_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
     assert json.loads(json.dumps(found.to_dict()))["launch"] == asdict(launch)
     for told in (
         "gate CLOSED",
-        f"for {KEPT_CHECKPOINTS} checkpoints",
+        "for 3 checkpoints",
         "launch: 4 workers with 1 CPUs each on this machine",
     ):
         assert told in str(found)
