@@ -19,7 +19,7 @@ from rich.text import Text
 
 from muscale.alarms import Alarm, known_alarms, raise_alarms
 from muscale.config import PromoteSettings
-from muscale.errors import LedgerUnavailableError, StageError
+from muscale.errors import LedgerUnavailableError, PreemptedError, StageError
 from muscale.ledger import Ledger
 from muscale.watch import Watch, Watcher, told_evaluation
 
@@ -139,6 +139,10 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, tell: Callabl
         StageError: If the run was stopped.
     """
     done, stopped = threading.Event(), list[Alarm]()
+    # A shell's background job ignores SIGINT, and so would all that it starts.
+    deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if deaf and settings.on_alarm == "stop":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def guard() -> None:
         watcher, old = None, set[str]()
@@ -165,7 +169,7 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, tell: Callabl
     thread.start()
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, PreemptedError):  # the second where workers were told, and have saved
         if stopped:
             raise StageError(
                 f"promote: stopped, as promote.on_alarm says: {stopped[0]}; run the same command again to go on from the "
@@ -175,3 +179,5 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, tell: Callabl
     finally:
         done.set()
         thread.join()
+        if deaf:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
