@@ -210,7 +210,7 @@ def _table(
 
 def _spread(result: ScalingFit, rows: dict[str, Array]) -> Array:
     """Standard deviation of log loss over the bootstrap draws, [K]."""
-    values = dict(zip(result.law.form.parameters, result.draws.T[:, :, None], strict=True))
+    values = result.law.form.stacked(result.draws)
     return np.asarray(np.log(result.law.form.loss(values, rows)).std(axis=0))
 
 

@@ -1,4 +1,4 @@
-"""The command line: each command parses, calls one method of `Study`, and prints its result.
+"""The command line: each command parses, calls one method of `Study`, and prints its result. It is long as there are many commands.
 
 Exit codes: 0 done, 1 a check failed (coordinate check, transfer verdict, a run outside its forecast or its band), 2 an error that the
 user can mend, 75 a full run that was told to end (SIGTERM) and has saved, 130 interrupted otherwise (Ctrl-C, SIGTERM); the same

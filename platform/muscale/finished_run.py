@@ -64,7 +64,8 @@ def average_checkpoints(
     found = list(islice(checkpoints.whole(), k))
     if len(found) < k:
         raise StageError(
-            f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; a run keeps few"
+            f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; the newest "
+            "promote.keep_last of a run are kept"
         )
     sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in decoder.named_parameters()}
     for _, path in found:

@@ -1,7 +1,8 @@
 """A study: one file, one directory, and a method for each stage.
 
 Each method returns its result from the ledger where that is known, and works where it is not; the stages that it stands on
-are run first. So a study that was interrupted goes on when the same method, or command, is called again.
+are run first. So a study that was interrupted goes on when the same method, or command, is called again. The file is long as
+there are many stages: each method only joins what other modules do.
 """
 
 from __future__ import annotations
@@ -505,7 +506,7 @@ class Study:
             self.display.line(str(plan))
             for warning in self.corpus.warnings(plan.n_tokens):
                 self.display.line(f"warning: {warning}")
-            result = self.promote(force=force)
+            result = self.promote(plan, force=force)
         self.report()
         return result
 
