@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,92 +26,28 @@ from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
-from muscale.incidents import Incident, Interventions, SpikePolicy, record_incident, utc_now
+from muscale.full_run_spec import FullRun
+from muscale.incidents import Incident, Interventions, record_incident, utc_now
 from muscale.layout import METRICS
-from muscale.parallelism import Parallelism
 from muscale.preemption import Notice
 from muscale.ranks import from_first, joined, rank
 from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
 from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
-from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import send
 from proxy_models.metrics import passes
-from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
 from proxy_models.recipe import Recipe
-from proxy_models.segments import Segment
 from proxy_models.step import Stepper
 
 L = import_lightning()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
-MIN_UNIT_PARAMS = 1_000_000
-"""A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
 _EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullRun:
-    """One run, to its annealed end.
-
-    Attributes:
-        numerics: Model, data, seed.
-        segments: The chain to train.
-        directory: Where its checkpoints, metrics and result lie; visible to every worker.
-        corpus: Folder of the corpus.
-        checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
-        checkpoint_every_minutes: Also when so much time went by since the last checkpoint was begun; None: not by time.
-        keep_last, keep_every_tokens: Which checkpoints are kept, as `Checkpoints` states.
-        on_spike: What is done about what the guard finds; None: what the guard does by itself.
-        min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
-        micro_batch: Sequences of one forward and backward pass on a rank; None: its whole share, on a GPU the largest whole
-            part of it that fits by the estimate.
-        parallelism: How it is laid over the ranks.
-        compile: Whether the blocks are compiled, each by itself.
-    """
-
-    numerics: Numerics
-    segments: tuple[Segment, ...]
-    directory: Path
-    corpus: Path
-    checkpoint_every_tokens: int
-    evaluate_every_tokens: int
-    min_unit_params: int = MIN_UNIT_PARAMS
-    micro_batch: int | None = None
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    compile: Compile = False
-    checkpoint_every_minutes: float | None = None
-    keep_last: int = 2
-    keep_every_tokens: int | None = None
-    on_spike: SpikePolicy | None = None
-
-    def __post_init__(self) -> None:
-        self.parallelism.require(self.numerics.model)
-        self.numerics.require_length(self.n_tokens)
-        if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
-            raise ValueError('on_spike needs a guard whose action is "skip"')
-
-    @property
-    def n_tokens(self) -> int:
-        """D."""
-        return self.segments[-1].end
-
-    def n_steps(self, tokens: int) -> int:
-        """Steps that end at or before `tokens`."""
-        return self.segments[0].recipe.ramp.n_steps(tokens)
-
-    def segment_at(self, tokens: int) -> Segment:
-        """The segment of the step that starts after `tokens` tokens."""
-        return next(segment for segment in self.segments if segment.start <= tokens < segment.end)
-
-    def recipe_before(self, tokens: int) -> Recipe:
-        """The recipe of the step that ends at `tokens`; at 0 that of the first step."""
-        return self.segment_at(max(tokens - 1, 0)).recipe
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]

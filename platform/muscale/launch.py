@@ -31,7 +31,7 @@ def launch(
     Each attempt finds the last checkpoint by itself. A finished run is not launched again.
 
     Args:
-        run: What `muscale.full_run.FullRun` takes; the driver itself needs no Lightning.
+        run: What `muscale.full_run_spec.FullRun` takes; the driver itself needs no Lightning.
         settings: Workers and failures.
         resources: Of a worker.
         name: For Ray's records.
@@ -124,7 +124,8 @@ def train_worker(config: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import get_device
 
-    from muscale.full_run import FullRun, train
+    from muscale.full_run import train
+    from muscale.full_run_spec import FullRun
     from muscale.sharding import ShardedStrategy
 
     torch.set_num_threads(config["threads"])

@@ -193,7 +193,7 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
 
 
 def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
-    """What `muscale.full_run.FullRun` takes; the driver itself needs no Lightning."""
+    """What `muscale.full_run_spec.FullRun` takes; the driver itself needs no Lightning."""
     settings, chain = config.promote, plan.chain(replace(numerics, guard=config.promote.guard))
     return {
         "numerics": chain.numerics,

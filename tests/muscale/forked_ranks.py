@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from muscale.errors import EXIT_PREEMPTED, PreemptedError
-from muscale.full_run import FullRun, train
+from muscale.full_run import train
+from muscale.full_run_spec import FullRun
 from muscale.layout import METRICS, RESULT
 from muscale.sharding import ShardedStrategy
 from proxy_models.config import ModelConfig

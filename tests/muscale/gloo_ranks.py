@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from proxy_models.memory import CHUNK_ENTRIES
 
 if TYPE_CHECKING:
-    from muscale.full_run import FullRun
+    from muscale.full_run_spec import FullRun
 
 _RANK = """
 import os, pickle, sys, traceback

@@ -24,7 +24,8 @@ from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
 from muscale.finished_run import held_out_loss, last_state
-from muscale.full_run import FullRun, train
+from muscale.full_run import train
+from muscale.full_run_spec import FullRun
 from muscale.layout import METRICS, RESULT
 from muscale.lineage import Chain
 from muscale.planning import Plan

@@ -13,7 +13,8 @@ import pytest
 from muscale import attempts
 from muscale import checkpoints as saving
 from muscale.checkpoints import CHECKPOINTS, MANIFEST, Checkpoints
-from muscale.full_run import FullRun, FullRunModule, train
+from muscale.full_run import FullRunModule, train
+from muscale.full_run_spec import FullRun
 from muscale.layout import RESULT
 from proxy_models.corpus import Corpus
 from proxy_models.guard import GuardSettings

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from muscale.checkpoints import CHECKPOINTS, MANIFEST, PARAMETRIZATION, Checkpoints
 from muscale.errors import StageError
-from muscale.full_run import FullRun, train
+from muscale.full_run import train
+from muscale.full_run_spec import FullRun
 from muscale.layout import METRICS, RESULT
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus, write_corpus, write_mixture

@@ -17,7 +17,8 @@ from muscale import full_run, json_lines, sharding
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.config import PromoteSettings, ResourceSettings
 from muscale.errors import EXIT_PREEMPTED, PreemptedError, StageError
-from muscale.full_run import FullRun, FullRunModule, train
+from muscale.full_run import FullRunModule, train
+from muscale.full_run_spec import FullRun
 from muscale.goodput import ATTEMPTS
 from muscale.incidents import SpikePolicy, read_incidents
 from muscale.launch import launch

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from muscale import StageError, StudyConfig
-from muscale.full_run import FullRun, train
+from muscale.full_run import train
+from muscale.full_run_spec import FullRun
 from muscale.gate import Gate, disk_line, transfer_line
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL
 from muscale.ledger import Ledger

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from muscale.checkpoints import CHECKPOINTS
-from muscale.full_run import FullRun, train
+from muscale.full_run import train
+from muscale.full_run_spec import FullRun
 from muscale.layout import METRICS, RESULT
 from muscale.parallelism import Parallelism
 from muscale.sharding import build_decoder, mesh_of
