@@ -1,6 +1,7 @@
 """What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
 
 import os
+from collections.abc import Iterator
 
 # Before NumPy is imported: on a busy machine two threads take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("trains on an NVIDIA GPU, and torch sees none here")
     if item.get_closest_marker("compiler") and (reason := missing_compiler("cuda" if gpu else "cpu")):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled and nothing counted; the limits that `compilation.configure` sets are put back at the end."""
+    from torch._dynamo import config, reset  # slow to import, and of few tests
+    from torch._dynamo.utils import counters
+
+    # Not by pytest's monkeypatch, which deletes what it does not find in a module's `__dict__`, as torch's settings.
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    with config.patch({name: getattr(config, name) for name in names}):
+        reset()
+        counters.clear()
+        yield
+    reset()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -160,15 +159,11 @@ def test_logits_in_chunks_are_those_of_one_process_with_a_tied_table(
 
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
-def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))  # put back at the end
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(make_run: MakeRun) -> None:
     eager = make_run()
     train(eager)
     run = replace(eager, directory=eager.directory.with_name("compiled"), compile=True)
-    torch._dynamo.reset()
     counters.clear()
     assert train(run)["environment"]["compiled"]
     assert counters["stats"]["unique_graphs"] == 1  # blocks of one shape share it

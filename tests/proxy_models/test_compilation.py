@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,22 +19,10 @@ from proxy_models.training import Trainer
 BATCH = 2 * 32
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    kept = {name: getattr(torch._dynamo.config, name) for name in names}
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-    for name, value in kept.items():
-        setattr(torch._dynamo.config, name, value)
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize(("device", "tolerance"), [("cpu", 1e-4), pytest.param("cuda", 1e-3, marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each_shape(
     corpus: Corpus, device: str, tolerance: float
 ) -> None:
@@ -120,7 +107,7 @@ def test_auto_goes_by_the_plan_of_the_process_and_else_by_the_segment(
     assert asked == [2 * BATCH, 10**9]
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_recompilation_beyond_the_limit_is_an_error_and_not_a_silent_eager() -> None:
     compilation.configure()
     torch._dynamo.config.recompile_limit = 2
