@@ -24,6 +24,7 @@ from muscale.incidents import SpikePolicy
 from muscale.layout import STUDY_FILE
 from muscale.parallelism import Parallelism
 from muscale.plan_settings import PlanSettings
+from muscale.shape import Shape
 from muscale.strict import StrictTable as _Table
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
@@ -45,10 +46,9 @@ class CheckSettings(_Table):
     seeds: tuple[int, ...] = (0, 1)
 
 
-class Stem(_Table):
-    """One of [[ladder.stems]]: a run of `n_tokens` at a size; with branches, also annealed at n_tokens / √2, / 2, …."""
+class Stem(Shape):
+    """One of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
 
-    width: PositiveInt
     n_tokens: PositiveInt
     branches: PositiveInt = 2
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.carried import model_with_explicit, with_explicit
 from muscale.plan_settings import BUDGETS
+from muscale.shape import Shape
 from proxy_models.check_sizes import require_seeds, require_sizes
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.segments import chain
@@ -43,12 +44,13 @@ def contradictions(config: StudyConfig) -> list[str]:
         if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
             problems.append(f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}')
     problems += config.transfer.contradictions(h, model.context_length)
-    widths = [("check.widths", w) for w in config.check.widths] + [
-        ("transfer.widths", w) for w in config.transfer.widths
-    ]
-    for key, width in widths + [("ladder.stems.width", stem.width) for stem in config.ladder.stems]:
+    shapes = [("check.widths", Shape(width=width)) for width in config.check.widths]
+    shapes += [("transfer.widths", Shape(width=width)) for width in config.transfer.widths]
+    shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
+    shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
+    for key, shape in shapes:
         try:
-            config.family.at(width=width)
+            shape.of(config.family)
         except ValueError as error:
             problems.append(f"{key}: {error}")
     horizons = [config.transfer.n_tokens * fraction for fraction in config.transfer.horizons]
@@ -88,11 +90,7 @@ def contradictions(config: StudyConfig) -> list[str]:
         model_with_explicit(model, config.plan.explicit)
     except ValueError as error:
         problems.append(f"plan.explicit: {error}")
-    largest = (
-        max(6.0 * config.family.at(width=s.width).n_params * s.n_tokens for s in config.ladder.stems)
-        if not problems
-        else 0
-    )
+    largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems) if not problems else 0
     if (budget := config.plan.budget).compute_flops <= largest:
         key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)
         told = f", which is {budget.terms}" if budget.terms else ""

@@ -35,7 +35,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     rows.append(("transfer", len(grid), *_trained(grid)))
     steps = []
     for stem in config.ladder.stems:
-        member = Numerics(**{**numerics.__dict__, "model": config.family.at(width=stem.width)})
+        member = Numerics(**{**numerics.__dict__, "model": stem.of(config.family)})
         lengths = ladder.stem_lengths(stem)
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]

@@ -77,14 +77,14 @@ def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, 
     for stem in config.ladder.stems:
         lengths = stem_lengths(stem)
         middle = float(np.exp(np.mean(np.log(lengths))))
-        member = replace(numerics, model=config.family.at(width=stem.width), seed=config.ladder.seed)
+        member = replace(numerics, model=stem.of(config.family), seed=config.ladder.seed)
         jobs += branches(
             member,
             tuned_for(best, horizon, middle),
             lengths,
             tuned_at=middle,
             purpose="ladder",
-            label=f"width {stem.width}",
+            label=str(stem),
         )
     return jobs
 

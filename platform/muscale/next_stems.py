@@ -144,7 +144,9 @@ def candidates(
     spread = candidate_runs(
         fit, plan.n_params, plan.n_tokens, affordable_flops=affordable_flops, per_decade=_PER_DECADE
     )
-    taken = [(stem.width, length) for stem in config.ladder.stems for length in stem_lengths(stem)]
+    depths = (None, config.model.n_layers)  # those looked at have the base's
+    stems = [stem for stem in config.ladder.stems if stem.depth in depths]
+    taken = [(stem.width, length) for stem in stems for length in stem_lengths(stem)]
     shortest, longest = fit.n_tokens_range[0], most_tokens(corpus, MAX_EPOCHS)
     rows = []
     for n_params, n_tokens in spread[["n_params", "n_tokens"]].itertuples(index=False):

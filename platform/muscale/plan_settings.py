@@ -9,6 +9,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.carried import checked
+from muscale.shape import Shape
 from muscale.strict import StrictTable
 from scaling import Accelerator, Budget, accelerator
 
@@ -32,6 +33,7 @@ class PlanSettings(StrictTable):
         0.0  # read and written over the model's life, out of the same budget
     )
     max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; else as many as are worth their compute
+    shapes: tuple[Shape, ...] = ()  # the full run has one of them; none: any width, at the base's depth
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes so near to the best are told
     level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # of the forecast's interval
     explicit: dict[str, Any] = Field(

@@ -12,7 +12,7 @@ from muscale.ledger import Ledger
 from muscale.lineage import Chain, input_key
 from muscale.sizing import size_for
 from muscale.tables import forecasts
-from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.mixture import MAX_EPOCHS
@@ -138,10 +138,7 @@ def told_decision(decision: dict[str, Any] | None) -> list[str]:
     """What a plan's size rests on, a line each."""
     if decision is None:
         return []
-    near = [
-        f"{size['n_params']:,.0f} (width {size['d_model']}, +{size['loss_above_best']:.2%})"
-        for size in decision["near"]
-    ]
+    near = [f"{size['n_params']:,.0f} ({_shape(size)}, +{size['loss_above_best']:.2%})" for size in decision["near"]]
     sizes = decision["intervals"]["n_params"] if decision["intervals"] else None
     by_fit = [*decision["size_by_fit"].values()] if decision["size_by_fit"] else []
     budget, cost = decision["budget"], decision["cost"]
@@ -159,6 +156,11 @@ def told_decision(decision: dict[str, Any] | None) -> list[str]:
     lines += [f"held by {limit}" for limit in decision["limits"]]
     lines += [f"doubtful: {doubt}" for doubt in decision["doubts"]]
     return lines + [f"assumed: {assumption}" for assumption in decision["assumptions"]]
+
+
+def _shape(size: dict[str, Any]) -> str:
+    """Width, and depth where shapes are named: others have the base's."""
+    return f"width {size['d_model']}" + (f", depth {size['n_layers']}" if "n_layers" in size else "")
 
 
 def _span(low: float, high: float) -> str:
@@ -234,13 +236,13 @@ def make_plan(
         rules=rules,
         wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
         forecast=_off_policy(
-            _forecast(fit, model, n_tokens, config.plan.level, decision.epochs),
+            _forecast(fit, model, n_tokens, config, decision.epochs),
             {
                 name: (getattr(by_policy, name, getattr(decision.config, name, None)), value)
                 for name, value in explicit.items()
             },
         ),
-        decision=_plain(decision, config.family),
+        decision=_plain(decision, config),
         carried=carried(
             hyperparameters,
             model,
@@ -270,21 +272,32 @@ def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]]) -> Forec
     return replace(forecast, reasons=(*forecast.reasons, *reasons))
 
 
-def _forecast(fit: ScalingFit, model: ModelConfig, n_tokens: int, level: float, epochs: float | None) -> Forecast:
-    """The fit's forecast, unsupported where the run sees its data too often."""
-    found = fit.forecast(model.n_params, n_tokens, level=level)
-    if epochs is None or epochs <= MAX_EPOCHS:
-        return found
-    reason = (
-        f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
-    )
-    return replace(found, reasons=(*found.reasons, reason))
+def _forecast(
+    fit: ScalingFit, model: ModelConfig, n_tokens: int, config: StudyConfig, epochs: float | None
+) -> Forecast:
+    """The fit's forecast, unsupported where the run sees its data too often, or has a depth that no run fitted has."""
+    found = fit.forecast(model.n_params, n_tokens, level=config.plan.level)
+    reasons = list(found.reasons)
+    if epochs is not None and epochs > MAX_EPOCHS:
+        reasons.append(
+            f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
+        )
+    depths = {config.model.n_layers} | {stem.of(config.family).n_layers for stem in config.ladder.stems}
+    if model.n_layers not in depths:
+        fitted = ", ".join(map(str, sorted(depths)))
+        reasons.append(f"depth {model.n_layers}: the runs fitted have {fitted}; add ladder.stems of that depth")
+    return replace(found, reasons=tuple(reasons))
 
 
-def _plain(decision: Decision, family: ModelFamily) -> dict[str, Any]:
+def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
     """The decision's facts as JSON has them."""
+    named = {shape.of(config.family).n_params: shape.of(config.family) for shape in config.plan.shapes}
     facts = {name: value for name, value in decision.to_dict().items() if name not in _TOLD_ELSEWHERE}
-    near = [{**size, "d_model": family.for_params(size["n_params"]).d_model} for size in facts["near"]]
+    near = []
+    for size in facts["near"]:
+        model = named.get(size["n_params"])
+        width = (model or config.family.for_params(size["n_params"])).d_model
+        near.append({**size, "d_model": width} | ({"n_layers": model.n_layers} if model else {}))
     return facts | {
         "near": near,
         "budget": decision.budget.terms or decision.budget.worth,

@@ -32,7 +32,7 @@ def size_for(
     *,
     precision: Precision = "fp32",
 ) -> Decision:
-    """The member of the family with the least loss for the budget, in the decision's `config`.
+    """The member of the family with the least loss for the budget, or of the shapes named, in the decision's `config`.
 
     Where that would see the corpus more than once, it is decided again with the published worth of repeats. Without a
     corpus no epochs are counted.
@@ -49,14 +49,16 @@ def size_for(
     law = fit.ensemble.law
     wanted = law.allocate(budget.compute_flops).n_params
     try:
-        chosen = decide(fit, budget, sizes=members(family, wanted / REACH, wanted * REACH), **conditions)
+        given = [shape.of(family) for shape in settings.shapes]
+        sizes = given or members(family, wanted / REACH, wanted * REACH)
+        chosen = decide(fit, budget, sizes=sizes, **conditions)
         if corpus is not None:
             seen = epochs(corpus, chosen.n_tokens)
             unique = chosen.n_tokens / seen
             if seen <= 1:
                 chosen = replace(chosen, unique_tokens=unique)
             else:
-                sizes = members(family, wanted / REACH, wanted * max(REACH, 2 * seen))
+                sizes = given or members(family, wanted / REACH, wanted * max(REACH, 2 * seen))
                 limited: dict[str, Any] = {"unique_tokens": unique, "max_epochs": settings.max_epochs}
                 again = decide(with_repeats(law), budget, sizes=sizes, **limited, **conditions)
                 chosen = _telling(again, chosen, law)

@@ -67,6 +67,18 @@ def test_the_ladder_is_tuned_for_the_middle_of_its_branches(
     assert off == pytest.approx([-0.25, 0.25], abs=0.02)
 
 
+def test_a_stem_may_have_a_depth_of_its_own(
+    make_study: Callable[..., Path], numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    stems = "ladder.stems=[{width=16, n_tokens=16384}, {width=48, depth=3, n_tokens=16384, branches=1}]"
+    config = StudyConfig.read(make_study("deep"), [stems])
+    jobs = ladder.ladder_jobs(config, numerics, config.hyperparameters, horizon)
+    shapes = [(job.chain.numerics.model.d_model, job.chain.numerics.model.n_layers) for job in jobs]
+    assert shapes == [(16, 1), (16, 1), (48, 3)]
+    assert jobs[-1].label == "width 48, depth 3, 16384 tokens"
+    assert jobs[-1].chain.numerics.base == config.model  # whose depth the parametrization carries from
+
+
 def test_a_curriculum_by_fractions_gives_each_run_its_own_stem(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:

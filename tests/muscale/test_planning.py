@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muscale import StageError, StudyConfig
+from muscale import StageError, StudyConfig, StudyFileError
 from muscale.ledger import Ledger
 from muscale.planning import Plan, make_plan, register
 from muscale.sizing import epochs, most_tokens
@@ -76,6 +76,27 @@ def test_no_other_shape_of_the_family_does_better(
     assert {size["d_model"] for size in decision["near"]} == near
     assert len(near) > 1
     assert plan.wanted_n_params == law.ensemble.law.allocate(2.5e10).n_params
+
+
+def test_shapes_may_be_named_and_a_depth_that_nothing_fitted_has_is_told(
+    planned: MakePlan, read: Callable[..., StudyConfig], law: ScalingFit
+) -> None:
+    family = read().family
+    named = [family.at(width=48), family.at(width=32, depth=3), family.at(width=160)]
+    shapes = "plan.shapes=[{width=48}, {width=32, depth=3}, {width=160}]"
+    plan = planned(shapes)
+    losses = [float(law.ensemble.law.loss(one.n_params, 2.5e10 / (6 * one.n_params))) for one in named]
+    assert plan.model == named[int(np.argmin(losses))]
+    deep = planned("plan.shapes=[{width=32, depth=3}]", "plan.tolerance=0.5")
+    assert deep.model == named[1]
+    assert deep.compute_flops == pytest.approx(2.5e10, rel=0.01)
+    assert "(width 32, depth 3, +0.00%)" in str(deep)
+    assert any("depth 3: the runs fitted have 1; add ladder.stems" in reason for reason in deep.forecast.reasons)
+    stems = "[{width=16, n_tokens=16384}, {width=32, depth=3, n_tokens=16384}]"
+    supported = planned("plan.shapes=[{width=32, depth=3}]", f"ladder.stems={stems}")
+    assert not any("depth" in reason for reason in supported.forecast.reasons)
+    with pytest.raises(StudyFileError, match=r"plan\.shapes: .*d_model"):
+        read("plan.shapes=[{width=15}]")
 
 
 def test_a_plan_tells_its_reasons_and_is_read_back(planned: MakePlan) -> None:
