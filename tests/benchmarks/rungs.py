@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from scipy.stats import qmc
 
+from muscale import json_lines
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.hyperparameters import Hyperparameters
@@ -36,6 +33,7 @@ from proxy_models.segments import Segment, branch, stem
 from proxy_models.state import TrainState
 from proxy_models.training import Trainer
 from search_spaces import LogUniform, Space, Uniform
+from tests.benchmarks.kept_runs import do_missing
 from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, show, tables, telling
 
 MODEL = ModelConfig(d_model=64, n_layers=2)
@@ -95,7 +93,7 @@ def start_worker(corpus: Path, batch_tokens: int) -> None:
     _trainer = Trainer(Corpus.open(corpus), planned_tokens=2 * N_CONFIGS * N_TOKENS)
 
 
-def train(task: Task) -> list[dict[str, Any]]:
+def train(task: Task) -> dict[str, Any]:
     """What was measured at each rung; a divergence ends the list early."""
     values = Hyperparameters(batch_tokens=_batch_tokens, **configurations()[task.config])
     numerics = Numerics(
@@ -106,7 +104,7 @@ def train(task: Task) -> list[dict[str, Any]]:
         evaluation_tokens=EVALUATION_TOKENS,
     )
     measure = {"wsd": _wsd, "linear": _linear, "planned": _planned}[task.kind]
-    return list(measure(numerics, values))
+    return {"rungs": list(measure(numerics, values))}
 
 
 def _wsd(numerics: Numerics, values: Hyperparameters) -> Iterator[dict[str, Any]]:
@@ -162,33 +160,6 @@ def _digest(state: TrainState) -> str:
     return hashed.hexdigest()
 
 
-def read_rows(store: Path) -> list[dict[str, Any]]:
-    """The finished runs: the fields of their task, and their rungs."""
-    return [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-
-
-def run_all(wanted: list[Task], store: Path, corpus: Path, *, batch_tokens: int, workers: int) -> None:
-    """Train what the file does not know."""
-    known = {(row["config"], row["seed"], row["kind"]) for row in read_rows(store)}
-    missing = [task for task in wanted if (task.config, task.seed, task.kind) not in known]
-    if not missing:
-        return
-    folder = write_corpus(corpus, EMBEDDED).folder
-    store.parent.mkdir(parents=True, exist_ok=True)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with (
-        ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder, batch_tokens)) as pool,
-        store.open("a") as file,
-        Progress(*columns) as progress,
-    ):
-        bar = progress.add_task("runs", total=len(missing))
-        futures = {pool.submit(train, task): task for task in missing}
-        for future in as_completed(futures):
-            file.write(json.dumps({**asdict(futures[future]), "rungs": future.result()}) + "\n")
-            file.flush()
-            progress.advance(bar)
-
-
 def report(rows: list[dict[str, Any]]) -> None:
     """Print every table."""
     seeds = [table for table in tables(rows) if len(table.configs) == N_CONFIGS]
@@ -219,9 +190,16 @@ def main() -> None:
     options = parser.parse_args()
     store = options.rows or folder / f"rungs-{options.batch_tokens}.jsonl"
     if not options.report:
-        wanted = tasks(options.seeds)
-        run_all(wanted, store, options.corpus, batch_tokens=options.batch_tokens, workers=options.workers)
-    report(read_rows(store))
+        store.parent.mkdir(parents=True, exist_ok=True)
+        do_missing(
+            tasks(options.seeds),
+            train,
+            store,
+            workers=options.workers,
+            initializer=start_worker,
+            initargs=(write_corpus(options.corpus, EMBEDDED).folder, options.batch_tokens),
+        )
+    report(json_lines.read(store))
 
 
 if __name__ == "__main__":

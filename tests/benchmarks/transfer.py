@@ -10,26 +10,23 @@ parabola in log2(rate). Every finished run is kept in the folder; the same comma
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import Scheme
-from proxy_models.segments import chain
 from proxy_models.training import Trainer
 from scaling import fit_optimum, fit_transfer
+from tests.benchmarks.kept_runs import do_missing, final_loss
 
 BASE = ModelConfig(d_model=64, n_layers=2)
 BATCH_TOKENS, N_TOKENS = 1024, 200 * 1024
@@ -90,44 +87,14 @@ def start_worker(corpus: Path) -> None:
     _trainer = Trainer(Corpus.open(corpus), compile=False)
 
 
-def train(task: Task) -> float:
-    """Validation loss at the annealed end, NaN after a divergence."""
+def train(task: Task) -> dict[str, Any]:
+    """The loss of one run."""
     model, base, scheme = task.numerics
     numerics = Numerics(
         model=model, base=base, scheme=scheme, corpus_key=_trainer.corpus.key, seed=task.seed, evaluation_tokens=65_536
     )
     values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=BATCH_TOKENS)
-    state, loss = None, None
-    for segment in chain(values, N_TOKENS):
-        result = _trainer.train(numerics, segment, state)
-        if result.divergence:
-            return math.nan
-        state, loss = result.state, result.loss
-    return math.nan if loss is None else loss
-
-
-def run_all(wanted: list[Task], folder: Path, workers: int) -> pd.DataFrame:
-    """Train what the folder does not know."""
-    store = folder / "runs.jsonl"
-    rows = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-    known = {(row["experiment"], row["size"], row["log2_rate"], row["seed"]) for row in rows}
-    missing = [task for task in wanted if tuple(asdict(task).values()) not in known]
-    corpus = write_corpus(folder / "corpus", EMBEDDED)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with (
-        ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (corpus.folder,)) as pool,
-        store.open("a") as file,
-        Progress(*columns) as progress,
-    ):
-        bar = progress.add_task("runs", total=len(missing))
-        futures = {pool.submit(train, task): task for task in missing}
-        for future in as_completed(futures):
-            row = {**asdict(futures[future]), "loss": future.result()}
-            rows.append(row)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            progress.advance(bar)
-    return pd.DataFrame(rows)
+    return {"loss": final_loss(_trainer, numerics, values, N_TOKENS)}
 
 
 def report(rows: pd.DataFrame, experiment: str) -> None:
@@ -170,7 +137,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/transfer"))
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    rows = run_all(tasks(options.seeds), options.folder, options.workers)
+    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
+    rows = pd.DataFrame(
+        do_missing(
+            tasks(options.seeds),
+            train,
+            options.folder / "runs.jsonl",
+            workers=options.workers,
+            initializer=start_worker,
+            initargs=(corpus.folder,),
+        )
+    )
     for experiment in ("mup", "standard", "depth scaled", "depth unscaled"):
         report(rows, experiment)
 

@@ -1,0 +1,75 @@
+"""Tasks of a benchmark, done by a few processes and kept in a file: the same command goes on where it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+from muscale import json_lines
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.segments import chain
+from proxy_models.training import Trainer
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Task = TypeVar("Task", bound="DataclassInstance")
+
+
+def do_missing(
+    wanted: Sequence[Task],
+    do: Callable[[Task], dict[str, Any]],
+    store: Path,
+    *,
+    workers: int,
+    initializer: Callable[..., None],
+    initargs: tuple[Any, ...],
+) -> list[dict[str, Any]]:
+    """Do what the file does not know, in spawned processes.
+
+    Args:
+        wanted: Tasks: dataclasses of plain values.
+        do: What a task gives, as plain values.
+        store: The file, a line for each task: its fields and what it gave.
+        workers: Processes.
+        initializer, initargs: Called once in each.
+
+    Returns:
+        The rows of the wanted tasks.
+    """
+    tasks = {tuple(asdict(task).values()): task for task in wanted}
+    names = [*asdict(wanted[0])]
+    known = {tuple(row.get(name) for name in names) for row in json_lines.read(store)}
+    missing = [task for values, task in tasks.items() if values not in known]
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    if missing:
+        with (
+            ProcessPoolExecutor(workers, get_context("spawn"), initializer, initargs) as pool,
+            Progress(*columns) as progress,
+        ):
+            bar = progress.add_task("runs", total=len(missing))
+            futures = {pool.submit(do, task): task for task in missing}
+            for future in as_completed(futures):
+                json_lines.append(store, {**asdict(futures[future]), **future.result()})
+                progress.advance(bar)
+    rows = {tuple(row.get(name) for name in names): row for row in json_lines.read(store)}
+    return [rows[values] for values in tasks]
+
+
+def final_loss(trainer: Trainer, numerics: Numerics, values: Hyperparameters, n_tokens: int) -> float:
+    """Validation loss at the annealed end, NaN after a divergence."""
+    state, loss = None, None
+    for segment in chain(values, n_tokens):
+        result = trainer.train(numerics, segment, state)
+        if result.divergence:
+            return math.nan
+        state, loss = result.state, result.loss
+    return math.nan if loss is None else loss

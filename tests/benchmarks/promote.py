@@ -1,0 +1,258 @@
+"""Three promotions at ten times the compute of their largest ladder run: how good are their hyperparameters and forecasts?
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/promote.py [--seeds 3] [--folder runs/benchmarks/promote]
+
+Each promotion has a study of its own (seed, sweep, transfer grids, ladder, law, plan with its registered forecast) whose proxy
+has width 32: one goes where the law decides, one to four times the proxy's width, one is of another family (LayerNorm, GELU,
+learned positions, biases, tied tables). At full size, beside the promoted run: a grid of rates around its own, whose fitted minimum is
+the oracle; standard parametrization with the proxy's rate; and with the rate that the plan's horizon law gives. All that are
+compared start from the same weights' seed and see the same batches. The first promotion is launched through Ray, and repeated
+over seeds; the others train in one process by the same code. Every finished run is kept in the folder; the same command goes on
+where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import tomlkit
+import torch
+
+from muscale import Study, StudyConfig
+from muscale.jobs import staying_cluster
+from muscale.planning import Plan
+from muscale.promotion import full_run_of
+from proxy_models.corpus import Corpus
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.training import Trainer
+from scaling import fit_optimum
+from tests.benchmarks.kept_runs import do_missing, final_loss
+
+QUICKSTART = Path("platform/muscale/quickstart.toml")
+RATIO = 10.5  # of the largest ladder run's compute
+OCTAVES = (-1.5, -0.75, 0.0, 0.75, 1.5)  # of the grid, around the promoted rate
+STEMS = (
+    (16, 384),
+    (16, 768),
+    (32, 384),
+    (32, 768),
+    (32, 1536),
+    (48, 384),
+    (48, 960),
+    (64, 288),
+    (64, 576),
+    (80, 384),
+    (96, 272),
+)  # width, thousands of 1024 tokens
+CASES: dict[str, dict[str, Any]] = {
+    "decided": {},
+    "four times as wide": {"plan": {"shapes": [{"width": 128}]}},
+    "another family": {
+        "model": {
+            "norm": "layernorm",
+            "activation": "gelu",
+            "mlp_ratio": 4.0,
+            "positions": "learned",
+            "biases": True,
+            "tied": True,
+        }
+    },
+}
+THROUGH_RAY = "decided"
+
+Kind = Literal["mup", "standard", "standard, horizon law", "full run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One run at a promotion's full size."""
+
+    case: str
+    kind: Kind
+    octave: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promoted:
+    """What the runs of a promotion share."""
+
+    numerics: Numerics
+    hyperparameters: Hyperparameters
+    n_tokens: int
+    proxy_rate: float
+    full_run: Mapping[str, Any]
+
+
+def write_study(folder: Path, case: str, seed: int) -> Path:
+    """The quickstart with a proxy of half its width, a smaller ladder, the case's own settings and its seed."""
+    values = tomllib.loads(QUICKSTART.read_text())
+    values["name"] = case
+    values["model"] |= {"d_model": 32} | CASES[case].get("model", {})
+    values["ladder"] = {
+        "seed": seed,
+        "stems": [{"width": width, "n_tokens": 1024 * thousands} for width, thousands in STEMS],
+    }
+    values["sweep"]["seed"] = values["transfer"]["seed"] = seed
+    values["transfer"]["widths"] = [16, 32, 64]
+    values["promote"]["seed"] = seed
+    values["check"] = {"widths": [16, 32, 64, 128]}
+    values["plan"] = {"compute_flops": 1e18} | CASES[case].get("plan", {})
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "study.toml"
+    family = StudyConfig.from_dict(values, where=str(path)).family
+    largest = max(6.0 * family.at(width=width).n_params * 1024 * thousands for width, thousands in STEMS)
+    values["plan"]["compute_flops"] = RATIO * largest
+    path.write_text(tomlkit.dumps(values))
+    return path
+
+
+def tasks(case: str, seed: int, n_seeds: int) -> list[Task]:
+    """The runs of one promotion."""
+    seeds = [seed + k for k in range(n_seeds)]
+    wanted = [Task(case=case, kind="mup", octave=octave, seed=one) for one in seeds for octave in OCTAVES]
+    for kind in ("standard", "standard, horizon law"):
+        wanted += [Task(case=case, kind=kind, octave=0.0, seed=one) for one in seeds]
+    own = [] if case == THROUGH_RAY else [Task(case=case, kind="full run", octave=0.0, seed=seed)]
+    return own + wanted
+
+
+_trainer: Trainer
+_promoted: Mapping[str, Promoted]
+
+
+def start_worker(corpus: Path, promoted: Mapping[str, Promoted]) -> None:
+    """One trainer a process."""
+    global _trainer, _promoted
+    torch.set_num_threads(1)
+    longest = max(one.n_tokens for one in promoted.values())
+    _trainer = Trainer(Corpus.open(corpus), planned_tokens=10 * longest)
+    _promoted = promoted
+
+
+def train(task: Task) -> dict[str, Any]:
+    """The loss of one run, by the lean loop that trains proxies, or by the full run's code in one process."""
+    promoted, began = _promoted[task.case], perf_counter()
+    if task.kind == "full run":
+        from muscale.full_run import train as train_full
+        from muscale.full_run_spec import FullRun
+
+        return {"loss": train_full(FullRun(**promoted.full_run))["loss"], "seconds": perf_counter() - began}
+    numerics = replace(promoted.numerics, seed=task.seed)
+    values = promoted.hyperparameters
+    values = replace(values, learning_rate=values.learning_rate * 2.0**task.octave)
+    if task.kind != "mup":
+        numerics = replace(numerics, scheme="standard")
+    if task.kind == "standard":
+        values = replace(values, learning_rate=promoted.proxy_rate)
+    loss = final_loss(_trainer, numerics, values, promoted.n_tokens)
+    return {"loss": loss, "seconds": perf_counter() - began}
+
+
+def plan_of(study: Study) -> tuple[Plan, Promoted]:
+    """The registered plan of a study, whose searches are done where they are not, and what its runs share."""
+    plan = study.plan()
+    directory = study.directory / "full_run"
+    chain = plan.chain(study.numerics)
+    return plan, Promoted(
+        numerics=chain.numerics,
+        hyperparameters=plan.hyperparameters,
+        n_tokens=plan.n_tokens,
+        proxy_rate=study.sweep().best.learning_rate,
+        full_run=full_run_of(plan, study.config, study.numerics, directory, study.corpus.folder) | {"compile": "auto"},
+    )
+
+
+def gaps(rows: pd.DataFrame) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Loss of the promoted rate above the minimum fitted to each seed's grid, a share of it, [seeds]."""
+    found = []
+    for _, of_seed in rows[rows["kind"] == "mup"].groupby("seed"):
+        rate, loss = 2.0 ** of_seed["octave"], of_seed["loss"]
+        found.append(float(loss[of_seed["octave"] == 0].iloc[0]) / fit_optimum(rate, loss).loss - 1)
+    return np.array(found)
+
+
+def report(case: str, study: Study, plan: Plan, rows: pd.DataFrame, measured: float, spread: float) -> None:
+    """One promotion. `spread` is the standard deviation of the gap between seeds, for where there is one seed only."""
+    forecast, largest = plan.forecast, float((6 * study.fit().rows["n_params"] * study.fit().rows["n_tokens"]).max())
+    own = rows[rows["kind"] == "mup"]
+    losses = own[own["octave"] == 0]["loss"]
+    inside = "inside" if forecast.low <= measured <= forecast.high else "OUTSIDE"
+    print(f"\n{case}: width {study.config.model.d_model} -> {plan.model.d_model}, N = {plan.n_params:,}, ", end="")
+    print(f"D = {plan.n_tokens:,}, {plan.compute_flops / largest:.1f} x the largest ladder run")
+    print(
+        f"  forecast        {forecast.loss:.4f} [{forecast.low:.4f}, {forecast.high:.4f}], measured {measured:.4f}: "
+        f"{inside}, error {1 - forecast.loss / measured:+.2%}; the lean loop, by seed",
+        ", ".join(f"{loss:.4f}" for loss in losses),
+    )
+    optima = [fit_optimum(2.0 ** part["octave"], part["loss"]) for _, part in own.groupby("seed")]
+    grid = own.groupby("octave")["loss"].mean()
+    print("  grid of rates  ", ", ".join(f"{octave:+.2f}: {loss:.4f}" for octave, loss in grid.items()))
+    print(
+        "  oracle         ",
+        ", ".join(f"{one.loss:.4f} at {one.log2_rate:+.2f} octaves ({one.status})" for one in optima),
+    )
+    found = gaps(rows)
+    error = (float(found.std(ddof=1)) if len(found) > 1 else spread) / math.sqrt(len(found))
+    print(f"  gap to oracle   {found.mean():+.2%} ± {error:.2%}", end="")
+    print(f" ({len(found)} seeds)" if len(found) > 1 else " (one seed; error from the seeds of the first)")
+    for kind in ("standard", "standard, horizon law"):
+        ended = rows[rows["kind"] == kind]["loss"]
+        above = ended.to_numpy() / losses.to_numpy() - 1
+        told = "diverged" if ended.isna().any() else f"{ended.mean():.4f}, {above.mean():+.2%} of the promoted run's"
+        print(f"  {kind:<22} {told}")
+
+
+def main() -> None:
+    """Search, plan, train, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="of the first promotion's runs")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/promote"))
+    options = parser.parse_args()
+    began, cpu = perf_counter(), os.times()
+    studies, plans, promoted, measured = {}, {}, {}, {}
+    wanted: list[Task] = []
+    with staying_cluster():
+        for seed, case in enumerate(CASES):
+            studies[case] = Study.open(write_study(options.folder / case.replace(" ", "_"), case, seed))
+            plans[case], promoted[case] = plan_of(studies[case])
+            print(plans[case])
+            if case == THROUGH_RAY:
+                measured[case] = studies[case].promote().loss
+            wanted += tasks(case, seed, options.seeds if case == THROUGH_RAY else 1)
+    print(f"{perf_counter() - began:.0f} s until the last plan, of one promotion through Ray")
+    rows = pd.DataFrame(
+        do_missing(
+            wanted,
+            train,
+            options.folder / "runs.jsonl",
+            workers=options.workers,
+            initializer=start_worker,
+            initargs=(studies[THROUGH_RAY].corpus.folder, promoted),
+        )
+    )
+    spread = float(gaps(rows[rows["case"] == THROUGH_RAY]).std(ddof=1)) if options.seeds > 1 else math.nan
+    for case in CASES:
+        part = rows[rows["case"] == case]
+        if case not in measured:
+            measured[case] = float(part[part["kind"] == "full run"]["loss"].iloc[0])
+        report(case, studies[case], plans[case], part, measured[case], spread)
+    now = os.times()
+    spent = sum(now[:4]) - sum(cpu[:4])
+    print(f"\n{(perf_counter() - began) / 60:.1f} minutes, {spent / 60:.1f} CPU minutes but those of Ray's workers")
+
+
+if __name__ == "__main__":
+    main()
