@@ -104,7 +104,7 @@ def write_study(folder: Path, case: str, seed: int) -> Path:
         "seed": seed,
         "stems": [{"width": width, "n_tokens": 1024 * thousands} for width, thousands in STEMS],
     }
-    values["sweep"]["seed"] = seed
+    values["sweep"]["seed"], values["transfer"]["seeds"] = seed, [seed]
     values["transfer"]["widths"] = [16, 32, 64]
     values["promote"]["seed"] = seed
     values["check"] = {"widths": [16, 32, 64, 128]}
