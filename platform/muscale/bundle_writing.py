@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,9 +29,12 @@ from muscale.model_card import model_card
 from muscale.plain import finite
 from muscale.planning import Plan
 from muscale.promotion import Promotion
+from proxy_models.config import ModelConfig
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder
 from proxy_models.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
+from proxy_models.memory import training_memory
+from proxy_models.parametrization import OptimizerName
 from proxy_models.state import capture
 from proxy_models.step import GOOD, Stepper
 from proxy_models.token_files import STATED
@@ -72,12 +76,14 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
     """Write a run's bundle, whole or not at all, and open it.
 
     Raises:
-        StageError: If the last checkpoint is gone, or its weights do not give the loss that the run recorded.
+        StageError: If the last checkpoint is gone, its weights do not give the loss that the run recorded, or they and the
+            optimizer's state are more than this machine's free memory.
         BundleError: If there is something at the path.
     """
     if average < 1:
         raise BundleError(f"bundle: the average must be of at least 1 checkpoint, got {average}")
     numerics, segments = run.chain.numerics, run.chain.segments
+    _require_memory(numerics.model, segments[-1].recipe.optimizer)
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)
     stepper = last_state(checkpoints, numerics, segments)
     loss = _checked_loss(run, stepper.module)
@@ -105,6 +111,17 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
     except FileExistsError as error:
         raise BundleError(f"bundle: {error}") from error
     return Bundle.open(path)
+
+
+def _require_memory(model: ModelConfig, optimizer: OptimizerName) -> None:
+    """Refuse what would not fit, as the state is read whole."""
+    estimate = training_memory(model, micro_batch=1, optimizer=optimizer)
+    needed, free = estimate.parameters + estimate.optimizer, psutil.virtual_memory().available
+    if needed > free:
+        raise StageError(
+            f"bundle: weights and optimizer are {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on this machine; "
+            "run `muscale bundle` on one with more memory"
+        )
 
 
 def _checked_loss(run: FinishedRun, decoder: Decoder) -> float:

@@ -93,6 +93,7 @@ class PromoteSettings(_Table):
     tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
     activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
     micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
+    bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
     alarm_after: PositiveInt = 3  # evaluations in a row outside the band
     on_alarm: Literal["log", "stop"] = "log"
     webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret

@@ -20,7 +20,7 @@ from muscale import ablation, data, ladder, next_stems, plan_file, planning, pro
 from muscale.band import Band, register_band, registered_band
 from muscale.calibration import Calibration, calibrate
 from muscale.config import StudyConfig
-from muscale.errors import StageError
+from muscale.errors import BundleError, StageError
 from muscale.following import guarding
 from muscale.gate import require_check
 from muscale.jobs import Job, finish, staying_cluster
@@ -370,7 +370,7 @@ class Study:
             self.display.stage("promote") as update,
             following(metrics, plan.n_tokens, update),
         ):
-            return promotion.promote(
+            result = promotion.promote(
                 plan,
                 config,
                 self.ledger,
@@ -379,6 +379,12 @@ class Study:
                 forced=not seen.gate.passed,
                 gate=seen.gate,
             )
+        if config.promote.bundle:
+            try:
+                self.display.line(f"bundle: {self.bundle().path}")
+            except (StageError, BundleError, OSError) as error:  # the run itself is done, and recorded
+                self.display.line(f"no bundle: {error}; `muscale bundle` writes it")
+        return result
 
     def watch(self, plan: str | None = None) -> Watch:
         """The full run beside its band as it stands now; trains nothing.

@@ -344,6 +344,15 @@ def test_weights_that_do_not_give_the_run_s_loss_are_refused(case: Case, tmp_pat
         write_bundle(gone, tmp_path / "bundle")
 
 
+def test_weights_beyond_the_memory_are_refused_before_they_are_read(case: Case, tmp_path: Path) -> None:
+    numerics = case.run.chain.numerics
+    huge = replace(numerics, model=replace(numerics.model, d_model=2**20))
+    other = replace(case.run, chain=replace(case.run.chain, numerics=huge))
+    with pytest.raises(StageError, match=r"optimizer are \d+\.\d GiB, .* with more memory"):
+        write_bundle(other, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_the_commands_verify_generate_and_export(
     copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

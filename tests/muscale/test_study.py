@@ -148,6 +148,7 @@ def check_bundle(study: Study, promotion: Promotion) -> None:
     """Of a run that two ranks trained: written in one process, with the lineage from the sweep to the residual."""
     with pytest.raises(StageError, match="needs as many"):
         study.bundle(average=9)
+    assert (study.directory / BUNDLES / promotion.plan).is_dir(), "the run's end is a bundle"
     bundle = study.bundle()
     written = (bundle.path / MANIFEST).stat().st_mtime_ns
     assert bundle.path.parent == study.directory / BUNDLES
