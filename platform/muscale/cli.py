@@ -185,6 +185,7 @@ def promote(
     force: Annotated[bool, Parameter(negative=())] = False,
     rehearse: Annotated[bool, Parameter(negative=())] = False,
     steps: int = 5,
+    prepare: Annotated[bool, Parameter(negative=())] = False,
     options: Options = Options(),
 ) -> int:
     """Train the planned run and hold it against its forecast; exit code 1 if it ends outside the interval.
@@ -197,7 +198,12 @@ def promote(
         force: Go on past lines of the gate that failed; the ledger keeps which.
         rehearse: Only train, save and resume a few steps on the real devices, and forecast the run's wall time.
         steps: Of each of a rehearsal's two launches.
+        prepare: Only enter that the run begins, and write what `muscale train` takes where there is no Ray.
     """
+    if prepare and (rehearse or options.dry_run):
+        raise StudyFileError("promote: --prepare enters that the run begins; leave out --rehearse and --dry-run")
+    if prepare:
+        return _stage(study, options, lambda opened: opened.prepare(plan, force=force), "promote")
     if rehearse and (force or options.dry_run):
         raise StudyFileError(
             f"promote: --rehearse asks no gate and shows no prospect; leave out {'--force' if force else '--dry-run'}"
@@ -212,6 +218,23 @@ def promote(
         return opened.promote(plan, force=force)
 
     return _stage(study, options, promoted, "promote", failed=lambda result: not result.inside)
+
+
+@app.command
+def train(run: Path) -> int:
+    """Train a run that `muscale promote --prepare` wrote, without Ray: alone, or as one of torchrun's ranks.
+
+    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/run.json
+
+    Args:
+        run: The file.
+    """
+    from muscale.prepared import train_here
+
+    result = train_here(run)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it")
+    return 0
 
 
 @app.command

@@ -117,6 +117,33 @@ class Promotion:
         return "\n".join(lines)
 
 
+def begin(
+    plan: Plan, config: StudyConfig, ledger: Ledger, *, verdict: str, forced: bool, gate: Gate | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Enter that the run begins, once and after its forecast.
+
+    Returns:
+        The forecast as registered, and what was known when the run first began.
+
+    Raises:
+        StageError: If there is no earlier forecast, or the model can't be laid out as [promote] says.
+    """
+    registered = ledger.forecast(plan.key)
+    if registered is None:
+        raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
+    if misfits := list(config.promote.parallelism.misfits(plan.model)):
+        raise StageError(f"promote: {'; '.join(misfits)}")
+    started = ledger.result("promotion_started", plan.key)
+    if started is None:
+        started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
+        ledger.record_result("promotion_started", plan.key, started)
+    if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
+        raise StageError(
+            f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
+        )
+    return registered, started
+
+
 def promote(
     plan: Plan,
     config: StudyConfig,
@@ -132,22 +159,10 @@ def promote(
     What `gate` let through, or was forced to, is kept with it.
 
     Raises:
-        StageError: If the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
+        StageError: As `begin`; if the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
         PreemptedError: If this process was told to end; the workers have saved.
     """
-    registered = ledger.forecast(plan.key)
-    if registered is None:
-        raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
-    if misfits := list(config.promote.parallelism.misfits(plan.model)):
-        raise StageError(f"promote: {'; '.join(misfits)}")
-    started = ledger.result("promotion_started", plan.key)
-    if started is None:
-        started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
-        ledger.record_result("promotion_started", plan.key, started)
-    if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
-        raise StageError(
-            f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
-        )
+    registered, started = begin(plan, config, ledger, verdict=verdict, forced=forced, gate=gate)
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)

@@ -47,6 +47,7 @@ from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, com
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle
+    from muscale.prepared import Prepared
     from muscale.prospect import Prospect
     from muscale.rehearsal import Rehearsal
     from proxy_models.coordinate_check import CoordinateCheck
@@ -360,10 +361,7 @@ class Study:
         plan, config = self._to_promote(plan, register=True)
         if known := self.ledger.result("promotion", plan.key):
             return Promotion.from_dict(known)
-        seen = self._prospect(plan, config, self.check())
-        seen.gate.require(force=force)
-        seen.gate.record(self.ledger)
-        self.band(plan)
+        seen = self._admitted(plan, config, force=force)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
         with (
             guarding(self.ledger, plan.key, config.promote, self.display.line),
@@ -385,6 +383,39 @@ class Study:
             except (StageError, BundleError, OSError) as error:  # the run itself is done, and recorded
                 self.display.line(f"no bundle: {error}; `muscale bundle` writes it")
         return result
+
+    def prepare(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Prepared:
+        """Enter that the planned run begins, and write it down for ranks that are started without Ray; trains nothing.
+
+        Args:
+            plan, force: As in `promote`, which records the run once it has ended.
+
+        Raises:
+            StageError: As `promote`.
+        """
+        from muscale.prepared import prepare
+
+        plan, config = self._to_promote(plan, register=True)
+        if self.ledger.result("promotion", plan.key):
+            raise StageError(f"promote: plan {plan.key} was trained to its end already; `muscale promote` shows it")
+        seen = self._admitted(plan, config, force=force)
+        promotion.begin(
+            plan,
+            config,
+            self.ledger,
+            verdict=self.transfer().verdict,
+            forced=not seen.gate.passed,
+            gate=seen.gate,
+        )
+        return prepare(plan, config, self.numerics, self.directory / FULL_RUNS / plan.key)
+
+    def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> Prospect:
+        """The prospect of a run that the gate lets begin, or is forced to, with its band registered."""
+        seen = self._prospect(plan, config, self.check())
+        seen.gate.require(force=force)
+        seen.gate.record(self.ledger)
+        self.band(plan)
+        return seen
 
     def watch(self, plan: str | None = None) -> Watch:
         """The full run beside its band as it stands now; trains nothing.

@@ -20,7 +20,8 @@ from muscale.bundle import LINEAGE, RUNS
 from muscale.bundle_files import MANIFEST
 from muscale.finished_run import held_out_loss
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
-from muscale.planning import register
+from muscale.planning import Plan, register
+from muscale.prepared import read
 from muscale.promotion import promote
 from scaling import ScalingFit
 
@@ -187,6 +188,19 @@ def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion
     assert "What to run next" in page
     assert len(study.runs()) == trained
     assert study.promote(study.plan()) == promotion
+    check_that_a_run_may_be_prepared(study, other)
+
+
+def check_that_a_run_may_be_prepared(study: Study, other: Plan) -> None:
+    """Its beginning is entered, after its forecast, and what ranks without Ray take is written; an ended run is not."""
+    prepared = study.prepare(other, force=True)
+    begun = study.ledger.result("promotion_started", other.key)
+    assert begun is not None
+    assert other.registered_at is not None
+    assert datetime.fromisoformat(other.registered_at) < datetime.fromisoformat(begun["at"])
+    assert read(Path(prepared.path))["segments"] == other.segments
+    with pytest.raises(StageError, match="was trained to its end already"):
+        study.prepare(study.plan())
 
 
 def check_that_a_divergence_is_told(study: Study) -> None:
