@@ -224,7 +224,7 @@ def promote(
 def train(run: Path) -> int:
     """Train a run that `muscale promote --prepare` wrote, without Ray: alone, or as one of torchrun's ranks.
 
-    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/run.json
+    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
 
     Args:
         run: The file.

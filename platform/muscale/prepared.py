@@ -1,6 +1,6 @@
 """A full run where there is no Ray: `muscale promote --prepare` writes it down, torchrun's ranks train it, or one process.
 
-    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/run.json
+    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
 
 Once it has ended, `muscale promote` finds its result and holds it against the forecast. Until then the same command goes on
 where the run was.
@@ -21,7 +21,7 @@ from muscale.planning import Plan
 from muscale.promotion import full_run_of
 from proxy_models.numerics import Numerics
 
-RUN = "run.json"
+PREPARED = "prepared.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
     """Write what the run is made from into its directory, `full_runs/KEY` of a study's."""
     told = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / RUN
+    path = directory / PREPARED
     path.write_text(json.dumps(told, indent=1) + "\n")
     return Prepared(path=str(path), workers=config.promote.workers)
 

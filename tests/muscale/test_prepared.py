@@ -46,7 +46,7 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     assert together.returncode == 0, together.stderr
     assert together.stdout.count("`muscale promote` records it") == 1
     result = json.loads((directory / RESULT).read_text())
-    single = train_here(moved / FULL_RUNS / plan.key / "run.json")
+    single = train_here(moved / FULL_RUNS / plan.key / "prepared.json")
     assert (result["environment"]["world_size"], single["environment"]["world_size"]) == (2, 1)
     assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
 
@@ -56,10 +56,10 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
 
 
 def test_a_file_that_is_no_prepared_run_is_refused_in_words(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
+    path = tmp_path / "prepared.json"
     path.write_text('{"plan": 3}')
     with pytest.raises(
-        StageError, match=r"run\.json: can't be read as what `muscale promote --prepare` writes: TypeError"
+        StageError, match=r"prepared\.json: can't be read as what `muscale promote --prepare` writes: TypeError"
     ):
         read(path)
     with pytest.raises(StageError, match="FileNotFoundError"):
