@@ -47,6 +47,8 @@ from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, com
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle
+    from muscale.continuation import Continuation
+    from muscale.continuing import Continued
     from muscale.prospect import Prospect
     from muscale.rehearsal import Rehearsal
     from proxy_models.coordinate_check import CoordinateCheck
@@ -378,6 +380,37 @@ class Study:
                 verdict=self.transfer().verdict,
                 forced=not seen.gate.passed,
                 gate=seen.gate,
+            )
+
+    def continue_run(self, stage: str | Path) -> Continued:
+        """Go on from a checkpoint of a full run as a stage file says, and tell the losses before and after.
+
+        Args:
+            stage: The path of the stage file.
+
+        Raises:
+            StudyFileError: If the file can't be used.
+            StageError: If there is no such checkpoint, the stage can't go on from it so, or its training failed.
+        """
+        from muscale.continuing import train_stage
+
+        planned = self.continuation(stage)
+        metrics = planned.folder / METRICS
+        with self.display.stage("continue") as update, following(metrics, planned.n_tokens, update):
+            return train_stage(planned, self.config, self.ledger)
+
+    def continuation(self, stage: str | Path) -> Continuation:
+        """What `continue_run` would train; writes the stage's corpus if it is new, and trains nothing."""
+        from muscale.continuation import plan_stage
+
+        own = replace(self.numerics, guard=self.config.promote.guard)
+        with self.display.stage("corpus") as update:
+
+            def on_progress(done: int, total: int) -> None:
+                update(done, total, "bytes read")
+
+            return plan_stage(
+                Path(stage), self.config, self.ledger, self.corpus, lambda plan: plan.chain(own), on_progress
             )
 
     def watch(self, plan: str | None = None) -> Watch:
