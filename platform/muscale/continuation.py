@@ -10,6 +10,7 @@ from typing import Any
 
 from muscale.ancestry import STARTED, Parent, Stretch, find_parent, plain, require_checkpoint
 from muscale.config import StudyConfig
+from muscale.data import CorpusSettings
 from muscale.errors import StageError
 from muscale.full_run_spec import Beginning, HeldOut
 from muscale.layout import FULL_RUNS
@@ -192,10 +193,21 @@ def plan_stage(
     stage = StageFile.read(path, vocab_size=config.model.vocab_size)
     try:
         parent = find_parent(stage.parent, ledger, first, chain_of)
-        corpus = _corpus_of(stage, parent, path, config, ledger, first, on_progress)
+        settings = _corpus_settings(stage, parent, config)
+        if settings is None:
+            corpus = Corpus.open(ledger.directory / parent.lineage[-1].folder)
+        else:
+            corpus = write_stage_corpus(
+                settings,
+                first,
+                base=path.resolve().parent,
+                directory=ledger.directory,
+                vocab_size=config.model.vocab_size,
+                on_progress=on_progress,
+            )
         seed = parent.numerics.seed if stage.seed is None else stage.seed
         segments = _segments(stage, parent)
-        evaluation = stage.own_corpus.evaluation_tokens if stage.own_corpus else parent.numerics.evaluation_tokens
+        evaluation = settings.evaluation_tokens if settings else parent.numerics.evaluation_tokens
         numerics = replace(
             parent.numerics,
             corpus_key=corpus.key,
@@ -224,25 +236,16 @@ def plan_stage(
     return planned
 
 
-def _corpus_of(
-    stage: StageFile,
-    parent: Parent,
-    path: Path,
-    config: StudyConfig,
-    ledger: Ledger,
-    first: Corpus,
-    on_progress: Callable[[int, int], None],
-) -> Corpus:
-    if stage.own_corpus is None:
-        return Corpus.open(ledger.directory / parent.lineage[-1].folder)
-    return write_stage_corpus(
-        stage.own_corpus,
-        first,
-        base=path.resolve().parent,
-        directory=ledger.directory,
-        vocab_size=config.model.vocab_size,
-        on_progress=on_progress,
-    )
+def _corpus_settings(stage: StageFile, parent: Parent, config: StudyConfig) -> CorpusSettings | None:
+    """[corpus] of the stage, with what it does not say of held-out text as it was before; None: the parent's corpus."""
+    own = stage.own_corpus
+    if own is None:
+        return None
+    before = {
+        "evaluation_tokens": parent.numerics.evaluation_tokens,
+        "validation_fraction": config.corpus.validation_fraction,  # so that text of the study held out stays so
+    }
+    return own.model_copy(update={name: value for name, value in before.items() if name not in own.model_fields_set})
 
 
 def _segments(stage: StageFile, parent: Parent) -> tuple[Segment, ...]:

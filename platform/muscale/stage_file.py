@@ -26,8 +26,8 @@ class ParentSettings(StrictTable):
 class StageFile(StrictTable):
     """A whole stage file.
 
-    Paths in [corpus] are relative to the file. Without [corpus] the parent's is read on; a [corpus] that names no tokenizer
-    is encoded by the parent's.
+    Paths in [corpus] are relative to the file. Without [corpus] the parent's is read on. A [corpus] that does not state
+    `tokenizer`, `validation_fraction` or `evaluation_tokens` has those of the runs before.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
