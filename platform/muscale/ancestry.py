@@ -136,7 +136,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         )
     checkpoints = Checkpoints(directory / FULL_RUNS / key / CHECKPOINTS)
     end = segments[-1].end
-    tokens = wanted.tokens or next(iter(checkpoints.kept()), end)
+    tokens = wanted.tokens or end
     if tokens > end:
         raise StageError(f"parent.tokens: must be at most the {end} of run {key}, got {tokens}")
     recipe = next(s.recipe for s in segments if s.start < tokens <= s.end)
@@ -161,7 +161,7 @@ def require_checkpoint(parent: Parent) -> None:
     there = f"has checkpoints after {', '.join(map(str, reversed(kept)))} tokens" if kept else "has no checkpoint"
     raise StageError(
         f"parent.tokens: run {parent.run} {there} in {parent.checkpoint.parent}, got {parent.tokens}; "
-        "promote.keep_every_tokens keeps more of a run"
+        "promote.keep_every_tokens keeps more of a run, and a run that has not ended has none of its end"
     )
 
 

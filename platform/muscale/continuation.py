@@ -144,9 +144,7 @@ class Continuation:
             if kept
             else f"{recipe.optimizer} in place of {before.optimizer}, whose moments are dropped"
         )
-        begins = (
-            f"read on from {self.position:,} tokens, nothing is repeated" if self.position else "read from its start"
-        )
+        begins = f"read on from {self.position:,} tokens, where it was left" if self.position else "read from its start"
         lines = [
             f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.parent.tokens_before:,}, "
             f"N = {model.n_params:,}, C = {self.compute_flops:.3g} FLOPs",

@@ -95,7 +95,7 @@ class FullRun:
     @property
     def origin(self) -> tuple[int, Path | None]:
         """Where the first step starts: after 0 tokens, with the state of a checkpoint or with initial values."""
-        return 0, self.beginning and self.beginning.checkpoint
+        return 0, self.beginning.checkpoint if self.beginning else None
 
     @property
     def position(self) -> int:

@@ -20,7 +20,7 @@ class ParentSettings(StrictTable):
     """[parent]: the checkpoint that the stage goes on from."""
 
     run: str | None = None  # key of a plan or of a stage, or a stage's name; none: the run that was promoted last
-    tokens: PositiveInt | None = None  # of that run, at the checkpoint; none: its newest
+    tokens: PositiveInt | None = None  # of that run, at the checkpoint; none: its end
 
 
 class StageFile(StrictTable):

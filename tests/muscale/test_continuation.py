@@ -103,7 +103,7 @@ def test_the_same_corpus_is_read_on_behind_the_promoted_run_and_the_result_is_to
         case.planned(STAGE), case.config, case.ledger, launcher=lambda run: pytest.fail("trained again")
     )
     assert never == done
-    assert "read on from 3,072 tokens, nothing is repeated" in str(stage)
+    assert "read on from 3,072 tokens, where it was left" in str(stage)
     assert "held against no forecast" in str(done)
     assert case.ledger.runs().empty, "a stage is no run that a law may be fitted from"
 
