@@ -117,7 +117,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
     """
     directory = ledger.directory
     run = wanted.run or _promoted_last(ledger)
-    key, started = _stage(run, ledger)
+    key, started = find_stage(run, ledger)
     numerics: Numerics
     segments: tuple[Segment, ...]
     if started:
@@ -183,8 +183,12 @@ def _promoted_last(ledger: Ledger) -> str:
     return str(found["payload"]["plan"])
 
 
-def _stage(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
-    """Key and record of the stage with this key or name, no record where there is none."""
+def find_stage(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
+    """Key and record of the stage with this key or name, no record where there is none.
+
+    Raises:
+        StageError: If it is the name of several.
+    """
     rows = ledger.read(find, "results", {"stage": STARTED})
     found = {row["key"]: row["payload"] for row in rows if run in (row["key"], row["payload"]["name"])}
     if run in found:

@@ -361,14 +361,15 @@ def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], opt
 
 
 @app.command
-def bundle(study: Path, *, average: int = 1, options: Options = Options()) -> int:
+def bundle(study: Path, *, average: int = 1, stage: str | None = None, options: Options = Options()) -> int:
     """Put everything of the promoted run into one directory that needs the study no more, with a hash of each file.
 
     Args:
         study: The study file.
         average: Write the average of so many last checkpoints beside the last weights, and print both losses.
+        stage: Key or name of a finished stage of `muscale continue`, in place of the promoted run.
     """
-    return _stage(study, options, lambda opened: opened.bundle(average=average), "bundle")
+    return _stage(study, options, lambda opened: opened.bundle(average=average, stage=stage), "bundle")
 
 
 @app.command

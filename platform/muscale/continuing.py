@@ -78,6 +78,16 @@ class Continued:
         """Of the runs before."""
         return sum(stretch.tokens for stretch in self.lineage[:-1])
 
+    @property
+    def changes(self) -> list[tuple[str, float, float]]:
+        """What each held-out loss is on, before and after."""
+        before, after = self.before, self.after
+        return [
+            ("its own corpus", before.own, after.own),
+            *((name, before.sources[name], loss) for name, loss in after.sources.items()),
+            *((label, before.earlier[label], loss) for label, loss in after.earlier.items()),
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones with them."""
         return {
@@ -107,15 +117,15 @@ class Continued:
         )
 
     def __str__(self) -> str:
-        before, after = self.before, self.after
         lines = [
             f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.tokens_before:,}, "
             f"on {self.world_size} workers",
             *told_lineage(self.lineage),
             "  held-out loss, nats per token, before and after:",
-            f"    {_change(before.own, after.own)}  its own corpus",
-            *(f"    {_change(before.sources[name], loss)}  {name}" for name, loss in after.sources.items()),
-            *(f"    {_change(before.earlier[label], loss)}  {label}" for label, loss in after.earlier.items()),
+            *(
+                f"    {before:.4f} → {after:.4f} ({after / before - 1:+.2%})  {name}"
+                for name, before, after in self.changes
+            ),
             f"  {NOT_FORECAST}",
             f"  {self.goodput}",
             *(f"  {incident}" for incident in self.incidents),
@@ -165,7 +175,3 @@ def train_stage(
     )
     ledger.record_result(RECORD, stage.key, done.to_dict())
     return done
-
-
-def _change(before: float, after: float) -> str:
-    return f"{before:.4f} → {after:.4f} ({after / before - 1:+.2%})"

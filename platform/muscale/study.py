@@ -555,16 +555,21 @@ class Study:
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)
 
-    def bundle(self, *, average: int = 1) -> Bundle:
+    def bundle(self, *, average: int = 1, stage: str | None = None) -> Bundle:
         """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
 
         Args:
             average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+            stage: Key or name of a finished stage, in place of the promoted run.
 
         Raises:
             StageError: If no run was promoted to its end, or its last weights are gone.
             BundleError: If the bundle was written before and is damaged.
         """
+        if stage is not None:
+            from muscale.preserve_stage import preserve_stage
+
+            return preserve_stage(self, stage, average=average)
         from muscale.preserve import preserve
 
         return preserve(self, average=average)

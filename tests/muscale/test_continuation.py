@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from muscale import Continuation, StageError, StudyConfig, StudyFileError
+from muscale import Continuation, StageError, Study, StudyConfig, StudyFileError
+from muscale.bundle import CARD, CONTINUED, LINEAGE
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.cli import app
 from muscale.continuation import plan_stage
 from muscale.continuing import Continued, train_stage
+from muscale.finished_run import held_out_loss
 from muscale.full_run import train
 from muscale.full_run_spec import FullRun
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
@@ -32,12 +34,13 @@ STAGE = f"""
 name = "more"
 n_tokens = {4 * BATCH}
 """
+MIXTURE = '[corpus.sources.code]\npath = "code"\nweight = 3\n[corpus.sources.old]\npath = "text"\nweight = 1\n'
 CODE = f"""
 name = "code"
 n_tokens = {6 * BATCH}
 learning_rate_factor = 0.5
 rewarm_tokens = {2 * BATCH}
-"""
+{MIXTURE}"""
 
 
 @dataclass
@@ -109,11 +112,10 @@ def test_the_same_corpus_is_read_on_behind_the_promoted_run_and_the_result_is_to
 
 
 def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: Case) -> None:
-    code = CODE + '[corpus.sources.code]\npath = "code"\nweight = 3\n[corpus.sources.old]\npath = "text"\nweight = 1\n'
-    first = case.planned(code)
+    first = case.planned(CODE)
     assert first.position == 0
     assert (first.corpus.mixture is not None, first.corpus.key != case.corpus.key) == (True, True)
-    done = case.trained(code)
+    done = case.trained(CODE)
     label = f"plan {case.plan.key}"
     assert done.before.sources.keys() == {"code", "old"}
     assert done.before.earlier == {label: last_evaluation(case.directory / FULL_RUNS / case.plan.key)}
@@ -230,6 +232,28 @@ def test_text_of_a_stage_is_encoded_by_the_tokenizer_that_the_study_trained(case
     )
     assert stage.corpus.tokenizer().key == first.tokenizer().key
     assert stage.corpus.manifest["tokenizer"] == first.manifest["tokenizer"]
+
+
+def test_a_stage_is_bundled_with_a_lineage_that_names_its_parents(case: Case) -> None:
+    done = case.trained(CODE)
+    study = Study.open(case.directory / STUDY_FILE, quiet=True)
+    bundle = study.bundle(stage="code")
+    assert bundle.path.name == done.key
+    assert study.bundle(stage=done.key).path == bundle.path
+    found = held_out_loss(bundle.decoder(), Corpus.open(case.directory / done.lineage[-1].folder), bundle.numerics)
+    assert found == pytest.approx(done.after.own, rel=1e-5)
+    assert bundle.read(CONTINUED) == json.loads(json.dumps(done.to_dict()))
+    lineage = bundle.read(LINEAGE)
+    assert [one["run"] for one in lineage["stretches"]] == [case.plan.key, done.key]
+    assert lineage["plan"]["key"] == case.plan.key
+    card = (bundle.path / CARD).read_text()
+    for told in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "held against no forecast"):
+        assert told in card
+    assert "of stage code; held against no forecast" in str(bundle)
+    assert bundle.generate("", 5)
+    with pytest.raises(StageError, match="'nobody' is the key or the name of none"):
+        study.bundle(stage="nobody")
+    study.ledger.close()
 
 
 def test_a_checkpoint_that_is_another_than_when_the_stage_was_begun_is_refused(case: Case) -> None:
