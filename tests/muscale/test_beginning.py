@@ -115,11 +115,17 @@ def test_with_nothing_changed_it_is_the_uninterrupted_run_resumed_or_not(parent:
 def test_two_sharded_ranks_go_on_as_one_process_does(parent: FullRun, tmp_path: Path, gloo_ranks: GlooRanks) -> None:
     model, base = (replace(one, mlp_dropout=0.0) for one in (parent.numerics.model, parent.numerics.base))
     smooth = replace(parent, numerics=replace(parent.numerics, model=model, base=base))  # as each rank draws its own
-    one, two = (replace(onward(smooth, tmp_path / name), min_unit_params=0) for name in ("one", "two"))
+    earlier = {"earlier": {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}}
+    one, two = (
+        replace(onward(smooth, tmp_path / name, beginning=earlier), min_unit_params=0) for name in ("one", "two")
+    )
     train(one)
     gloo_ranks.train(two, 2)
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-3)
     assert result(two)["loss"] == pytest.approx(result(one)["loss"], rel=1e-4)
+    for run in (one, two):
+        for row in (rows(run)[0], rows(run)[-1]):
+            assert row["earlier_losses"]["before"] == row["val_loss"], "it is the same text"
 
 
 def test_another_rate_and_corpus_are_taken_up_and_the_earlier_text_is_evaluated_beside_its_own(
