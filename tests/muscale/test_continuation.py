@@ -142,8 +142,11 @@ def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: C
 
 def test_a_curriculum_by_fractions_is_the_stage_s_own_and_can_t_be_read_on(case: Case) -> None:
     sources = MIXTURE.replace("weight = 3\n", "").replace("weight = 1\n", "")
-    first, last = ("[[corpus.stages]]\nweights = { code = %d, old = %d }\n" % weights for weights in ((1, 1), (1, 0)))
-    done = case.trained(STAGE.replace("more", "mixed") + sources + first + "until_fraction = 0.5\n" + last)
+    first, last = (
+        f"[[corpus.stages]]\nweights = {{ code = 1, old = {old} }}\n{end}"
+        for old, end in ((1, "until_fraction = 0.5\n"), (0, ""))
+    )
+    done = case.trained(STAGE.replace("more", "mixed") + sources + first + last)
     assert done.after.own == done.after.sources["code"] < done.before.own
     with pytest.raises(StageError, match=r"corpus: .* its stages end at fractions of that run; state \[corpus\]"):
         case.planned('name = "on"\nn_tokens = 1024\n[parent]\nrun = "mixed"\n')
