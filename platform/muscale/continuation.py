@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from muscale.config import StudyConfig
 from muscale.data import CorpusSettings
 from muscale.errors import StageError
 from muscale.full_run_spec import Beginning, HeldOut
+from muscale.incidents import SpikePolicy
 from muscale.layout import FULL_RUNS
 from muscale.ledger import Ledger
 from muscale.lineage import Chain, input_key, segment_to_dict
@@ -39,6 +40,7 @@ class Continuation:
         segments: From 0 on.
         corpus: That it reads.
         position: Where it begins in it, tokens.
+        on_spike: What is done about spikes, which changes what is computed.
         directory: The study's.
     """
 
@@ -48,15 +50,16 @@ class Continuation:
     segments: tuple[Segment, ...]
     corpus: Corpus
     position: int
+    on_spike: SpikePolicy | None
     directory: Path
 
     @cached_property
     def key(self) -> str:
         """Hash of the parent's run and tokens, and of everything that the stage computes."""
         segments = [segment_to_dict(segment) for segment in self.segments]
-        return input_key(
-            "continue", self.parent.run, self.parent.tokens, self.numerics.to_dict(), segments, self.position
-        )
+        parent = [self.parent.run, self.parent.tokens]
+        mended = asdict(self.on_spike) if self.on_spike else None
+        return input_key("continue", parent, self.numerics.to_dict(), segments, self.position, mended)
 
     @property
     def n_tokens(self) -> int:
@@ -225,6 +228,7 @@ def plan_stage(
             segments=segments,
             corpus=corpus,
             position=position,
+            on_spike=config.promote.spike_policy,
             directory=ledger.directory,
         )
         if ledger.result(STARTED, planned.key) is None:  # else it may go on without it

@@ -168,6 +168,12 @@ def test_the_key_is_of_the_parent_and_of_what_the_stage_computes_and_not_of_its_
     ]
     keys = {case.planned(f"{STAGE}{other}\n").key for other in others}
     assert len(keys | {key}) == len(others) + 1
+    mended = [
+        case.config.promote.model_copy(update={"on_spike": "rollback", "rewarm_tokens": tokens})
+        for tokens in (0, BATCH)
+    ]
+    keys |= {case.planned(STAGE, promote=promote).key for promote in mended}
+    assert len(keys | {key}) == len(others) + 3
     longer = register(replace(case.plan, key="another", n_tokens=2 * STEPS * BATCH), case.ledger)
     shutil.copytree(case.directory / FULL_RUNS / case.plan.key, case.directory / FULL_RUNS / longer.key)
     assert case.planned(f'{STAGE}[parent]\nrun = "another"\ntokens = {STEPS * BATCH}\n').key not in {key, *keys}
