@@ -206,7 +206,8 @@ def plan_stage(
                 vocab_size=config.model.vocab_size,
                 on_progress=on_progress,
             )
-        seed = parent.numerics.seed if stage.seed is None else stage.seed
+        known = [stretch.seed for stretch in parent.lineage if stretch.corpus == corpus.key]
+        seed = [parent.numerics.seed, *known][-1] if stage.seed is None else stage.seed
         segments = _segments(stage, parent)
         evaluation = settings.evaluation_tokens if settings else parent.numerics.evaluation_tokens
         numerics = replace(

@@ -39,7 +39,7 @@ class StageFile(StrictTable):
     cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.15  # of the stage; 1: all of it
     final_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the peak, at the end of "cosine"
     optimizer: OptimizerName | None = None  # one that takes over; the moments of the parent's are dropped
-    seed: int | None = None  # of the order of a new corpus; none: the parent's
+    seed: int | None = None  # of the order of a new corpus; none: the parent's, or the one it was read in
     parent: ParentSettings = ParentSettings()
     corpus: CorpusSettings = CorpusSettings()
 

@@ -37,6 +37,7 @@ n_tokens = {4 * BATCH}
 MIXTURE = '[corpus.sources.code]\npath = "code"\nweight = 3\n[corpus.sources.old]\npath = "text"\nweight = 1\n'
 CODE = f"""
 name = "code"
+seed = 7
 n_tokens = {6 * BATCH}
 learning_rate_factor = 0.5
 rewarm_tokens = {2 * BATCH}
@@ -128,11 +129,12 @@ def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: C
     again = case.planned('name = "again"\nn_tokens = 1024\n[parent]\nrun = "code"\n')
     assert again.parent.run == first.key
     assert again.position == 6 * BATCH, "of the mixture"
-    assert again.earlier.keys() == {label}
+    assert (set(again.earlier), again.numerics.seed) == ({label}, 7)
     back = f'name = "back"\nn_tokens = 1024\n[parent]\nrun = "{first.key}"\n[corpus]\nsource = "text"\n'
     stage = case.planned(back)
     assert (stage.corpus.key, stage.position) == (case.corpus.key, STEPS * BATCH), "behind what the promoted run read"
     assert stage.earlier.keys() == {f"code {first.key}"}
+    assert stage.numerics.seed == 0, "the order in which that corpus was read"
     result = case.trained(back)
     assert [one.name for one in result.lineage] == ["plan", "code", "back"]
     assert result.tokens_before == (STEPS + 6) * BATCH
