@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from muscale.bundle import Bundle, load_bundle
     from muscale.calibration import Calibration
     from muscale.config import StudyConfig
+    from muscale.continuation import Continuation
+    from muscale.continuing import Continued
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.gate import Gate
     from muscale.planning import Plan
@@ -28,6 +30,8 @@ __all__ = [
     "Bundle",
     "BundleError",
     "Calibration",
+    "Continuation",
+    "Continued",
     "Gate",
     "MuscaleError",
     "Plan",
@@ -48,6 +52,8 @@ _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
     "Calibration": "calibration",
+    "Continuation": "continuation",
+    "Continued": "continuing",
     "Gate": "gate",
     "MuscaleError": "errors",
     "Plan": "planning",

@@ -11,6 +11,7 @@
     tokenizer/               where it is not bytes
     environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
     seeds.json, metrics.jsonl, forecast.json
+    continued.json           of a stage, in place of forecast.json: its losses before and after
     lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run that the ledger knows
     manifest.json            the hash of each file
 
@@ -58,6 +59,7 @@ LOCK = "environment.lock"
 SEEDS = "seeds.json"
 METRICS = "metrics.jsonl"
 FORECAST = "forecast.json"
+CONTINUED = "continued.json"
 LINEAGE = "lineage.json"
 RUNS = "runs.csv"
 AVERAGING = "averaging.json"
@@ -185,16 +187,25 @@ class Bundle:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         averaging = {"averaging": self.read(AVERAGING)} if (self.path / AVERAGING).exists() else {}
-        return {**self.verification.to_dict(), "forecast": self.read(FORECAST), **averaging}
+        outcome = {"stage": self.read(CONTINUED)} if self._is_of_a_stage else {"forecast": self.read(FORECAST)}
+        return {**self.verification.to_dict(), **outcome, **averaging}
+
+    @property
+    def _is_of_a_stage(self) -> bool:
+        return (self.path / CONTINUED).exists()
 
     def __str__(self) -> str:
         """Where it lies, its hash, the forecast and what was measured; with an average, both losses."""
-        found = self.read(FORECAST)
-        lines = [
-            str(self.verification),
-            f"  loss {found['loss']:.4f} nats per token; forecast {found['forecast']:.4f}, {found['level']:.0%} interval "
-            f"[{found['low']:.4f}, {found['high']:.4f}]: {'inside' if found['inside'] else 'OUTSIDE'}",
-        ]
+        if self._is_of_a_stage:
+            stage = self.read(CONTINUED)
+            outcome = f"{stage['after']['own']:.4f} nats per token, of stage {stage['name']}; held against no forecast"
+        else:
+            found = self.read(FORECAST)
+            outcome = (
+                f"{found['loss']:.4f} nats per token; forecast {found['forecast']:.4f}, {found['level']:.0%} interval "
+                f"[{found['low']:.4f}, {found['high']:.4f}]: {'inside' if found['inside'] else 'OUTSIDE'}"
+            )
+        lines = [str(self.verification), f"  loss {outcome}"]
         if (self.path / AVERAGING).exists():
             averaging = self.read(AVERAGING)
             lines.append(

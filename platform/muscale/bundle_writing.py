@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 import psutil
@@ -45,9 +45,45 @@ LOSS_TOLERANCE = 1e-3
 sharding changes it by less than 1e-4 (a test of `full_run`), and all evaluate in fp32."""
 
 
+class Bundled(Protocol):
+    """What a bundle is made from: a promoted run, or a stage that goes on from one; attributes as those of `FinishedRun`."""
+
+    @property
+    def chain(self) -> Chain: ...
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def corpus(self) -> Corpus: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def lineage(self) -> dict[str, Any]: ...
+    @property
+    def runs(self) -> pd.DataFrame: ...
+
+    @property
+    def loss(self) -> float:
+        """Validation loss at the end."""
+
+    @property
+    def n_tokens(self) -> int:
+        """That were read of the corpus."""
+
+    @property
+    def outcome(self) -> tuple[str, dict[str, Any]]:
+        """Name of the file that tells it, and what that file says."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the manifest."""
+
+    def card(self, averaging: dict[str, Any] | None) -> str:
+        """The model card; of an average of checkpoints, its loss."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """What a bundle is made from.
+    """A promoted run, for its bundle.
 
     Attributes:
         name: The study's.
@@ -71,8 +107,41 @@ class FinishedRun:
     lineage: dict[str, Any]
     runs: pd.DataFrame
 
+    @property
+    def loss(self) -> float:
+        """Validation loss at the end."""
+        return self.promotion.loss
 
-def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
+    @property
+    def n_tokens(self) -> int:
+        """That were read of the corpus."""
+        return self.plan.n_tokens
+
+    @property
+    def outcome(self) -> tuple[str, dict[str, Any]]:
+        """The run beside its forecast."""
+        reasons = list(self.plan.forecast.reasons)
+        return parts.FORECAST, {**self.promotion.to_dict(), "outside_support": reasons}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the manifest."""
+        return {"plan": self.plan.key, "finished_at": self.promotion.finished_at}
+
+    def card(self, averaging: dict[str, Any] | None) -> str:
+        """The model card."""
+        return model_card(
+            self.name,
+            plan=self.plan,
+            promotion=self.promotion,
+            numerics=self.chain.numerics,
+            corpus=self.corpus,
+            lineage=self.lineage,
+            averaging=averaging,
+        )
+
+
+def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
     """Write a run's bundle, whole or not at all, and open it.
 
     Raises:
@@ -97,17 +166,8 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
             _write_facts(run, stepper, folder)
             _write_data(run, folder)
             _write_environment(run, folder)
-            card = model_card(
-                run.name,
-                plan=run.plan,
-                promotion=run.promotion,
-                numerics=numerics,
-                corpus=run.corpus,
-                lineage=run.lineage,
-                averaging=averaging,
-            )
-            (folder / parts.CARD).write_text(card, encoding="utf-8")
-            write_manifest(folder, {"plan": run.plan.key, "finished_at": run.promotion.finished_at})
+            (folder / parts.CARD).write_text(run.card(averaging), encoding="utf-8")
+            write_manifest(folder, run.facts)
     except FileExistsError as error:
         raise BundleError(f"bundle: {error}") from error
     return Bundle.open(path)
@@ -124,12 +184,12 @@ def _require_memory(model: ModelConfig, optimizer: OptimizerName) -> None:
         )
 
 
-def _checked_loss(run: FinishedRun, decoder: Decoder) -> float:
+def _checked_loss(run: Bundled, decoder: Decoder) -> float:
     """The validation loss of the weights that were read, held against the run's."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loss = held_out_loss(decoder.to(device), run.corpus, run.chain.numerics)
     decoder.to("cpu")
-    recorded = run.promotion.loss
+    recorded = run.loss
     if not abs(loss / recorded - 1) <= LOSS_TOLERANCE:
         raise StageError(
             f"bundle: the weights in {run.directory} give a loss of {loss:.6f}, the run recorded {recorded:.6f}: they are "
@@ -150,7 +210,7 @@ def _write_tensors(stepper: Stepper, folder: Path) -> None:
     save_file({**rest, **memory}, folder / parts.OPTIMIZER, metadata={"format": "pt"})
 
 
-def _average(run: FinishedRun, checkpoints: Checkpoints, decoder: Decoder, k: int, folder: Path) -> dict[str, Any]:
+def _average(run: Bundled, checkpoints: Checkpoints, decoder: Decoder, k: int, folder: Path) -> dict[str, Any]:
     """Write the average of the last checkpoints, and evaluate it."""
     weights, tokens = average_checkpoints(checkpoints, decoder, k)
     save_file(weights, folder / parts.AVERAGED, metadata={"format": "pt"})
@@ -167,7 +227,7 @@ def _overwrite(decoder: Decoder, weights: dict[str, Tensor]) -> None:
         parameter.copy_(weights[name])
 
 
-def _write_facts(run: FinishedRun, stepper: Stepper, folder: Path) -> None:
+def _write_facts(run: Bundled, stepper: Stepper, folder: Path) -> None:
     numerics, segments = run.chain.numerics, run.chain.segments
     first = segments[0].recipe
     multipliers = numerics.parametrization(first.optimizer).multipliers.tuned(
@@ -181,13 +241,13 @@ def _write_facts(run: FinishedRun, stepper: Stepper, folder: Path) -> None:
     _write(folder / parts.STUDY, run.config)
     _write(folder / parts.SEEDS, _seeds(run))
     _write(folder / parts.LINEAGE, run.lineage)
-    reasons = list(run.plan.forecast.reasons)
-    _write(folder / parts.FORECAST, {**run.promotion.to_dict(), "outside_support": reasons})
+    name, outcome = run.outcome
+    _write(folder / name, outcome)
     run.runs.to_csv(folder / parts.RUNS, index=False)
     shutil.copyfile(run.directory / METRICS, folder / parts.METRICS)
 
 
-def _seeds(run: FinishedRun) -> dict[str, Any]:
+def _seeds(run: Bundled) -> dict[str, Any]:
     """The full run's, and every one that the study file states."""
     stated = {
         f"{table}.{key}": value
@@ -199,7 +259,7 @@ def _seeds(run: FinishedRun) -> dict[str, Any]:
     return {"full_run": run.chain.numerics.seed, **stated}
 
 
-def _write_data(run: FinishedRun, folder: Path) -> None:
+def _write_data(run: Bundled, folder: Path) -> None:
     corpus = run.corpus
     sources = {name: files.manifest for name, files in corpus.sources.items()}
     known = any(manifest["tokenizer"] != STATED for manifest in sources.values())
@@ -209,7 +269,7 @@ def _write_data(run: FinishedRun, folder: Path) -> None:
             "key": corpus.key,
             "manifest": corpus.manifest,
             "sources": sources,
-            "epochs": corpus.epochs(run.plan.n_tokens),
+            "epochs": corpus.epochs(run.n_tokens),
             "tokenizer_known": known,
         },
     )
@@ -219,7 +279,7 @@ def _write_data(run: FinishedRun, folder: Path) -> None:
             shutil.copyfile(corpus.folder / name, folder / parts.TOKENIZER_FOLDER / name)
 
 
-def _write_environment(run: FinishedRun, folder: Path) -> None:
+def _write_environment(run: Bundled, folder: Path) -> None:
     result = json.loads((run.directory / RESULT).read_text())
     here = {**environment(torch.device("cpu")), "package": package_fingerprint()}
     _write(folder / parts.ENVIRONMENT, {"run": result["environment"], "bundle": here})

@@ -63,6 +63,14 @@ class Checkpoints:
             else:
                 logging.getLogger(__name__).warning("%s does not hold the hashes of its manifest: passed over", path)
 
+    def kept(self) -> tuple[int, ...]:
+        """Tokens of each there is, whole or not, the newest first."""
+        return tuple(tokens for tokens, _ in self._found())
+
+    def path(self, tokens: int) -> Path:
+        """Where the one after so many tokens lies, if it is there."""
+        return self.folder / f"tokens={tokens}"
+
     def _found(self) -> list[tuple[int, Path]]:
         """Tokens and path of each, the newest first."""
         paths = self.folder.glob("tokens=*[0-9]")
@@ -114,7 +122,7 @@ class Checkpoints:
             if file.name not in hashes:
                 hashes[file.name] = _sha256(file)
         write_manifest(unfinished, hashes)
-        put_in_place(unfinished, self.folder / f"tokens={tokens}")
+        put_in_place(unfinished, self.path(tokens))
         self._drop(tokens)
 
     def _drop(self, tokens: int) -> None:
@@ -131,8 +139,13 @@ class Checkpoints:
         for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # of an attempt that was killed
             shutil.rmtree(path)
 
-    def load(self, path: Path, stepper: Stepper) -> None:
-        """Read a checkpoint that `latest` found whole, at whatever world size this is.
+    def load(self, path: Path, stepper: Stepper, *, memory: bool = True) -> None:
+        """Read a checkpoint that was found whole, at whatever world size this is.
+
+        Args:
+            path: One of `latest` or `whole`, or one whose `seal_of` is known.
+            stepper: Takes its state.
+            memory: Whether it takes the stepper's memory too, or begins with none.
 
         Raises:
             ValueError: If it was trained under another table than the stepper's.
@@ -143,11 +156,17 @@ class Checkpoints:
         weights, moments = get_state_dict(module, optimizer)
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         places = stepper.memory() | {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
-        memory = {name: tensor for name, tensor in places.items() if f"{_MEMORY}.{name}" in saved}
-        state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: memory}
+        remembered = {name: tensor for name, tensor in places.items() if memory and f"{_MEMORY}.{name}" in saved}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: remembered}
         load_sharded(state, checkpoint_id=path)
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        stepper.remember(state[_MEMORY])
+        if memory:
+            stepper.remember(state[_MEMORY])
+
+
+def seal_of(checkpoint: Path) -> str | None:
+    """SHA-256 of the manifest of a checkpoint whose hashes hold: what tells it from any other; None of one that is not whole."""
+    return _sha256(checkpoint / MANIFEST) if _is_whole(checkpoint) else None
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:

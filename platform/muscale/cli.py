@@ -220,6 +220,31 @@ def promote(
     return _stage(study, options, promoted, "promote", failed=lambda result: not result.inside)
 
 
+@app.command(name="continue")
+def continue_(study: Path, stage: Path, *, options: Options = Options()) -> int:
+    """Train on from a checkpoint of a full run, on another corpus or more of the same: muscale continue study.toml code.toml.
+
+    The same command goes on where it was, and prints the result of a finished stage: the held-out loss on its own corpus and on
+    those before, before and after. With --dry-run, print what it goes on from and how, and train nothing. A stage file:
+
+        name = "code"
+        n_tokens = 2_000_000
+        learning_rate_factor = 0.3
+        rewarm_tokens = 100_000
+
+        [corpus]
+        source = "code"
+
+    Args:
+        study: The study file.
+        stage: The stage file; its paths are relative to it.
+    """
+    if options.dry_run:
+        seen = replace(options, dry_run=False)
+        return _stage(study, seen, lambda opened: opened.continuation(stage), None)
+    return _stage(study, options, lambda opened: opened.continue_run(stage), None)
+
+
 @app.command
 def train(run: Path) -> int:
     """Train a run that `muscale promote --prepare` wrote, without Ray: alone, or as one of torchrun's ranks.
@@ -359,14 +384,15 @@ def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], opt
 
 
 @app.command
-def bundle(study: Path, *, average: int = 1, options: Options = Options()) -> int:
+def bundle(study: Path, *, average: int = 1, stage: str | None = None, options: Options = Options()) -> int:
     """Put everything of the promoted run into one directory that needs the study no more, with a hash of each file.
 
     Args:
         study: The study file.
         average: Write the average of so many last checkpoints beside the last weights, and print both losses.
+        stage: Key or name of a finished stage of `muscale continue`, in place of the promoted run.
     """
-    return _stage(study, options, lambda opened: opened.bundle(average=average), "bundle")
+    return _stage(study, options, lambda opened: opened.bundle(average=average, stage=stage), "bundle")
 
 
 @app.command

@@ -6,12 +6,11 @@ Every message names the file, the key, the rule and the value. Nothing is writte
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_type_hints
 
 import pydantic
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
@@ -26,6 +25,7 @@ from muscale.parallelism import Parallelism
 from muscale.plan_settings import PlanSettings
 from muscale.shape import Shape
 from muscale.strict import StrictTable as _Table
+from muscale.strict import explain, lists_to_tuples
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
 from proxy_models.compilation import Compile
@@ -287,7 +287,7 @@ class StudyConfig(_Table):
         Raises:
             StudyFileError: Naming `where`, the key, the rule and the value, for each thing that is wrong.
         """
-        tables = _lists_to_tuples(values)
+        tables = lists_to_tuples(values)
         problems: list[str] = []
         for key, build in (("model", ModelConfig), ("hyperparameters", Hyperparameters)):
             if isinstance(table := tables.get(key), dict):
@@ -301,7 +301,9 @@ class StudyConfig(_Table):
         try:
             config = cls(**tables)
         except pydantic.ValidationError as error:
-            problems += [_explain(dict(detail), where) for detail in error.errors() if detail["input"] is not _FAULTY]
+            problems += [
+                explain(dict(detail), where, cls) for detail in error.errors() if detail["input"] is not _FAULTY
+            ]
             raise StudyFileError("\n".join(problems)) from error
         problems += [f"{where}: {problem}" for problem in contradictions(config)]
         if problems:
@@ -347,40 +349,10 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
             **{name: getattr(valid, name) for name in fields}
         )  # 4 for a float is 4.0: equal settings, equal keys
     except pydantic.ValidationError as error:
-        problems.extend(_explain(dict(detail), where, list(fields), separator=".") for detail in error.errors())
+        problems.extend(explain(dict(detail), where, list(fields), separator=".") for detail in error.errors())
     except ValueError as error:
         problems.append(f"{where}: {error}")
     return _FAULTY
-
-
-def _explain(detail: dict[str, Any], where: str, allowed: Sequence[str] | None = None, separator: str = ": ") -> str:
-    """One line for one of pydantic's errors: file, key, rule, value."""
-    key = ".".join(str(part) for part in detail["loc"])
-    value = detail["input"]
-    if detail["type"] == "extra_forbidden":
-        *tables, name = detail["loc"]
-        return f"{where}{separator}{key}: unknown key (value {value!r}){_did_you_mean(str(name), allowed or _keys_at(tables))}"
-    if detail["type"] == "missing":
-        return f"{where}{separator}{key}: missing, a value is required"
-    rule = "Input should be a list" if detail["type"] == "tuple_type" else detail["msg"].removeprefix("Value error, ")
-    location = f"{where}{separator}{key}" if key else where
-    return f"{location}: {rule}, got {value!r}" if not isinstance(value, dict) else f"{location}: {rule}"
-
-
-def _keys_at(tables: Sequence[str | int]) -> list[str]:
-    """The keys that are allowed in a table of the study file."""
-    model: Any = StudyConfig
-    for table in tables:
-        if get_origin(model) in (dict, tuple):
-            model = get_args(model)[0 if isinstance(table, int) else 1]
-        else:
-            model = model.model_fields[table].annotation
-    return list(model.model_fields)
-
-
-def _did_you_mean(key: str, allowed: Any) -> str:
-    near = difflib.get_close_matches(key, list(allowed), n=1)
-    return f"; did you mean {near[0]}?" if near else f"; allowed are {', '.join(allowed)}"
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -398,13 +370,6 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise StudyFileError(f"--set {override}: {part} is a value, not a table")
     table[name] = value
-
-
-def _lists_to_tuples(value: Any) -> Any:
-    """A deep copy of TOML's values with tuples for its lists, as the settings are immutable."""
-    if isinstance(value, Mapping):
-        return {key: _lists_to_tuples(entry) for key, entry in value.items()}
-    return tuple(_lists_to_tuples(entry) for entry in value) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

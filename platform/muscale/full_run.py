@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from muscale import attempts, json_lines
 from muscale.agreement import Agreement
-from muscale.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.checkpoints import CHECKPOINTS, Checkpoints, seal_of
 from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
@@ -33,7 +33,7 @@ from muscale.preemption import Notice
 from muscale.ranks import from_first, joined, rank
 from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
-from proxy_models.batches import corpus_loss, evaluation_sets, training_stream
+from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.device import send
@@ -140,12 +140,20 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         numerics, length = run.numerics, run.numerics.model.context_length
         self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
         self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
+        before = run.beginning.earlier if run.beginning else {}
+        self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in before.items()}
         self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
         self._started = time.perf_counter() - self._spent
 
     def on_train_start(self) -> None:
-        """Hear of a preemption, in place of the handler that Lightning has set by now."""
+        """Hear of a preemption, in place of the handler that Lightning has set by now; evaluate the state that was gone on from."""
         self._notice.listen()
+        metrics = self.run.directory / METRICS
+        if self.run.beginning and self.start == 0 and not from_first(lambda: json_lines.read(metrics)):
+            began = time.perf_counter()
+            row = {"tokens": 0, **self.evaluate(), "evaluation_seconds": time.perf_counter() - began}
+            self._rows.append({**row, "seconds": time.perf_counter() - self._started})
+            self._flush()
 
     def _go_on_from(self, tokens: int, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> None:
         """Take the next step after `tokens` tokens, with the checkpoint's state; weights are initial ones where there is none."""
@@ -169,7 +177,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
         )
         if checkpoint:
-            self.checkpoints.load(checkpoint, self._stepper)
+            # A guard that remembered another corpus's losses would take the first ones here for spikes.
+            self.checkpoints.load(checkpoint, self._stepper, memory=tokens > 0)
         self.tokens = self._recorded = tokens
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
@@ -186,13 +195,14 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if segment.recipe != self._stepper.recipe:
             self._go_on_under(segment.recipe)
         batch = segment.recipe.ramp.batch_at(before)
-        share = self._stream.batch(before, batch, rank=self.data_rank, world_size=self.data_ranks)
+        position = run.position + before
+        share = self._stream.batch(position, batch, rank=self.data_rank, world_size=self.data_ranks)
         sequences = send(share, self.device)
         whole = batch // run.numerics.model.context_length
         number = run.n_steps(before)
         rate_factor = segment.rate_factor(before) * self.interventions.rewarmth(before, batch)
         spikes = len(self._stepper.spikes)
-        loss, norm = self._stepper.step(sequences, number=number, tokens=before, rate_factor=rate_factor, of=whole)
+        loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)
         left_out = len(self._stepper.spikes) > spikes
         trouble = self._trouble(loss, number)
         if run.on_spike and (trouble or left_out):
@@ -227,7 +237,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._stepper.divergence = None
         start, checkpoint = tokens, None
         if policy.action == "rollback":
-            start, checkpoint = self.checkpoints.latest() or (0, None)
+            start, checkpoint = self.checkpoints.latest() or self.run.origin
         incident = Incident(
             step=number,
             reason=reason,
@@ -301,17 +311,28 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         yield
         self.blocked += time.perf_counter() - began
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32 and eager, without dropout.
+        """Mean loss over the held-out sequences.
 
         Returns:
-            `val_loss`, and of a mixture `source_losses` by name; nats per token.
+            `val_loss`, and of a mixture `source_losses` by name; of a run that goes on from others with another corpus
+            `earlier_losses`, theirs by name; nats per token.
         """
+        losses = self._losses(self._held_out)
+        told = {
+            "val_loss": corpus_loss(self._held_out, losses),
+            "source_losses": losses if self._corpus.mixture else {},
+        }
+        earlier = {name: corpus_loss(sets, self._losses(sets)) for name, sets in self._earlier.items()}
+        return told | ({"earlier_losses": earlier} if earlier else {})
+
+    @torch.no_grad()
+    def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
+        """Of each set, exactly, whatever the number of ranks; in fp32 and eager, without dropout."""
         n_shares = self.data_ranks
-        sums = torch.zeros(len(self._held_out), device=self.device)
+        sums = torch.zeros(len(sets), device=self.device)
         self.decoder.eval()
-        for source, held_out in enumerate(self._held_out.values()):
+        for source, held_out in enumerate(sets.values()):
             for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * n_shares):
                 share = torch.tensor_split(batch, n_shares)[self.data_rank]
                 # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
@@ -323,9 +344,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if self.trainer.world_size > 1:
             dist.all_reduce(sums)
             sums /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
-        losses = dict(zip(self._held_out, sums.tolist(), strict=True))
-        sources = losses if self._corpus.mixture else {}
-        return {"val_loss": corpus_loss(self._held_out, losses), "source_losses": sources}
+        return dict(zip(sets, sums.tolist(), strict=True))
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
@@ -368,7 +387,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         checkpoints = Checkpoints(
             run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
         )
-        start, resume = checkpoints.latest() or (0, None)
+        start, resume = checkpoints.latest() or _origin(run)
         spent, incidents = from_first(lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start)))
         module = FullRunModule(
             run,
@@ -403,6 +422,20 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
             },
         }
         return from_first(lambda: attempts.conclude(run.directory, blocked=module.blocked, **told))
+
+
+def _origin(run: FullRun) -> tuple[int, Path | None]:
+    """The run's, once its checkpoint is found to be the one that was meant.
+
+    Raises:
+        StageError: On every rank, if it is not.
+    """
+    beginning = run.beginning
+    if beginning and from_first(lambda: seal_of(beginning.checkpoint)) != beginning.seal:
+        raise StageError(
+            f"{beginning.checkpoint}: is no longer the checkpoint that the run was begun from: it is gone, damaged or another"
+        )
+    return run.origin
 
 
 class _Calls(IterableDataset[int]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,33 @@ from proxy_models.segments import Segment
 
 MIN_UNIT_PARAMS = 1_000_000
 """A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Held-out text that a run is evaluated on beside its own: the corpus's folder, and tokens."""
+
+    corpus: Path
+    n_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The state of another run that a run goes on from.
+
+    Attributes:
+        checkpoint: That run's.
+        seal: SHA-256 of the checkpoint's manifest, which has the hashes of its files.
+        recipe: Of the last step before it: its moments are of that optimizer.
+        position: Where this run begins in its corpus, tokens.
+        earlier: What the runs before were evaluated on, by a name each, where it is another corpus's.
+    """
+
+    checkpoint: Path
+    seal: str
+    recipe: Recipe
+    position: int = 0
+    earlier: Mapping[str, HeldOut] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +62,7 @@ class FullRun:
             part of it that fits by the estimate.
         parallelism: How it is laid over the ranks.
         compile: Whether the blocks are compiled, each by itself.
+        beginning: Of a run that goes on from another; None: it begins with initial values. Its tokens count from its own start.
     """
 
     numerics: Numerics
@@ -50,6 +79,7 @@ class FullRun:
     keep_last: int = 2
     keep_every_tokens: int | None = None
     on_spike: SpikePolicy | None = None
+    beginning: Beginning | None = None
 
     def __post_init__(self) -> None:
         self.parallelism.require(self.numerics.model)
@@ -62,6 +92,16 @@ class FullRun:
         """D."""
         return self.segments[-1].end
 
+    @property
+    def origin(self) -> tuple[int, Path | None]:
+        """Where the first step starts: after 0 tokens, with the state of a checkpoint or with initial values."""
+        return 0, self.beginning.checkpoint if self.beginning else None
+
+    @property
+    def position(self) -> int:
+        """Where the first step starts in the corpus, tokens."""
+        return self.beginning.position if self.beginning else 0
+
     def n_steps(self, tokens: int) -> int:
         """Steps that end at or before `tokens`."""
         return self.segments[0].recipe.ramp.n_steps(tokens)
@@ -71,5 +111,7 @@ class FullRun:
         return next(segment for segment in self.segments if segment.start <= tokens < segment.end)
 
     def recipe_before(self, tokens: int) -> Recipe:
-        """The recipe of the step that ends at `tokens`; at 0 that of the first step."""
+        """The recipe of the step that ends at `tokens`; at 0 that of the first step, or of the run that this one goes on from."""
+        if self.beginning and tokens == 0:
+            return self.beginning.recipe
         return self.segment_at(max(tokens - 1, 0)).recipe

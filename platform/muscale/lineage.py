@@ -14,7 +14,8 @@ from typing import Any
 
 from proxy_models.content_key import content_key
 from proxy_models.numerics import Numerics
-from proxy_models.schedule import Constant, phase_to_dict
+from proxy_models.recipe import Recipe
+from proxy_models.schedule import Constant, phase_from_dict, phase_to_dict
 from proxy_models.segments import Segment
 
 
@@ -26,6 +27,12 @@ def segment_to_dict(segment: Segment) -> dict[str, Any]:
         "start": segment.start,
         "end": segment.end,
     }
+
+
+def segment_from_dict(values: dict[str, Any]) -> Segment:
+    """Rebuild what `segment_to_dict` wrote."""
+    recipe, phase = Recipe(**values["recipe"]), phase_from_dict(values["phase"])
+    return Segment(recipe=recipe, phase=phase, start=values["start"], end=values["end"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,12 +209,15 @@ def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[st
 
 def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
     """What `muscale.full_run_spec.FullRun` takes; the driver itself needs no Lightning."""
-    settings, chain = config.promote, plan.chain(replace(numerics, guard=config.promote.guard))
+    chain = plan.chain(replace(numerics, guard=config.promote.guard))
+    what = {"numerics": chain.numerics, "segments": chain.segments, "directory": directory, "corpus": corpus}
+    return what | settings_of(config)
+
+
+def settings_of(config: StudyConfig) -> dict[str, Any]:
+    """Of `FullRun`, what the study file says of every full run."""
+    settings = config.promote
     return {
-        "numerics": chain.numerics,
-        "segments": chain.segments,
-        "directory": directory,
-        "corpus": corpus,
         "checkpoint_every_tokens": settings.checkpoint_every_tokens,
         "checkpoint_every_minutes": settings.checkpoint_every_minutes,
         "keep_last": settings.keep_last,

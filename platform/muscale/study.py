@@ -47,6 +47,8 @@ from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, com
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle
+    from muscale.continuation import Continuation
+    from muscale.continuing import Continued
     from muscale.prepared import Prepared
     from muscale.prospect import Prospect
     from muscale.rehearsal import Rehearsal
@@ -417,6 +419,37 @@ class Study:
         self.band(plan)
         return seen
 
+    def continue_run(self, stage: str | Path) -> Continued:
+        """Go on from a checkpoint of a full run as a stage file says, and tell the losses before and after.
+
+        Args:
+            stage: The path of the stage file.
+
+        Raises:
+            StudyFileError: If the file can't be used.
+            StageError: If there is no such checkpoint, the stage can't go on from it so, or its training failed.
+        """
+        from muscale.continuing import train_stage
+
+        planned = self.continuation(stage)
+        metrics = planned.folder / METRICS
+        with self.display.stage("continue") as update, following(metrics, planned.n_tokens, update):
+            return train_stage(planned, self.config, self.ledger)
+
+    def continuation(self, stage: str | Path) -> Continuation:
+        """What `continue_run` would train; writes the stage's corpus if it is new, and trains nothing."""
+        from muscale.continuation import plan_stage
+
+        own = replace(self.numerics, guard=self.config.promote.guard)
+        with self.display.stage("corpus") as update:
+
+            def on_progress(done: int, total: int) -> None:
+                update(done, total, "bytes read")
+
+            return plan_stage(
+                Path(stage), self.config, self.ledger, self.corpus, lambda plan: plan.chain(own), on_progress
+            )
+
     def watch(self, plan: str | None = None) -> Watch:
         """The full run beside its band as it stands now; trains nothing.
 
@@ -559,16 +592,21 @@ class Study:
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return all(self.ledger.outcome(job.chain) for job in jobs)
 
-    def bundle(self, *, average: int = 1) -> Bundle:
+    def bundle(self, *, average: int = 1, stage: str | None = None) -> Bundle:
         """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
 
         Args:
             average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
+            stage: Key or name of a finished stage, in place of the promoted run.
 
         Raises:
             StageError: If no run was promoted to its end, or its last weights are gone.
             BundleError: If the bundle was written before and is damaged.
         """
+        if stage is not None:
+            from muscale.preserve_stage import preserve_stage
+
+            return preserve_stage(self, stage, average=average)
         from muscale.preserve import preserve
 
         return preserve(self, average=average)
