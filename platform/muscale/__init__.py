@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muscale.bundle import Bundle, load_bundle
     from muscale.calibration import Calibration
+    from muscale.checkpoint_evaluation import CheckpointEvaluation, evaluate_checkpoint
     from muscale.config import StudyConfig
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
     from muscale.gate import Gate
@@ -28,6 +29,7 @@ __all__ = [
     "Bundle",
     "BundleError",
     "Calibration",
+    "CheckpointEvaluation",
     "Gate",
     "MuscaleError",
     "Plan",
@@ -41,6 +43,7 @@ __all__ = [
     "StudyFileError",
     "SweepResult",
     "Watch",
+    "evaluate_checkpoint",
     "load_bundle",
 ]
 
@@ -48,6 +51,7 @@ _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
     "Calibration": "calibration",
+    "CheckpointEvaluation": "checkpoint_evaluation",
     "Gate": "gate",
     "MuscaleError": "errors",
     "Plan": "planning",
@@ -61,6 +65,7 @@ _HOMES = {
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
     "Watch": "watch",
+    "evaluate_checkpoint": "checkpoint_evaluation",
     "load_bundle": "bundle",
 }
 

@@ -22,7 +22,7 @@ from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.finished_run import average_checkpoints, held_out_loss, last_state
-from muscale.layout import METRICS, RESULT
+from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.lineage import Chain, segment_to_dict
 from muscale.model_card import model_card
 from muscale.plain import finite
@@ -168,6 +168,8 @@ def _write_facts(run: FinishedRun, stepper: Stepper, folder: Path) -> None:
     _write(folder / parts.FORECAST, {**run.promotion.to_dict(), "outside_support": reasons})
     run.runs.to_csv(folder / parts.RUNS, index=False)
     shutil.copyfile(run.directory / METRICS, folder / parts.METRICS)
+    if (run.directory / EVALUATIONS).exists():
+        shutil.copyfile(run.directory / EVALUATIONS, folder / parts.EVALUATIONS)
 
 
 def _seeds(run: FinishedRun) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: 
         "checkpoint_every_minutes": settings.checkpoint_every_minutes,
         "keep_last": settings.keep_last,
         "keep_every_tokens": settings.keep_every_tokens,
-        "evaluate_every_tokens": settings.evaluate_every_tokens,
+        "evaluate_every_tokens": settings.evaluates_every,
         "on_spike": settings.spike_policy,
         "micro_batch": settings.micro_batch,
         "parallelism": settings.parallelism,

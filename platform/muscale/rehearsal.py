@@ -167,7 +167,7 @@ def rehearse_on_cluster(
 
     schedule = Schedule.of(
         plan.n_tokens,
-        evaluate_every=config.promote.evaluate_every_tokens,
+        evaluate_every=config.promote.evaluates_every or plan.n_tokens,
         save_every=config.promote.checkpoint_every_tokens,
     )
     with cluster(config.resources):
