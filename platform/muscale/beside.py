@@ -242,7 +242,7 @@ class _Evaluator:
 def _nodes() -> list[dict[str, Any]]:
     import ray
 
-    return [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:

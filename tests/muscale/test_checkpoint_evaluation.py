@@ -190,10 +190,10 @@ def test_a_checkpoint_makes_way_at_once(trained: FullRun, copied: Path, monkeypa
     seen: list[list[str]] = []
     remove = shutil.rmtree
 
-    def removing(path: Path, **options: bool) -> None:
+    def removing(path: Path, *, ignore_errors: bool = False) -> None:
         if path.exists():
             seen.append(sorted(found.name for found in (copied / CHECKPOINTS).glob("tokens=*[0-9]")))
-        remove(path, **options)
+        remove(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr("muscale.checkpoints.shutil.rmtree", removing)
     Checkpoints(copied / CHECKPOINTS, keep_last=1)._drop(trained.n_tokens)

@@ -65,6 +65,15 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
             "promote.sharding: Input should be 'none', 'zero2', 'full' or 'hybrid', got 'zero3'",
         ),
         ("promote.micro_batch=3", "promote.micro_batch: must divide the 4 sequences of a worker's share, got 3"),
+        (
+            "promote.evaluator_cpus=1.5",
+            "promote: promote.evaluator_cpus must be a whole number or a part of one, got 1.5",
+        ),
+        ("promote.evaluation=after", "promote.evaluation: Input should be 'within' or 'beside', got 'after'"),
+        (
+            'promote.prompts=["a"]',
+            r"promote.prompts is for promote.evaluation = \"beside\", got \('a',\) with \"within\"",
+        ),
         ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
         (
             "hyperparameters.schedule=constant",
