@@ -465,3 +465,12 @@ def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
     assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (2, 4, 1)
     with pytest.raises(StudyFileError, match="must divide the 8 sequences of a batch, got 6 in groups of .* = 2"):
         StudyConfig.read(micro, ["promote.workers=6", "promote.tensor_parallel=2"])
+
+
+def test_a_run_evaluated_beside_evaluates_itself_at_its_end_alone(make_study: MakeStudy) -> None:
+    micro = make_study()
+    assert StudyConfig.read(micro).promote.evaluates_every == 102_400
+    beside = StudyConfig.read(
+        micro, ["promote.evaluation=beside", 'promote.prompts=["a"]', "promote.evaluator_gpus=0.5"]
+    )
+    assert beside.promote.evaluates_every is None
