@@ -16,11 +16,10 @@ import torch
 
 from muscale.checkpoints import CHECKPOINTS, Checkpoints, require_whole, tokens_of
 from muscale.errors import StageError
-from muscale.held_out import evaluation_of, source_losses
+from muscale.held_out import evaluate_whole
 from muscale.layout import RUN
 from muscale.run_description import RunDescription
 from muscale.stored_weights import read_weights
-from proxy_models.batches import evaluation_sets
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.decoder import Decoder
 from proxy_models.device import usable
@@ -129,11 +128,8 @@ def evaluate_checkpoint(
         tokenizer = text.tokenizer() if prompts else None
     except CorpusError as error:
         raise StageError(f"prompts: {error}") from error
-    length = run.numerics.model.context_length
-    sets = evaluation_sets(text, length, run.numerics.evaluation_tokens)
-    on = usable(device)
-    decoder = _decoder(run, path).to(on)
-    told = evaluation_of(text, sets, source_losses(decoder, sets, device=on))
+    decoder = _decoder(run, path).to(usable(device))
+    told = evaluate_whole(decoder, text, run.numerics)
     if not math.isfinite(told["val_loss"]):
         raise StageError(f"{path}: the held-out loss is not finite")
     written = [

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from muscale.checkpoints import Checkpoints
 from muscale.errors import StageError
-from muscale.held_out import evaluation_of, source_losses
+from muscale.held_out import evaluate_whole
 from muscale.stored_weights import alone, read_weights
-from proxy_models.batches import evaluation_sets
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder
 from proxy_models.numerics import Numerics
@@ -75,6 +74,4 @@ def average_checkpoints(
 
 def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:
     """The validation loss, nats per token, over the same sequences as the run's own; in fp32, without dropout."""
-    sets = evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
-    losses = source_losses(decoder, sets, device=decoder.embedding.weight.device)
-    return float(evaluation_of(corpus, sets, losses)["val_loss"])
+    return float(evaluate_whole(decoder, corpus, numerics)["val_loss"])

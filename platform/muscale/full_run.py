@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +35,7 @@ from muscale.ranks import from_first, joined, rank
 from muscale.run_description import RunDescription
 from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
-from proxy_models.batches import evaluation_sets, training_stream
+from proxy_models.batches import EvaluationSet, evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder
 from proxy_models.device import send
@@ -303,20 +303,22 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.blocked += time.perf_counter() - began
 
     def evaluate(self) -> dict[str, Any]:
-        """Mean loss over the held-out sequences, exactly, whatever the number of ranks; in fp32 and eager, without dropout.
+        """Mean loss over the held-out sequences.
 
         Returns:
             `val_loss`, and of a mixture `source_losses` by name; nats per token.
         """
+        return evaluation_of(self._corpus, self._held_out, self._losses(self._held_out))
+
+    def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
+        """Of each set, exactly, whatever the number of ranks; in fp32 and eager, without dropout."""
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-            losses = source_losses(
-                self.decoder, self._held_out, device=self.device, rank=self.data_rank, ranks=self.data_ranks
-            )
+            losses = source_losses(self.decoder, sets, device=self.device, rank=self.data_rank, ranks=self.data_ranks)
         settle(self.decoder)
         if self.trainer.world_size > 1:
             dist.all_reduce(losses)
             losses /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
-        return evaluation_of(self._corpus, self._held_out, losses)
+        return dict(zip(sets, losses.tolist(), strict=True))
 
     @contextmanager
     def flushing(self) -> Iterator[None]:

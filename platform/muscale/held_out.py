@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxy_models.batches import EvaluationSet, corpus_loss
+from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.numerics import Numerics
 
 _BATCH = 64  # sequences of a forward pass on each rank
 
@@ -45,13 +46,22 @@ def source_losses(
     return sums
 
 
-def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Tensor) -> dict[str, Any]:
+def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Mapping[str, float]) -> dict[str, Any]:
     """What is recorded of an evaluation: `val_loss`, and of a mixture `source_losses` by name; nats per token.
 
     Args:
         corpus: That the sets are of.
-        sets: By source.
-        losses: Of each source, whole.
+        sets, losses: Of each source.
     """
-    by_source = dict(zip(sets, losses.tolist(), strict=True))
-    return {"val_loss": corpus_loss(sets, by_source), "source_losses": by_source if corpus.mixture else {}}
+    return {"val_loss": corpus_loss(sets, losses), "source_losses": dict(losses) if corpus.mixture else {}}
+
+
+def evaluate_whole(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
+    """The evaluation of a decoder that is whole on one device, over the same sequences as its run's own.
+
+    Raises:
+        ValueError: If the corpus has not so many held-out tokens.
+    """
+    sets = evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
+    losses = source_losses(decoder, sets, device=decoder.embedding.weight.device)
+    return evaluation_of(corpus, sets, dict(zip(sets, losses.tolist(), strict=True)))
