@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muscale.bundle import Bundle, load_bundle
     from muscale.calibration import Calibration
+    from muscale.checkpoint_evaluation import CheckpointEvaluation, evaluate_checkpoint
     from muscale.config import StudyConfig
     from muscale.continuation import Continuation
     from muscale.continuing import Continued
@@ -30,6 +31,7 @@ __all__ = [
     "Bundle",
     "BundleError",
     "Calibration",
+    "CheckpointEvaluation",
     "Continuation",
     "Continued",
     "Gate",
@@ -45,6 +47,7 @@ __all__ = [
     "StudyFileError",
     "SweepResult",
     "Watch",
+    "evaluate_checkpoint",
     "load_bundle",
 ]
 
@@ -52,6 +55,7 @@ _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
     "Calibration": "calibration",
+    "CheckpointEvaluation": "checkpoint_evaluation",
     "Continuation": "continuation",
     "Continued": "continuing",
     "Gate": "gate",
@@ -67,6 +71,7 @@ _HOMES = {
     "StudyFileError": "errors",
     "SweepResult": "sweep_result",
     "Watch": "watch",
+    "evaluate_checkpoint": "checkpoint_evaluation",
     "load_bundle": "bundle",
 }
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from muscale import goodput, json_lines, recovery
 from muscale.incidents import Incident, read_incidents, record_incident, utc_now
-from muscale.layout import METRICS, RESULT
+from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.ranks import rank
 
 
@@ -39,12 +39,15 @@ def begin(directory: Path, *, tokens: int, step: int) -> tuple[float, list[Incid
 
 
 def go_back(directory: Path, tokens: int) -> float:
-    """Forget the steps that will be trained again, and note how long they took; seconds that the run took up to `tokens`."""
+    """Forget the steps that will be trained again, evaluated or not, and note how long they took; seconds up to `tokens`."""
     metrics = directory / METRICS
     rows = json_lines.read(metrics)
     kept = [row for row in rows if row["tokens"] <= tokens]
     if metrics.exists():
         json_lines.keep(metrics, kept)  # a torn last line goes, too
+    evaluations = json_lines.read(directory / EVALUATIONS)
+    if any(row["tokens"] > tokens for row in evaluations):  # seldom: they are of checkpoints that were whole
+        json_lines.keep(directory / EVALUATIONS, [row for row in evaluations if row["tokens"] <= tokens])
     if seconds := goodput.seconds_of([row for row in rows if row["tokens"] > tokens]):
         goodput.record_attempt(directory, "back", tokens=tokens, repeated_seconds=seconds)
     return float(kept[-1]["seconds"]) if kept else 0.0

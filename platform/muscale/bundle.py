@@ -10,7 +10,7 @@
     data.json                the corpus's manifest, and how often the run saw each source
     tokenizer/               where it is not bytes
     environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
-    seeds.json, metrics.jsonl, forecast.json
+    seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated beside its training
     continued.json           of a stage, in place of forecast.json: its losses before and after
     lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run that the ledger knows
     manifest.json            the hash of each file
@@ -58,6 +58,7 @@ ENVIRONMENT = "environment.json"
 LOCK = "environment.lock"
 SEEDS = "seeds.json"
 METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 FORECAST = "forecast.json"
 CONTINUED = "continued.json"
 LINEAGE = "lineage.json"

@@ -23,7 +23,7 @@ from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.finished_run import average_checkpoints, held_out_loss, last_state
-from muscale.layout import METRICS, RESULT
+from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.lineage import Chain, segment_to_dict
 from muscale.model_card import model_card
 from muscale.plain import finite
@@ -245,6 +245,8 @@ def _write_facts(run: Bundled, stepper: Stepper, folder: Path) -> None:
     _write(folder / name, outcome)
     run.runs.to_csv(folder / parts.RUNS, index=False)
     shutil.copyfile(run.directory / METRICS, folder / parts.METRICS)
+    if (run.directory / EVALUATIONS).exists():
+        shutil.copyfile(run.directory / EVALUATIONS, folder / parts.EVALUATIONS)
 
 
 def _seeds(run: Bundled) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from muscale.errors import StageError
 from muscale.ranks import barrier, from_first, rank, side_group
 from proxy_models.metrics import passes
 from proxy_models.parametrization import Parametrization
@@ -73,8 +74,11 @@ class Checkpoints:
 
     def _found(self) -> list[tuple[int, Path]]:
         """Tokens and path of each, the newest first."""
-        paths = self.folder.glob("tokens=*[0-9]")
-        return sorted(((int(path.name.removeprefix("tokens=")), path) for path in paths), reverse=True)
+        return sorted(((tokens_of(path), path) for path in self.folder.glob("tokens=*[0-9]")), reverse=True)
+
+    def newest(self) -> tuple[int, Path] | None:
+        """Tokens and path of the newest, whose hashes are not read."""
+        return next(iter(self._found()), None)
 
     def save(self, stepper: Stepper, tokens: int) -> None:
         """Copy the state of all ranks, and have it written while they go on; a write before it is waited for.
@@ -135,8 +139,10 @@ class Checkpoints:
             before = number
         for _, path in self._found():
             if path not in kept:
-                shutil.rmtree(path)
-        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # of an attempt that was killed
+                unfinished = path.with_name(path.name + _UNFINISHED)
+                shutil.rmtree(unfinished, ignore_errors=True)
+                path.rename(unfinished)  # at once, so that who reads it or dies here leaves no half of it
+        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # of an attempt that was killed, too
             shutil.rmtree(path)
 
     def load(self, path: Path, stepper: Stepper, *, memory: bool = True) -> None:
@@ -167,6 +173,31 @@ class Checkpoints:
 def seal_of(checkpoint: Path) -> str | None:
     """SHA-256 of the manifest of a checkpoint whose hashes hold: what tells it from any other; None of one that is not whole."""
     return _sha256(checkpoint / MANIFEST) if _is_whole(checkpoint) else None
+
+
+def tokens_of(checkpoint: Path) -> int:
+    """That the run had seen, by the folder's name.
+
+    Raises:
+        StageError: If no checkpoint is called so.
+    """
+    tokens = checkpoint.name.removeprefix("tokens=")
+    if not checkpoint.name.startswith("tokens=") or not tokens.isdecimal():
+        raise StageError(f"{checkpoint}: is neither a full run's directory nor its checkpoint, tokens=<number>")
+    return int(tokens)
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Let a checkpoint be read.
+
+    Raises:
+        StageError: If it is none, is not there, or does not hold the hashes of its manifest.
+    """
+    tokens_of(checkpoint)
+    if not checkpoint.is_dir():
+        raise StageError(f"{checkpoint}: no such checkpoint")
+    if not _is_whole(checkpoint):
+        raise StageError(f"{checkpoint}: does not hold the hashes of its manifest")
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:

@@ -38,6 +38,13 @@ from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
 
 
+def _require_parts(table: str, settings: BaseModel, names: Sequence[str]) -> None:
+    """Of Ray's resources a task takes whole ones, or a part of one."""
+    for name in names:
+        if (part := getattr(settings, name)) > 1 and part != int(part):
+            raise ValueError(f"{table}.{name} must be a whole number or a part of one, got {part}")
+
+
 class CheckSettings(_Table):
     """[check]: the coordinate check."""
 
@@ -81,6 +88,13 @@ class PromoteSettings(_Table):
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
     evaluate_every_tokens: PositiveInt = 200_000
+    evaluation: Literal["within", "beside"] = (
+        "within"  # training stops for it; or each newest checkpoint, as a task of Ray
+    )
+    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "beside", before the workers take theirs
+    evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
+    prompts: tuple[str, ...] = ()  # of "beside": text that every checkpoint that is evaluated goes on from
+    sample_tokens: PositiveInt = 64  # of each sample, at most
     seed: int = 0
     max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; what would come again is not tried again
     on_spike: Literal["stop", "skip", "rollback"] = "stop"  # a loss that is not finite ends the run; or see SpikePolicy
@@ -111,6 +125,20 @@ class PromoteSettings(_Table):
                         f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
                     )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _evaluation_fits(self) -> Self:
+        _require_parts("promote", self, ("evaluator_cpus", "evaluator_gpus"))
+        if self.evaluation == "within":
+            for name in ("prompts", "evaluator_gpus"):
+                if value := getattr(self, name):
+                    raise ValueError(f'promote.{name} is for promote.evaluation = "beside", got {value} with "within"')
+        return self
+
+    @property
+    def evaluates_every(self) -> int | None:
+        """Tokens from one evaluation within the training to the next; None: it evaluates at its end alone."""
+        return self.evaluate_every_tokens if self.evaluation == "within" else None
 
     @property
     def spike_policy(self) -> SpikePolicy | None:
@@ -167,9 +195,7 @@ class ResourceSettings(_Table):
 
     @pydantic.model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        for name in ("cpus_per_worker", "gpus_per_worker"):
-            if (part := getattr(self, name)) > 1 and part != int(part):
-                raise ValueError(f"resources.{name} must be a whole number or a part of one, got {part}")
+        _require_parts("resources", self, ("cpus_per_worker", "gpus_per_worker"))
         return self
 
     @property

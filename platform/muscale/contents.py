@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from muscale import json_lines
 from muscale.band import registered_band
 from muscale.calibration import calibrate
+from muscale.checkpoint_evaluation import CheckpointEvaluation
 from muscale.errors import StageError
-from muscale.layout import CORPUS, FULL_RUNS, METRICS
+from muscale.layout import CORPUS, EVALUATIONS, FULL_RUNS, METRICS
 from muscale.ledger import now
 from muscale.report import ReportContents
+from muscale.run_records import RunRecords
 from muscale.sweep import Sweep, collect
 from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import MANIFEST, Corpus
@@ -79,7 +82,10 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     if promotion:
         known["promotion"] = promotion
     known["band"] = registered_band(forecast["plan"], study.ledger)
-    metrics = study.directory / FULL_RUNS / forecast["plan"] / METRICS
-    if metrics.exists():
-        known["curve"] = pd.read_json(metrics, lines=True)
+    directory = study.directory / FULL_RUNS / forecast["plan"]
+    if (directory / METRICS).exists():
+        known["curve"] = pd.read_json(directory / METRICS, lines=True)
+        known["evaluations"] = RunRecords(directory).evaluations()
+    if beside := json_lines.read(directory / EVALUATIONS):
+        known["evaluated"] = CheckpointEvaluation.from_dict(beside[-1])
     return known

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from muscale.checkpoints import Checkpoints
 from muscale.errors import StageError
-from proxy_models.batches import corpus_loss, evaluation_sets
+from muscale.held_out import evaluate_whole
+from muscale.stored_weights import alone, read_weights
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.decoder import Decoder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.segments import Segment
 from proxy_models.step import Stepper
-
-_EVALUATION_BATCH = 64  # sequences
 
 
 def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[Segment]) -> Stepper:
@@ -45,7 +41,7 @@ def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[
     initialize(decoder, numerics.parametrization(first.optimizer), first, seed=numerics.seed)  # for the multipliers
     optimizer = make_optimizer(decoder, numerics.parametrization(last.optimizer), last)
     stepper = Stepper(decoder, optimizer, numerics, last)
-    with _alone():
+    with alone():
         checkpoints.load(found[1], stepper)
     return stepper
 
@@ -70,31 +66,12 @@ def average_checkpoints(
     sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in decoder.named_parameters()}
     for _, path in found:
         weights = {name: torch.empty_like(tensor) for name, tensor in decoder.named_parameters()}
-        with _alone():
-            load_sharded({"model": weights}, checkpoint_id=path)
+        read_weights(path, weights)
         for name, total in sums.items():
             total += weights[name]
     return {name: total / k for name, total in sums.items()}, tuple(tokens for tokens, _ in found)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Without torch's warning that one process reads a checkpoint: that is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        yield
-
-
-@torch.no_grad()
 def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:
     """The validation loss, nats per token, over the same sequences as the run's own; in fp32, without dropout."""
-    device, was_training = decoder.embedding.weight.device, decoder.training
-    sets = evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
-    losses = dict.fromkeys(sets, 0.0)
-    decoder.eval()
-    for name, held_out in sets.items():
-        for batch in torch.split(held_out.sequences, _EVALUATION_BATCH):
-            share = len(batch) / len(held_out.sequences)
-            losses[name] += share * float(next_token_loss(decoder, batch.to(device)))
-    decoder.train(was_training)
-    return corpus_loss(sets, losses)
+    return float(evaluate_whole(decoder, corpus, numerics)["val_loss"])

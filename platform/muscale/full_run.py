@@ -27,15 +27,17 @@ from muscale.compat import import_lightning
 from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
 from muscale.full_run_spec import FullRun
+from muscale.held_out import evaluation_of, source_losses
 from muscale.incidents import Incident, Interventions, record_incident, utc_now
 from muscale.layout import METRICS
 from muscale.preemption import Notice
 from muscale.ranks import from_first, joined, rank
+from muscale.run_description import RunDescription
 from muscale.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from proxy_models import compilation
 from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
+from proxy_models.decoder import Decoder
 from proxy_models.device import send
 from proxy_models.metrics import passes
 from proxy_models.optimizer import initialize, make_optimizer
@@ -46,7 +48,6 @@ from proxy_models.step import Stepper
 L = import_lightning()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
-_EVALUATION_BATCH = 64  # sequences on each rank
 _FLUSH_EVERY = 20  # steps between writes of the metrics
 
 
@@ -318,33 +319,19 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             `val_loss`, and of a mixture `source_losses` by name; of a run that goes on from others with another corpus
             `earlier_losses`, theirs by name; nats per token.
         """
-        losses = self._losses(self._held_out)
-        told = {
-            "val_loss": corpus_loss(self._held_out, losses),
-            "source_losses": losses if self._corpus.mixture else {},
-        }
+        told = evaluation_of(self._corpus, self._held_out, self._losses(self._held_out))
         earlier = {name: corpus_loss(sets, self._losses(sets)) for name, sets in self._earlier.items()}
         return told | ({"earlier_losses": earlier} if earlier else {})
 
-    @torch.no_grad()
     def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
         """Of each set, exactly, whatever the number of ranks; in fp32 and eager, without dropout."""
-        n_shares = self.data_ranks
-        sums = torch.zeros(len(sets), device=self.device)
-        self.decoder.eval()
-        for source, held_out in enumerate(sets.values()):
-            for batch in torch.split(held_out.sequences, _EVALUATION_BATCH * n_shares):
-                share = torch.tensor_split(batch, n_shares)[self.data_rank]
-                # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
-                with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-                    loss = next_token_loss(self.decoder, (share if len(share) else batch[:1]).to(self.device))
-                sums[source] += len(share) / len(held_out.sequences) * loss
-        self.decoder.train()
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+            losses = source_losses(self.decoder, sets, device=self.device, rank=self.data_rank, ranks=self.data_ranks)
         settle(self.decoder)
         if self.trainer.world_size > 1:
-            dist.all_reduce(sums)
-            sums /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
-        return dict(zip(sets, sums.tolist(), strict=True))
+            dist.all_reduce(losses)
+            losses /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
+        return dict(zip(sets, losses.tolist(), strict=True))
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
@@ -384,6 +371,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         if finished := from_first(lambda: attempts.finished(run.directory)):
             return finished
         run.directory.mkdir(parents=True, exist_ok=True)
+        from_first(lambda: RunDescription.of(run).write(run.directory))
         checkpoints = Checkpoints(
             run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
         )

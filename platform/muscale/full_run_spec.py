@@ -53,7 +53,8 @@ class FullRun:
         segments: The chain to train.
         directory: Where its checkpoints, metrics and result lie; visible to every worker.
         corpus: Folder of the corpus.
-        checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them.
+        checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them; it evaluates at its end
+            in any case, and where the second is None only there.
         checkpoint_every_minutes: Also when so much time went by since the last checkpoint was begun; None: not by time.
         keep_last, keep_every_tokens: Which checkpoints are kept, as `Checkpoints` states.
         on_spike: What is done about what the guard finds; None: what the guard does by itself.
@@ -70,7 +71,7 @@ class FullRun:
     directory: Path
     corpus: Path
     checkpoint_every_tokens: int
-    evaluate_every_tokens: int
+    evaluate_every_tokens: int | None
     min_unit_params: int = MIN_UNIT_PARAMS
     micro_batch: int | None = None
     parallelism: Parallelism = field(default_factory=Parallelism)

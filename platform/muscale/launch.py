@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale import recovery
+from muscale.beside import Fitting, evaluated_beside
 from muscale.config import PromoteSettings, ResourceSettings
 from muscale.errors import PreemptedError, StageError
 from muscale.interrupts import interrupted_later, interruptible
@@ -38,7 +39,8 @@ def launch(
         worker: What each does; by default `train_worker`.
 
     Raises:
-        StageError: If the run diverged, or failed in a way that would come again, or more often than `settings.max_failures`.
+        StageError: If the run diverged, or failed in a way that would come again, or more often than `settings.max_failures`; or if
+            there is no room to evaluate it beside, before it begins.
         PreemptedError: If this process was told to end; the workers have saved.
     """
     directory: Path = run["directory"]
@@ -49,7 +51,8 @@ def launch(
             (directory / told_before).unlink(missing_ok=True)
         with cluster(resources):
             dismiss_workers()
-            _persevere(run, settings, resources, name, worker or train_worker)
+            with evaluated_beside(run, settings, resources) as fitting:
+                _persevere(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
     return dict(json.loads(result.read_text()))
@@ -61,6 +64,7 @@ def _persevere(
     resources: ResourceSettings,
     name: str,
     worker: Callable[[dict[str, Any]], None],
+    fitting: Fitting,
 ) -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     with interrupted_later():
@@ -85,7 +89,7 @@ def _persevere(
             worker,
             train_loop_config={"threads": resources.threads, "run": run},
             scaling_config=ScalingConfig(
-                num_workers=_workers(settings),
+                num_workers=_workers(fitting(settings)),
                 use_gpu=resources.gpus_per_worker > 0,
                 resources_per_worker={"CPU": resources.cpus_per_worker}
                 | ({"GPU": 1} if resources.gpus_per_worker else {}),

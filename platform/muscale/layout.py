@@ -16,5 +16,7 @@ BUNDLES = "bundles"  # a folder for each plan that was promoted and preserved
 REPORT = "report.html"
 REHEARSAL = "rehearsal"  # of a full run, in its folder
 METRICS = "metrics.jsonl"  # of a full or an observed run, in its folder
+EVALUATIONS = "evaluations.jsonl"  # of a full run's checkpoints beside its training, in its folder
+RUN = "run.json"  # of a full run, in its folder: what its checkpoints are of
 FAILURE = "failure.txt"  # why a full run ended that another attempt would end in again
 RESULT = "result.json"  # of a full run, in its folder

@@ -259,7 +259,7 @@ def _with_resources(config: StudyConfig, table: _Contents, plan: Plan, path: Pat
 
 def _settings(kind: type[StrictTable], values: _Contents, path: Path) -> Any:
     try:
-        return kind(**values)
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     except pydantic.ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(map(str, (EDITABLE, *detail["loc"])))

@@ -222,7 +222,7 @@ def settings_of(config: StudyConfig) -> dict[str, Any]:
         "checkpoint_every_minutes": settings.checkpoint_every_minutes,
         "keep_last": settings.keep_last,
         "keep_every_tokens": settings.keep_every_tokens,
-        "evaluate_every_tokens": settings.evaluate_every_tokens,
+        "evaluate_every_tokens": settings.evaluates_every,
         "on_spike": settings.spike_policy,
         "micro_batch": settings.micro_batch,
         "parallelism": settings.parallelism,

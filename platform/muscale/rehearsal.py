@@ -162,12 +162,14 @@ def rehearse_on_cluster(
     directory = ledger.directory / FULL_RUNS / plan.key / REHEARSAL
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS) | {"checkpoint_every_minutes": None}
 
+    within = config.promote.model_copy(update={"evaluation": "within"})  # so that what is measured is the run's own
+
     def launch_part(changes: dict[str, Any]) -> None:
-        launch(run | changes, config.promote, config.resources, name=plan.key, worker=rehearsal_worker)
+        launch(run | changes, within, config.resources, name=plan.key, worker=rehearsal_worker)
 
     schedule = Schedule.of(
         plan.n_tokens,
-        evaluate_every=config.promote.evaluate_every_tokens,
+        evaluate_every=config.promote.evaluates_every or plan.n_tokens,
         save_every=config.promote.checkpoint_every_tokens,
     )
     with cluster(config.resources):

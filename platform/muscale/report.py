@@ -24,6 +24,7 @@ from scaling import ScalingFit, Verdict
 if TYPE_CHECKING:
     from muscale.band import Band
     from muscale.calibration import Calibration
+    from muscale.checkpoint_evaluation import CheckpointEvaluation
     from muscale.next_stems import NextStems
     from muscale.sweep_result import SweepResult
     from proxy_models.coordinate_check import CoordinateCheck
@@ -48,6 +49,8 @@ class ReportContents:
     forecast: dict[str, Any] | None = None
     promotion: dict[str, Any] | None = None
     curve: pd.DataFrame | None = None
+    evaluations: pd.DataFrame | None = None
+    evaluated: CheckpointEvaluation | None = None
     band: Band | None = None
     calibration: Calibration | None = None
 
@@ -92,7 +95,7 @@ def _sections(contents: ReportContents) -> list[Section]:
             title="The full run",
             command="promote",
             about="The forecast was registered before the first step and can't be changed, and so was the band on the way to it.",
-            result=str(contents.band) if contents.band else None,
+            result="\n".join(str(told) for told in (contents.band, contents.evaluated) if told),
             drawings=drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
             table=as_table(_source_losses(contents)),
         ),
@@ -218,7 +221,7 @@ def _curve(contents: ReportContents) -> go.Figure | None:
         return None
     measured = contents.promotion["loss"] if contents.promotion else None
     data = figures.curve_data(contents.curve)
-    if contents.band is None or "val_loss" not in contents.curve:
+    if contents.band is None or contents.evaluations is None:
         return figures.draw_curve(data, contents.forecast, measured)
     return figures.draw_curve(
         data,
@@ -226,5 +229,5 @@ def _curve(contents: ReportContents) -> go.Figure | None:
         measured,
         end=contents.band.n_tokens,
         band=figures.band_data(contents.band),
-        evaluations=place(contents.curve.dropna(subset=["val_loss"]), contents.band),
+        evaluations=place(contents.evaluations, contents.band),
     )

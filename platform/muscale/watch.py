@@ -14,10 +14,10 @@ from muscale import figures
 from muscale.alarms import Alarm, find_alarms
 from muscale.band import Band, registered_band
 from muscale.errors import StageError
-from muscale.layout import FAILURE, FULL_RUNS, METRICS, OBSERVED
+from muscale.layout import FAILURE, FULL_RUNS, OBSERVED
 from muscale.ledger import Ledger
-from muscale.metrics_tail import MetricsTail
 from muscale.promotion import Promotion
+from muscale.run_records import RunRecords
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class Watch(Result):
         n_tokens: D.
         band: What was expected of it before it began.
         curve: Columns tokens, train_loss: its training loss.
-        evaluations: Columns tokens, share, loss (held-out, of the last weights), expected, low, high, and place: "before the
-            band", "inside", "above" or "below".
+        evaluations: By the run itself or beside it; columns tokens, share, loss (held-out, of the last weights), expected, low,
+            high, and place: "before the band", "inside", "above" or "below".
         alarms: Stretches outside the band, the oldest first.
         tokens_per_second: Of the last steps; None where times are not known.
         idle_seconds: Since the last record was written.
@@ -204,12 +204,12 @@ class Watcher:
         self._band = registered_band(self.plan, ledger) or Band.of_end_alone(
             "none was registered before the run began", n_tokens=self._n_tokens, **of_end
         )
-        self._tail = MetricsTail(self.directory / METRICS)
+        self._records = RunRecords(self.directory)
 
     def look(self) -> Watch:
         """The run as it stands now."""
-        rows = self._tail.table()
-        evaluations = place(rows.dropna(subset=["val_loss"]), self._band)
+        rows = self._records.steps()
+        evaluations = place(self._records.evaluations(), self._band)
         recorded = self.ledger.result("observation" if self.asserted else "promotion", self.plan)
         failure = self.directory / FAILURE
         return Watch(
@@ -220,7 +220,7 @@ class Watcher:
             evaluations=evaluations,
             alarms=find_alarms(evaluations, plan=self.plan, alarm_after=self.alarm_after, asserted=self.asserted),
             tokens_per_second=_pace(rows),
-            idle_seconds=_idle(self._tail.path),
+            idle_seconds=_idle(self._records.metrics),
             promotion=Promotion.from_dict(recorded) if recorded else None,
             failure=failure.read_text() if failure.exists() else None,
             asserted=self.asserted,

@@ -65,6 +65,15 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
             "promote.sharding: Input should be 'none', 'zero2', 'full' or 'hybrid', got 'zero3'",
         ),
         ("promote.micro_batch=3", "promote.micro_batch: must divide the 4 sequences of a worker's share, got 3"),
+        (
+            "promote.evaluator_cpus=1.5",
+            "promote: promote.evaluator_cpus must be a whole number or a part of one, got 1.5",
+        ),
+        ("promote.evaluation=after", "promote.evaluation: Input should be 'within' or 'beside', got 'after'"),
+        (
+            'promote.prompts=["a"]',
+            r"promote.prompts is for promote.evaluation = \"beside\", got \('a',\) with \"within\"",
+        ),
         ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
         (
             "hyperparameters.schedule=constant",
@@ -456,3 +465,12 @@ def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
     assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (2, 4, 1)
     with pytest.raises(StudyFileError, match="must divide the 8 sequences of a batch, got 6 in groups of .* = 2"):
         StudyConfig.read(micro, ["promote.workers=6", "promote.tensor_parallel=2"])
+
+
+def test_a_run_evaluated_beside_evaluates_itself_at_its_end_alone(make_study: MakeStudy) -> None:
+    micro = make_study()
+    assert StudyConfig.read(micro).promote.evaluates_every == 102_400
+    beside = StudyConfig.read(
+        micro, ["promote.evaluation=beside", 'promote.prompts=["a"]', "promote.evaluator_gpus=0.5"]
+    )
+    assert beside.promote.evaluates_every is None

@@ -107,6 +107,15 @@ def test_its_hash_is_in_the_ledger_and_knows_no_comments(planned: MakePlan, ledg
     assert "# Why this size." in path.read_text(), "a file that says the same is written anew"
 
 
+def test_prompts_are_kept_with_how_the_run_is_evaluated(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned("promote.evaluation=beside", 'promote.prompts=["def f(", "\\n"]')
+    path = write(plan, config, ledger)
+    assert read(path, ledger, config) == (plan, config)
+    edit(path, "evaluator_cpus = 1.0", "evaluator_cpus = 2.0")
+    _, edited = read(path, ledger, config)
+    assert (edited.promote.evaluator_cpus, edited.promote.prompts) == (2.0, ("def f(", "\n"))
+
+
 def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
     plan, config = planned()
     along = [{"tokens": 1000, "loss": 3.5, "low": 3.25, "high": 3.75}]

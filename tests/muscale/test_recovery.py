@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from muscale import full_run, json_lines, sharding
+from muscale.checkpoint_evaluation import evaluate_checkpoint
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
 from muscale.config import PromoteSettings, ResourceSettings
 from muscale.errors import EXIT_PREEMPTED, PreemptedError, StageError
@@ -22,7 +23,7 @@ from muscale.full_run_spec import FullRun
 from muscale.goodput import ATTEMPTS
 from muscale.incidents import SpikePolicy, read_incidents
 from muscale.launch import launch
-from muscale.layout import RESULT
+from muscale.layout import EVALUATIONS, RESULT
 from muscale.preemption import NOTICE
 from proxy_models.batches import TokenStream
 from proxy_models.corpus import Corpus
@@ -219,13 +220,16 @@ def test_a_file_in_the_run_s_directory_is_a_notice_too_and_is_obeyed_once(run: F
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_driver_that_is_told_to_end_saves_and_a_killed_worker_is_replaced(run: FullRun, tmp_path: Path) -> None:
+def test_a_driver_that_is_told_to_end_saves_a_killed_worker_is_replaced_and_checkpoints_are_evaluated_beside(
+    run: FullRun, tmp_path: Path
+) -> None:
     long = chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * 400)
-    run = replace(run, segments=long, checkpoint_every_tokens=BATCH * 50, evaluate_every_tokens=BATCH * 1000)
-    whole = replace(run, directory=tmp_path / "whole")
+    run = replace(run, segments=long, checkpoint_every_tokens=BATCH * 50, evaluate_every_tokens=None, keep_last=99)
+    whole = replace(run, directory=tmp_path / "whole", evaluate_every_tokens=BATCH * 50)
     train(whole)
     fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
-    settings = PromoteSettings(workers=2, workers_min=1, max_failures=1)
+    settings = PromoteSettings(workers=2, workers_min=1, max_failures=1, evaluation="beside", prompts=("abcd",))
+    halves = ResourceSettings(cpus_per_worker=0.5)  # so that on two processors the evaluator has one
 
     def once(reached: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
         def watch() -> None:
@@ -248,14 +252,14 @@ def test_a_driver_that_is_told_to_end_saves_and_a_killed_worker_is_replaced(run:
 
     told = once(lambda: bool(starts()), lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(PreemptedError, match="told to end"):
-        launch(fields, settings, ResourceSettings(), name="told")
+        launch(fields, settings, halves, name="told")
     told.join()
     saved = Checkpoints(run.directory / CHECKPOINTS).latest()
     assert saved is not None
 
     later = run.directory / CHECKPOINTS / f"tokens={(saved[0] // (50 * BATCH) + 1) * 50 * BATCH}"
     killed = once(later.exists, kill_a_worker)
-    outcome = launch(fields, settings, ResourceSettings(), name="killed")
+    outcome = launch(fields, settings, halves, name="killed")
     killed.join()
     assert len(starts()) == 3
     assert starts()[0] == 2
@@ -263,3 +267,13 @@ def test_a_driver_that_is_told_to_end_saves_and_a_killed_worker_is_replaced(run:
     assert outcome["loss"] == pytest.approx(result(whole)["loss"], rel=1e-4)
     assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, 401))
     assert [one["action"] for one in outcome["incidents"]] == ["restart", "restart"]
+
+    beside = json_lines.read(run.directory / EVALUATIONS)
+    assert beside, "one that goes on at the end is waited for"
+    assert len({row["tokens"] for row in beside}) == len(beside)
+    within = {row["tokens"]: row["val_loss"] for row in rows(whole) if "val_loss" in row}
+    for row in beside:
+        alone = evaluate_checkpoint(run.directory / CHECKPOINTS / row["checkpoint"], prompts=("abcd",))
+        assert (row["val_loss"], row["samples"]) == (alone.loss, alone.to_dict()["samples"])
+        if row["tokens"] in within:  # not after the notice
+            assert row["val_loss"] == pytest.approx(within[row["tokens"]], rel=1e-3)

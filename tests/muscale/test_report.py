@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig
+from muscale.checkpoint_evaluation import CheckpointEvaluation, Sample
 from muscale.next_stems import choose
 from muscale.planning import make_plan
 from muscale.report import ReportContents, write_report
@@ -76,6 +77,16 @@ def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path
     text = page(tmp_path, promotion=promoted(loss, inside=word == "inside"))
     assert f"forecast 1.0000, measured {loss:.4f}: {word}, error +5.00 %" in text
     assert "Registered 2026-01-02 03:04:05 UTC" in text
+
+
+def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path: Path) -> None:
+    sample = Sample(prompt="<b>", text="</pre>", temperature=1.0, seed=0)
+    found = CheckpointEvaluation(
+        checkpoint="tokens=512", tokens=512, loss=2.5, source_losses={"web": 2.25}, samples=(sample,), seconds=1.0
+    )
+    text = page(tmp_path, evaluated=found)
+    assert "tokens=512: held-out loss 2.5000 nats per token\n  web 2.2500\n" in text
+    assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
 
 
 def test_the_plan_tells_values_of_every_kind(tmp_path: Path) -> None:

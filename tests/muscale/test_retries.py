@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from muscale import goodput, json_lines
+from muscale import attempts, goodput, json_lines
 from muscale.config import PromoteSettings
 from muscale.errors import PreemptedError, StageError
 from muscale.goodput import Goodput, measure, record_attempt
 from muscale.incidents import Incident, Interventions, SpikePolicy, read_incidents, record_incident
-from muscale.layout import METRICS
+from muscale.layout import EVALUATIONS, METRICS
 from muscale.recovery import Failure, failures, is_retryable, kind_of, persevere
 from proxy_models.batch_ramp import BatchRamp
 
@@ -179,3 +179,11 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ValueError, match=r'promote.rewarm_tokens is for promote.on_spike = "rollback", got 9 with "skip"'
     ):
         PromoteSettings(on_spike="skip", rewarm_tokens=9)
+
+
+def test_evaluations_of_what_is_trained_again_are_forgotten_with_its_steps(tmp_path: Path) -> None:
+    json_lines.append(tmp_path / METRICS, *({"tokens": tokens, "seconds": tokens / 100} for tokens in (100, 200, 300)))
+    json_lines.append(tmp_path / EVALUATIONS, *({"tokens": tokens, "val_loss": 2.0} for tokens in (100, 200, 300)))
+    assert attempts.go_back(tmp_path, 200) == 2.0
+    for name in (METRICS, EVALUATIONS):
+        assert [row["tokens"] for row in json_lines.read(tmp_path / name)] == [100, 200]

@@ -19,7 +19,7 @@ from muscale.alarms import STAGE as ALARM
 from muscale.band import register_band
 from muscale.config import PromoteSettings
 from muscale.following import follow, guarding, view
-from muscale.layout import FAILURE, FULL_RUNS, METRICS
+from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
 from muscale.ledger import Ledger, find
 from muscale.metrics_tail import MetricsTail
 from muscale.planning import Plan
@@ -46,13 +46,15 @@ class Run:
     def begin(self) -> None:
         self.ledger.record_result("promotion_started", self.plan.key, {"at": "2026-01-01T00:00:00+00:00"})
 
-    def evaluate(self, *shares: float, off: float = 1.0) -> None:
-        """Write evaluations there, so far off what is expected."""
-        with self.metrics.open("a") as file:
+    def evaluate(self, *shares: float, off: float = 1.0, beside: bool = False) -> None:
+        """Write evaluations there, so far off what is expected; the run's own, or those made beside it."""
+        with (self.directory / EVALUATIONS if beside else self.metrics).open("a") as file:
             for share in shares:
                 tokens = round(share * self.plan.n_tokens)
                 expected = self.band.at([tokens])["expected"].fillna(9.0).iloc[0]
-                row = {"tokens": tokens, "train_loss": 2.5, "seconds": tokens / 1000, "val_loss": expected * off}
+                step = {"tokens": tokens, "train_loss": 2.5, "seconds": tokens / 1000}
+                of_checkpoint = {"tokens": tokens, "source_losses": {}, "samples": [], "seconds": 0.1}
+                row = (of_checkpoint if beside else step) | {"val_loss": expected * off}
                 file.write(json.dumps(row) + "\n")
 
     def watcher(self) -> Watcher:
@@ -128,6 +130,24 @@ def test_alarms_only_after_warmup_and_one_window(run: Run) -> None:
     watch = run.watcher().look()
     assert watch.alarms
     assert not watch.alarming, "it came back"
+
+
+def test_evaluations_beside_the_run_have_their_places_and_are_an_alarm_as_its_own(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2)
+    run.evaluate(0.3, 0.5, off=3, beside=True)
+    watcher = run.watcher()
+    watch = watcher.look()
+    assert list(watch.evaluations["place"]) == ["inside", "above", "above"]
+    assert (watch.alarms, len(watch.curve)) == ((), 1)
+    assert watch.tokens_per_second is None, "a checkpoint's evaluation is no step"
+    run.evaluate(0.4, off=3)  # between them
+    watch = watcher.look()
+    assert list(watch.evaluations["share"].round(2)) == [0.2, 0.3, 0.4, 0.5]
+    assert [alarm.first_tokens for alarm in watch.alarms] == [round(0.3 * run.plan.n_tokens)]
+    assert watch.alarming
+    run.evaluate(1.0)
+    assert watcher.look().measured == pytest.approx(run.band.loss)
 
 
 def test_a_run_without_a_band_is_held_against_its_end(make_study: MakeStudy) -> None:

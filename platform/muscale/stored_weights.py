@@ -1,0 +1,102 @@
+"""The weights alone of a sharded checkpoint, read in one process, and nothing of it unpickled but plain records.
+
+`torch.distributed.checkpoint` pickles what lies where in the shards. Here only the classes of that record may be named in
+it, so that it can make values and call nothing; the tensors themselves are read as `torch.load(weights_only=True)` reads them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+
+from muscale.errors import StageError
+
+MODEL = "model"
+"""What the weights are under in a checkpoint."""
+_RECORDS = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},  # from a name to one of torch's own layouts
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
+}
+
+
+def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
+    """Fill tensors with a checkpoint's weights of their names; moments and all else stay unread.
+
+    Args:
+        checkpoint: Its folder, written at whatever world size.
+        weights: By parameter name, on the CPU; written in place.
+
+    Raises:
+        StageError: If the checkpoint can't be read, or its weights are another model's.
+    """
+    reader = _Reader(checkpoint)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        for name, tensor in weights.items():
+            found = saved.get(f"{MODEL}.{name}")
+            if not isinstance(found, TensorStorageMetadata) or found.size != tensor.shape:
+                shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "not there"
+                raise StageError(
+                    f"{checkpoint}: weights of another model: {name} is {shape}, the model's is {tuple(tensor.shape)}"
+                )
+        with alone():
+            load_sharded({MODEL: dict(weights)}, storage_reader=reader)
+    except (CheckpointException, OSError, pickle.UnpicklingError) as error:
+        raise StageError(f"{checkpoint}: can't be read ({_told(error)})") from error
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Without torch's warning that one process reads a checkpoint: that is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        yield
+
+
+class _Reader(FileSystemReader):
+    """torch's, whose record of the shards may hold records and nothing else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Records(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"the record of its shards is a {type(metadata).__name__}")
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Records(pickle.Unpickler):
+    """Finds the classes of a checkpoint's own record, and torch's dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"the record of its shards names {module}.{name}, which is none of its own")
+
+
+def _told(error: BaseException) -> str:
+    """In a line: of an error of ranks, the first one's."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()))[0] if isinstance(failures, dict) and failures else error
+    return f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
