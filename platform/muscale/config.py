@@ -73,7 +73,7 @@ class PromoteSettings(_Table):
 
     workers: PositiveInt = 2
     workers_min: PositiveInt | None = (
-        None  # fewer are taken while the cluster has no room for more; none: all or nothing
+        None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
     )
     precision: Precision = "fp32"
     checkpoint_every_tokens: PositiveInt = 500_000
@@ -142,6 +142,11 @@ class PromoteSettings(_Table):
     def _layout_holds(self) -> Self:
         _ = self.parallelism.grid(self.workers, node_ranks=self.tensor_parallel)  # a node's ranks are not known yet
         return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of workers that the run may have, ascending."""
+        return self.parallelism.sizes(self.workers_min or self.workers, self.workers)
 
     @property
     def parallelism(self) -> Parallelism:

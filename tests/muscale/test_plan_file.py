@@ -125,7 +125,7 @@ def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
         ("seed = 0", "", r"run\.seed was edited: 0 in the ledger, nothing in the file"),
         ("seed = 0", "seed = 0\nmore = 1", r"run\.more was edited: nothing in the ledger, 1 in the file"),
         ('tokenizer = "bytes"', 'tokenizer = "mine"', r"data\.tokenizer was edited"),
-        ("workers = 2", "workers = 3", r"resources\.workers: must divide the 8 sequences of a batch, got 3"),
+        ("workers = 2", "workers = 9", r"resources\.workers: 9 ranks need a sequence of a batch for each share, got 8"),
         ("workers = 2", "workers = 0", r"resources\.workers: Input should be greater than 0, got 0"),
         ("workers = 2", "wrokers = 2", r"resources\.wrokers: unknown key \(value 2\)"),
         ("[run]", "[run", r"can't be read as TOML"),
