@@ -112,6 +112,12 @@ class PromoteSettings(_Table):
         return self
 
     @property
+    def mends_by(self) -> dict[str, Any]:
+        """What changes the numbers of a run that spikes. Not how often it may: a larger budget goes on as if it always had been."""
+        names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
+        return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}
+
+    @property
     def spike_policy(self) -> SpikePolicy | None:
         """What the full run does about spikes; None: it ends where a loss is not finite."""
         if self.on_spike == "stop":

@@ -11,7 +11,7 @@ from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.gate import Gate, forced_lines
 from muscale.goodput import Goodput
-from muscale.incidents import Incident
+from muscale.incidents import Incident, Mending
 from muscale.jobs import Job
 from muscale.launch import launch
 from muscale.layout import CORPUS, FULL_RUNS
@@ -142,8 +142,11 @@ def promote(
         raise StageError(f"promote: {'; '.join(misfits)}")
     started = ledger.result("promotion_started", plan.key)
     if started is None:
-        started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
+        told = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
+        started = told | {"mends_by": config.promote.mends_by}
         ledger.record_result("promotion_started", plan.key, started)
+    mends_by = config.promote.mends_by
+    _require_same_mending(started.get("mends_by", mends_by), mends_by)  # runs begun by earlier versions did not keep it
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
             f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
@@ -170,14 +173,27 @@ def promote(
         goodput=Goodput.from_dict(outcome["goodput"]),
         incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome)
+    mending = Mending.of(config.promote.spike_policy, promotion.incidents)
+    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, mending)
     ledger.record_result("promotion", plan.key, promotion.to_dict())
     return promotion
 
 
-def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any]) -> None:
-    """Enter the full run among the runs, as a training like any other."""
-    chain = plan.chain(numerics)
+def _require_same_mending(begun: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse to go on with a run in another way than it began."""
+    for name in dict.fromkeys([*begun, *here]):
+        if begun.get(name) != here.get(name):
+            raise StageError(
+                f"promote: promote.{name} must be that of the run's begin, {begun.get(name)!r}, got {here.get(name)!r}: it "
+                "changes what is computed; `muscale plan` makes another plan of it"
+            )
+
+
+def _record_run(
+    plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], mending: Mending | None
+) -> None:
+    """Enter the full run among the runs, as a training like any other, by what it turned out to be."""
+    chain = replace(plan.chain(numerics), mending=mending)
     ledger.insert(
         segments,
         **chain.row(),
