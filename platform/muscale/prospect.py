@@ -190,7 +190,7 @@ def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
-    """What memory hangs on beside the micro-batch; workers that share products are taken to share no memory."""
+    """What memory hangs on beside the micro-batch."""
     layout, workers = config.promote.parallelism, config.promote.workers
     _, shards, _ = layout.grid(workers, node_ranks=workers)  # how many nodes there will be is not known here: one
     return {
@@ -198,6 +198,7 @@ def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
         "optimizer": plan.hyperparameters.optimizer,
         "sharding": layout.sharding,
         "world_size": layout.data_ranks(workers) if layout.sharding == "none" else shards,
+        "tensor_parallel": layout.tensor_parallel,
         "checkpointing": layout.checkpointing,
     }
 

@@ -162,6 +162,7 @@ def fitting_micro_batch(
         optimizer=recipe.optimizer,
         sharding=parallelism.sharding,
         world_size=replicas if parallelism.sharding == "none" else shards,
+        tensor_parallel=parallelism.tensor_parallel,
         checkpointing=parallelism.checkpointing,
     )
 

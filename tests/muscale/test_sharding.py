@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from muscale.checkpoints import CHECKPOINTS
 from muscale.full_run import train
@@ -37,6 +33,7 @@ from proxy_models.optimizer import initialize
 from proxy_models.parametrization import OptimizerName
 from proxy_models.segments import chain
 from tests.muscale.conftest import write_text
+from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks
 
 BATCH, STEPS = 256, 6
@@ -171,21 +168,6 @@ def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(make_r
     assert train(run)["environment"]["compiled"]
     assert counters["stats"]["unique_graphs"] == 1  # blocks of one shape share it
     np.testing.assert_allclose(losses(run), losses(eager), rtol=1e-5)
-
-
-@contextmanager
-def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a group without others, in which nothing can be sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    hook = sys.excepthook  # torch puts the rank before every line that one prints
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers the rank
-        sys.excepthook = hook
 
 
 def part_of(whole: Tensor, name: str, grid: tuple[int, int, int], rank: int) -> Tensor:
