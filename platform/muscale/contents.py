@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from muscale.band import registered_band
+from muscale.befallen import befallen
 from muscale.calibration import calibrate
 from muscale.errors import StageError
 from muscale.layout import CORPUS, FULL_RUNS, METRICS
@@ -79,6 +80,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     if promotion:
         known["promotion"] = promotion
     known["band"] = registered_band(forecast["plan"], study.ledger)
+    known["befallen"] = pd.DataFrame([event.to_dict() for event in befallen(study.ledger, forecast["plan"])])
     metrics = study.directory / FULL_RUNS / forecast["plan"] / METRICS
     if metrics.exists():
         known["curve"] = pd.read_json(metrics, lines=True)

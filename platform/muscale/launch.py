@@ -116,7 +116,8 @@ def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
         return sizes[0], sizes[-1]
     import ray
 
-    return largest_fitting(sizes, [node["Resources"] for node in ray.nodes() if node["Alive"]], each)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return largest_fitting(sizes, [node["Resources"] for node in nodes if node["Alive"]], each)
 
 
 def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:

@@ -36,7 +36,7 @@ def tell_world_size(config: dict[str, Any]) -> None:
 def test_workers_that_share_products_start_in_whole_groups(tmp_path: Path) -> None:
     import ray
 
-    n_cpus = int(ray.cluster_resources()["CPU"])
+    n_cpus = int(ray.cluster_resources()["CPU"])  # type: ignore[no-untyped-call]
     each = ResourceSettings(cpus_per_worker=2 / 3 if n_cpus == 2 else n_cpus // 2 or 0.4)  # room for two or three
     settings = PromoteSettings(workers=4, workers_min=2, tensor_parallel=2)
     told = launch({"directory": tmp_path / "run"}, settings, each, name="groups", worker=tell_world_size)

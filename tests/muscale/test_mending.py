@@ -24,9 +24,10 @@ from tests.muscale.planted import planted_fit, planted_horizon
 from tests.muscale.planted_ladder import numerics_of
 
 BATCH = 256
+AT = "2026-01-01T00:00:00+00:00"
 ROLLBACK = ('promote.on_spike="rollback"', f"promote.spike_margin_tokens={BATCH}")
-WENT_BACK = Incident(step=9, reason="", action="rollback", left_out=(8 * BATCH, 11 * BATCH), back_to=6 * BATCH, at="")
-RESTART = Incident(step=3, reason="killed", action="restart", back_to=0, at="")
+WENT_BACK = Incident(step=9, reason="", action="rollback", left_out=(8 * BATCH, 11 * BATCH), back_to=6 * BATCH, at=AT)
+RESTART = Incident(step=3, reason="killed", action="restart", back_to=0, at=AT)
 
 
 @pytest.fixture(scope="module")

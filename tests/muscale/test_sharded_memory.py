@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ TENSOR = Parallelism(tensor_parallel=2)
 EVERYTHING = {"biases": True, "tied": True, "norm": "layernorm", "queries_per_kv": 2, "positions": "learned"}
 
 
-def held(tensors: list[Tensor]) -> int:
+def held(tensors: Sequence[Tensor]) -> int:
     """Bytes of them on this rank."""
     return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
 

@@ -16,13 +16,17 @@ from rich.console import Console
 
 from muscale import Promotion, StageError, StudyConfig
 from muscale.alarms import STAGE as ALARM
+from muscale.alarms import raise_alarms
 from muscale.band import register_band
+from muscale.befallen import befallen
 from muscale.config import PromoteSettings
 from muscale.following import follow, guarding, view
+from muscale.incidents import Incident, record_incident
 from muscale.layout import FAILURE, FULL_RUNS, METRICS
 from muscale.ledger import Ledger, find
 from muscale.metrics_tail import MetricsTail
 from muscale.planning import Plan
+from muscale.promotion import recorded_promotion
 from muscale.watch import Watcher
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 
@@ -58,7 +62,7 @@ class Run:
     def watcher(self) -> Watcher:
         return Watcher(self.ledger, alarm_after=3)
 
-    def end(self, loss: float) -> None:
+    def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
         band = self.band
         promotion = Promotion(
             plan=self.plan.key,
@@ -75,6 +79,7 @@ class Run:
             forced=False,
             world_size=2,
             seconds=1.0,
+            incidents=incidents,
         )
         self.ledger.record_result("promotion", self.plan.key, promotion.to_dict())
 
@@ -156,6 +161,50 @@ def test_the_end_is_the_recorded_residual_or_why_there_is_none(run: Run) -> None
     watch = run.watcher().look()
     assert watch.alarming
     assert "OUTSIDE" in str(watch)
+
+
+def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2)
+    restart = Incident(step=3, reason="killed", action="restart", back_to=256, at="2026-01-01T00:00:05+00:00")
+    record_incident(run.directory, restart)
+    run.evaluate(0.3, 0.4, 0.5, off=2)
+    watch = run.watcher().look()
+    assert [event.kind for event in watch.befallen] == ["restart", "alarm"], "the ledger does not know of it yet"
+    raise_alarms(run.ledger, watch.alarms, webhook=None)
+    later = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
+    record_incident(run.directory, later)
+    seen = run.watcher().look()
+    assert [event.kind for event in seen.befallen] == ["restart", "alarm", "skip"]
+    places = [str(seen).index(told) for told in ("00:00:05 step 3: restart", "alarm: the loss", "step 9: skip: nan")]
+    assert places == sorted(places)
+    assert [event["kind"] for event in json.loads(json.dumps(seen.to_dict()))["befallen"]] == [
+        "restart",
+        "alarm",
+        "skip",
+    ]
+    _, said = followed(run, "alarm")
+    assert said.count("step 9: skip: nan") == 1
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(seen))
+    assert "step 3: restart" in out.getvalue()
+
+
+def test_what_befell_a_run_is_told_with_its_promotion_and_kept_once(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2, 0.3, 0.4, 0.5, off=2)
+    raise_alarms(run.ledger, run.watcher().look().alarms, webhook=None)
+    skip = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
+    record_incident(run.directory, skip)
+    run.end(run.band.loss, incidents=(skip,))
+    found = recorded_promotion(run.ledger, run.plan.key)
+    assert found is not None
+    assert [event.kind for event in found.befallen] == ["alarm", "skip"]
+    assert str(run.watcher().look()).count("step 9: skip: nan") == 1
+    assert (run.ledger.result("promotion", run.plan.key) or {})["befallen"] == []
+    (run.directory / "incidents.jsonl").unlink()
+    assert befallen(run.ledger, run.plan.key) == found.befallen, "the promotion keeps what lay in the directory"
+    assert befallen(run.ledger, "another") == befallen(run.ledger, run.plan.key, asserted=True) == ()
 
 
 def test_a_growing_file_is_read_on_and_one_written_anew_from_its_start(tmp_path: Path) -> None:
