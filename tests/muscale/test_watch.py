@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from muscale import Promotion, StageError, StudyConfig
+from muscale import Promotion, StageError, StudyConfig, following
 from muscale.alarms import STAGE as ALARM
 from muscale.alarms import raise_alarms
 from muscale.band import register_band
@@ -27,7 +28,7 @@ from muscale.ledger import Ledger, find
 from muscale.metrics_tail import MetricsTail
 from muscale.planning import Plan
 from muscale.promotion import recorded_promotion
-from muscale.watch import Watcher
+from muscale.watch import Watch, Watcher
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 
 MakeStudy = Callable[..., Path]
@@ -262,31 +263,56 @@ def test_the_terminal_shows_the_run_in_its_band(run: Run) -> None:
     assert "---x" in out.getvalue()
 
 
-def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run) -> None:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets the guard look often, and waits until it has looked at what there is now."""
+    seen = threading.Condition()
+    count = 0
+    look = Watcher.look
+
+    def counted(self: Watcher) -> Watch:
+        nonlocal count
+        watch = look(self)
+        with seen:
+            count += 1
+            seen.notify_all()
+        return watch
+
+    def wait() -> None:
+        with seen:
+            later = count + 3  # the first may have begun before, and what is done about the second is done by the third
+            assert seen.wait_for(lambda: count >= later, timeout=60)
+
+    monkeypatch.setattr(following, "_GUARD_SECONDS", 0.02)
+    monkeypatch.setattr(Watcher, "look", counted)
+    return wait
+
+
+def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run, looks: Callable[[], None]) -> None:
     settings = PromoteSettings(on_alarm="stop")
     run.begin()
     lines: list[str] = []
     stopped = pytest.raises(StageError, match="stopped, as promote.on_alarm says: alarm")
     with stopped, guarding(run.ledger, run.plan.key, settings, lines.append):
         run.evaluate(0.2)
-        time.sleep(3)
+        looks()
         run.evaluate(0.3, 0.4, 0.5, off=2)
         time.sleep(60)
     assert len(lines) == 1
     with guarding(run.ledger, run.plan.key, settings, lines.append):
-        time.sleep(3)
+        looks()
     assert len(lines) == 1, "the same alarm does not stop the run again"
 
 
-def test_an_alarm_is_only_logged_by_default(run: Run) -> None:
+def test_an_alarm_is_only_logged_by_default(run: Run, looks: Callable[[], None]) -> None:
     lines: list[str] = []
     with guarding(run.ledger, run.plan.key, SETTINGS, lines.append):
-        time.sleep(2.5)  # it has not begun
+        time.sleep(0.1)  # it has not begun
         run.begin()
         run.evaluate(0.2)
-        time.sleep(2.5)
+        looks()
         run.evaluate(0.3, 0.4, 0.5, off=2)
-        time.sleep(3)
+        looks()
     assert [line[:5] for line in lines] == ["alarm"]
 
 
