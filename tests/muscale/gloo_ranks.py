@@ -25,10 +25,11 @@ def _serve(runs: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from muscale.full_run import ShardedStrategy, train  # makes lightning importable
+    from muscale.full_run import train  # makes lightning importable
+    from muscale.sharding import ShardedStrategy
     from proxy_models import memory
 
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # isort: skip
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # isort: skip
 
     torch.set_num_threads(1)
     while True:
