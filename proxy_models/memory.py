@@ -72,9 +72,10 @@ def training_memory(
     optimizer: str = "adamw",
     sharding: Sharding = "none",
     world_size: int = 1,
+    tensor_parallel: int = 1,
     checkpointing: Checkpointing = "none",
 ) -> MemoryEstimate:
-    """Memory of training on each of `world_size` devices.
+    """Memory of training on each device.
 
     Args:
         config: The model.
@@ -82,38 +83,55 @@ def training_memory(
         precision: What matrices are multiplied in.
         optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
         sharding: What is cut across the devices.
-        world_size: Devices that share it; of "hybrid", those of one copy.
+        world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
+        tensor_parallel: Devices that share each block's products; `world_size` counts such a group once.
         checkpointing: What a block keeps; one block's activations stand at a time where they are computed again.
 
     Raises:
         ValueError: If a number is below 1 or the optimizer is not known.
     """
-    for name, value in (("micro_batch", micro_batch), ("world_size", world_size)):
+    numbers = {"micro_batch": micro_batch, "world_size": world_size, "tensor_parallel": tensor_parallel}
+    for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if optimizer not in _MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
-    n = config.n_params_total
+    n = _n_params(config, tensor_parallel)
     share = 1 if sharding == "none" else world_size
     groups = config.n_params_by_group
     outside = groups["embedding"] + groups["positions"] + groups["readout"]
     gathered = outside + (n - outside) // config.n_layers if sharding in ("full", "hybrid") else n
-    in_blocks = config.n_matrix_entries
+    in_blocks = config.n_matrix_entries // tensor_parallel
     moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
     moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
     return MemoryEstimate(
         parameters=_FP32 * (n // share),
-        gathered=_FP32 * gathered if world_size > 1 else 0,
+        gathered=_FP32 * gathered if world_size * tensor_parallel > 1 else 0,
         gradients=_FP32 * n // share,
         optimizer=_FP32 * moments // share,
-        activations=activation_bytes(config, micro_batch, precision, checkpointing),
+        activations=activation_bytes(config, micro_batch, precision, checkpointing, tensor_parallel=tensor_parallel),
     )
 
 
+def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
+    """Parameters that one of so many devices has: its part of the products, and all else, biases after a sum among them."""
+    groups = config.n_params_by_group
+    products = groups["attention"] + groups["mlp"] - (2 * config.n_layers * config.d_model if config.biases else 0)
+    return config.n_params_total - products + products // tensor_parallel
+
+
 def activation_bytes(
-    config: ModelConfig, micro_batch: int, precision: Precision = "fp32", checkpointing: Checkpointing = "none"
+    config: ModelConfig,
+    micro_batch: int,
+    precision: Precision = "fp32",
+    checkpointing: Checkpointing = "none",
+    *,
+    tensor_parallel: int = 1,
 ) -> int:
     """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
+
+    Of devices that share products, each keeps its own heads and its own columns of the MLP, and the residual stream, the norms
+    and the logits whole.
 
     Chunked logits are not kept; those of one chunk stand, and their exponentials, when the loss is computed.
 
@@ -121,14 +139,18 @@ def activation_bytes(
     that reads it, as autocast makes them.
     """
     compute = _COMPUTE_BYTES[precision]
-    width, d_kv, d_ff = config.d_model, config.n_kv_heads * config.head_dim, config.d_ff
+    width = config.d_model
+    mixed, d_kv, d_ff, n_heads, n_kv_heads = (
+        size // tensor_parallel
+        for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
+    )
     is_low, n_up = compute < _FP32, 2 if config.activation == "swiglu" else 1
     copies = (3, n_up) if is_low else (1, 0 if config.parallel else 1)  # for attention and MLP
     block = _norm(config) + compute * width * sum(copies)
-    block += compute * (width + 2 * d_kv)  # queries, keys, values
-    block += compute * width + _FP32 * config.n_heads  # mixed values, and the softmax's normaliser
+    block += compute * (mixed + 2 * d_kv)  # queries, keys, values
+    block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
     if config.qk_norm:
-        block += _FP32 * (width + d_kv + config.n_heads + config.n_kv_heads)
+        block += _FP32 * (mixed + d_kv + n_heads + n_kv_heads)
     if not config.parallel:
         block += _norm(config)
     kept_of_mlp = {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
@@ -136,7 +158,9 @@ def activation_bytes(
     if config.mlp_dropout:
         block += width  # a mask of bytes
     again = _FP32 * width + (
-        compute * (4 * width + 2 * d_kv + n_up * d_ff) + _FP32 * config.n_heads if checkpointing == "selective" else 0
+        compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
+        if checkpointing == "selective"
+        else 0
     )
     blocks = block * config.n_layers if checkpointing == "none" else again * config.n_layers + block
     n_positions, vocab_size = micro_batch * config.context_length, config.vocab_size
@@ -145,7 +169,7 @@ def activation_bytes(
     else:
         head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
     kept_layers = config.n_layers if checkpointing == "none" else 1
-    matrices = config.n_matrix_entries // config.n_layers * kept_layers + vocab_size * width
+    matrices = config.n_matrix_entries // tensor_parallel // config.n_layers * kept_layers + vocab_size * width
     return n_positions * (blocks + _norm(config) + head) + standing + (compute * matrices if is_low else 0)
 
 
@@ -158,6 +182,7 @@ def largest_micro_batch(
     optimizer: str = "adamw",
     sharding: Sharding = "none",
     world_size: int = 1,
+    tensor_parallel: int = 1,
     checkpointing: Checkpointing = "none",
 ) -> int:
     """The largest divisor of a device's `share` of a batch whose estimate is at most `limit` bytes; 1 where none is.
@@ -174,6 +199,7 @@ def largest_micro_batch(
             optimizer=optimizer,
             sharding=sharding,
             world_size=world_size,
+            tensor_parallel=tensor_parallel,
             checkpointing=checkpointing,
         )
         if estimate.total <= limit:

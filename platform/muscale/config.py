@@ -80,7 +80,7 @@ class PromoteSettings(_Table):
 
     workers: PositiveInt = 2
     workers_min: PositiveInt | None = (
-        None  # fewer are taken while the cluster has no room for more; none: all or nothing
+        None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
     )
     precision: Precision = "fp32"
     checkpoint_every_tokens: PositiveInt = 500_000
@@ -141,6 +141,12 @@ class PromoteSettings(_Table):
         return self.evaluate_every_tokens if self.evaluation == "within" else None
 
     @property
+    def mends_by(self) -> dict[str, Any]:
+        """What changes the numbers of a run that spikes. Not how often it may: a larger budget goes on as if it always had been."""
+        names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
+        return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}
+
+    @property
     def spike_policy(self) -> SpikePolicy | None:
         """What the full run does about spikes; None: it ends where a loss is not finite."""
         if self.on_spike == "stop":
@@ -171,6 +177,11 @@ class PromoteSettings(_Table):
     def _layout_holds(self) -> Self:
         _ = self.parallelism.grid(self.workers, node_ranks=self.tensor_parallel)  # a node's ranks are not known yet
         return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of workers that the run may have, ascending."""
+        return self.parallelism.sizes(self.workers_min or self.workers, self.workers)
 
     @property
     def parallelism(self) -> Parallelism:

@@ -8,6 +8,7 @@ import pandas as pd
 
 from muscale import json_lines
 from muscale.band import registered_band
+from muscale.befallen import befallen
 from muscale.calibration import calibrate
 from muscale.checkpoint_evaluation import CheckpointEvaluation
 from muscale.errors import StageError
@@ -82,6 +83,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     if promotion:
         known["promotion"] = promotion
     known["band"] = registered_band(forecast["plan"], study.ledger)
+    known["befallen"] = pd.DataFrame([event.to_dict() for event in befallen(study.ledger, forecast["plan"])])
     directory = study.directory / FULL_RUNS / forecast["plan"]
     if (directory / METRICS).exists():
         known["curve"] = pd.read_json(directory / METRICS, lines=True)

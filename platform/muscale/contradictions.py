@@ -15,7 +15,7 @@ from proxy_models.segments import chain
 from search_spaces import Choice, Fixed, Ordinal, Space
 
 if TYPE_CHECKING:
-    from muscale.config import CheckSettings, StudyConfig
+    from muscale.config import CheckSettings, PromoteSettings, StudyConfig
 
 _FIXED_IN_A_SWEEP = (
     "batch_doublings",
@@ -32,6 +32,7 @@ def contradictions(config: StudyConfig) -> list[str]:
     h, model = config.hyperparameters, config.model
     problems = config.corpus.contradictions(model.vocab_size)
     problems += _batch_contradictions(config)
+    problems += _elastic_contradictions(config.promote)
     if config.promote.precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     problems += _check_contradictions(config.check)
@@ -103,7 +104,6 @@ def contradictions(config: StudyConfig) -> list[str]:
 def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
     """Why the runs can't have the study's batch, or those that its sweep searches."""
     h, context, promote = config.hyperparameters, config.model.context_length, config.promote
-    workers, shares = promote.workers, promote.parallelism.data_ranks(promote.workers)
     batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
     if searched := config.sweep.space.get("batch_tokens"):
         key = "sweep.space.batch_tokens"
@@ -119,14 +119,22 @@ def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
         first = batch >> h.batch_doublings
         if first % context:
             yield f"{key}: must be a multiple of model.context_length = {context}, got {first}"
-        elif first // context % shares:
-            of_products = f" in groups of promote.tensor_parallel = {workers // shares}" if shares < workers else ""
-            yield f"promote.workers: must divide the {first // context} sequences of a batch, got {workers}{of_products}"
-        elif promote.micro_batch and first // context // shares % promote.micro_batch:
-            yield (
-                f"promote.micro_batch: must divide the {first // context // shares} sequences of a worker's share, "
-                f"got {promote.micro_batch}"
-            )
+            continue
+        reasons = promote.parallelism.unfit(promote.workers, sequences=first // context)
+        yield from (f"promote.workers: {reason}" for reason in reasons)
+
+
+def _elastic_contradictions(promote: PromoteSettings) -> Iterator[str]:
+    """Why a full run can't go on with fewer workers, if it may have to."""
+    least = promote.workers_min
+    if least is None or least == promote.workers:
+        return
+    yield from (f"promote.workers_min: {reason}" for reason in promote.parallelism.unfit(least))
+    if promote.sharding == "hybrid" and promote.shard_ranks is None:
+        yield (
+            f'promote.workers_min: with promote.sharding = "hybrid" it needs promote.shard_ranks, as the workers of a node may '
+            f"be fewer too, got {least}"
+        )
 
 
 def _check_contradictions(check: CheckSettings) -> list[str]:

@@ -68,6 +68,11 @@ def follow(
                 new_rows = watch.evaluations.iloc[evaluated:].tail(_SHOWN).to_dict("records")
                 for line in (str(watch).splitlines()[0], *map(told_evaluation, new_rows)):
                     console.print(line, soft_wrap=True, highlight=False, markup=False)
+            if console and not live and until != "now":
+                for event in watch.befallen:
+                    if event.kind != "alarm" and str(event) not in told:
+                        console.print(str(event), soft_wrap=True, highlight=False, markup=False)
+                        told.add(str(event))
             evaluated = len(watch.evaluations)
             if until == "now" or watch.ended or (until == "alarm" and watch.alarming):
                 return watch
@@ -107,7 +112,7 @@ def view(watch: Watch) -> RenderableType:
         ProgressBar(total=watch.n_tokens, completed=min(watch.tokens, watch.n_tokens), width=60),
         Text(str(watch.band), style="dim"),
         table,
-        *(Text(str(alarm), style="red") for alarm in watch.alarms),
+        *(Text(str(event), style="red") for event in watch.befallen[-_SHOWN:]),
         *([Text(watch.failure, style="red")] if watch.failure else []),
     )
 

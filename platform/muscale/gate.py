@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from muscale.carried import Carried
 from muscale.errors import StageError
 from muscale.ledger import Ledger, find, now
+from muscale.parallelism import Parallelism
 from proxy_models.memory import MemoryEstimate
 from search_spaces import Transfer
 
@@ -35,7 +36,7 @@ class GateLine:
         name: Of the condition.
         status: "unknown" where it can't be told here; that holds nothing up.
         compared: What was held against what.
-        advice: What to do; empty where it passed.
+        advice: What to do; where it passed, empty or what would be better.
     """
 
     name: str
@@ -272,32 +273,27 @@ def layout_line(
     *,
     sequences: int,
     workers: int,
-    tensor_parallel: int = 1,
-    micro_batch: int | None = None,
+    parallelism: Parallelism,
 ) -> GateLine:
-    """Whether shapes and batch divide over the workers.
+    """Whether the workers form the layout, its products can be shared, and every share of a batch has a sequence.
+
+    Shares that differ by a sequence are only told: they change no loss, but the ranks of the smaller ones wait.
 
     Args:
         shared: Sizes that `tensor_parallel` workers share, by what they are: heads, d_ff, ….
         sequences: Of the smallest batch.
         workers: In all.
-        tensor_parallel: Neighbours that share every product.
-        micro_batch: Sequences of one pass, if it is set.
+        parallelism: How they are laid out.
     """
-    problems, advice = [], []
-    if workers % tensor_parallel:
-        problems.append(f"{workers} workers in groups of {tensor_parallel}")
-        advice.append(f"take a multiple of {tensor_parallel} workers")
-    shares = max(1, workers // tensor_parallel)
-    if sequences % shares:
-        problems.append(f"{sequences} sequences of a batch over {shares} shares")
-        divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
-        near = sorted(divisors, key=lambda n: abs(n - shares))[:2]
-        advice.append(f"take {' or '.join(str(n * tensor_parallel) for n in sorted(near))} workers, or another batch")
-    elif micro_batch and sequences // shares % micro_batch:
-        problems.append(f"{sequences // shares} sequences of a share in micro-batches of {micro_batch}")
-        advice.append("take a micro-batch that divides them")
-    odd = [f"{size} {what} over {tensor_parallel}" for what, size in shared.items() if size % tensor_parallel]
+    tensor = parallelism.tensor_parallel
+    problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
+    divisors = [
+        n * tensor for n in range(1, sequences + 1) if sequences % n == 0 and not any(parallelism.unfit(n * tensor))
+    ]
+    near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
+    if problems:
+        advice.append(f"take {near} workers, or another batch" if near else "take another batch, or another layout")
+    odd = [f"{size} {what} over {tensor}" for what, size in shared.items() if size % tensor]
     if odd:
         problems += odd
         advice.append("take a tensor_parallel that divides them, or another size: plan.compute_flops decides it")
@@ -305,12 +301,18 @@ def layout_line(
         return GateLine(
             name="layout",
             status="failed",
-            compared=f"not divisible: {'; '.join(problems)}",
+            compared=f"can't be laid out: {'; '.join(problems)}",
             advice="; ".join(advice),
         )
-    told = f"{sequences} sequences over {shares} workers" + (f" × {tensor_parallel}" if tensor_parallel > 1 else "")
-    parts = [f"{size} {what}" for what, size in shared.items()] if tensor_parallel > 1 else []
-    return GateLine(name="layout", status="passed", compared=", ".join([told, *parts]))
+    shares = workers // tensor
+    least, more = divmod(sequences, shares)
+    told = f"{sequences} sequences over {shares} workers" + (f" × {tensor}" if tensor > 1 else "")
+    parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
+    if more:
+        waits = 1 - sequences / (shares * (least + 1))
+        told += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
+        advice.append(f"{near} workers would share it evenly")
+    return GateLine(name="layout", status="passed", compared=", ".join([told, *parts]), advice="; ".join(advice))
 
 
 def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:

@@ -6,7 +6,7 @@ from the record, so a run that is resumed, or returns to a checkpoint, leaves ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,6 +75,37 @@ class Incident:
     def __str__(self) -> str:
         went = f", back to {self.back_to:,} tokens" if self.back_to is not None else ""
         return f"step {self.step}: {self.action}{went}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mending:
+    """What a policy about spikes made of a run: with the guard's settings, what determines its numbers beside its segments.
+
+    The policy alone does not tell where a run went back to, as that is where its checkpoints happened to lie; and a run that left
+    batches out is another training than one that saw them. So both are part of the key that the ledger knows the run by.
+
+    Attributes:
+        policy: Of the run.
+        interventions: What was done, in order; no restarts, which change no number.
+    """
+
+    policy: SpikePolicy
+    interventions: tuple[Incident, ...] = ()
+
+    @classmethod
+    def of(cls, policy: SpikePolicy | None, incidents: Iterable[Incident]) -> Self | None:
+        """Of a run that ended; None where it had no policy."""
+        done = tuple(incident for incident in incidents if incident.action != "restart")
+        return cls(policy=policy, interventions=done) if policy else None
+
+    def within(self, start: int, end: int) -> dict[str, Any]:
+        """Plain values: the policy, and what was done whose effect begins in [start, end) tokens."""
+        done = [
+            {"action": one.action, "left_out": one.left_out and list(one.left_out), "back_to": one.back_to}
+            for one in self.interventions
+            if start <= min(place for place in (one.back_to, *(one.left_out or ())) if place is not None) < end
+        ]
+        return {**asdict(self.policy), "interventions": done}
 
 
 class Interventions:

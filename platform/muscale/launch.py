@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def _persevere(
 
     directory: Path = run["directory"]
     told_to_end = False
+    each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
 
     def tell_workers() -> None:
@@ -89,10 +90,9 @@ def _persevere(
             worker,
             train_loop_config={"threads": resources.threads, "run": run},
             scaling_config=ScalingConfig(
-                num_workers=_workers(fitting(settings)),
+                num_workers=_workers(fitting(settings), each),
                 use_gpu=resources.gpus_per_worker > 0,
-                resources_per_worker={"CPU": resources.cpus_per_worker}
-                | ({"GPU": 1} if resources.gpus_per_worker else {}),
+                resources_per_worker=each,
             ),
             run_config=RunConfig(
                 name=f"{name}-{now().replace(':', '')}",
@@ -107,11 +107,34 @@ def _persevere(
         raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")
 
 
-def _workers(settings: PromoteSettings) -> Any:
-    """As Ray Train takes it: a range is for it to choose from by what the cluster has, at each start and while it runs."""
-    if settings.workers_min is None or settings.workers_min == settings.workers:
-        return settings.workers
-    return settings.workers_min, settings.workers
+def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
+    """As Ray Train takes it: a range is for it to choose from by what the cluster has, at each start and while it runs.
+
+    It would choose any number of that range. Where only some will do, the largest that there is room for is chosen here, at
+    each start; a run with fewer grows at its next start only.
+    """
+    sizes = settings.sizes
+    if len(sizes) == 1:
+        return sizes[0]
+    if settings.parallelism.takes_any_size:
+        return sizes[0], sizes[-1]
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return largest_fitting(sizes, [node["Resources"] for node in nodes if node["Alive"]], each)
+
+
+def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
+    """The largest number of workers that nodes have room for, by all that they have, as Ray Train reckons; else the smallest.
+
+    Args:
+        sizes: To choose from, ascending.
+        nodes: Resources of each.
+        each: Resources of a worker.
+    """
+    needed = {name: amount for name, amount in each.items() if amount}
+    room = sum(int(min(node.get(name, 0.0) // amount for name, amount in needed.items())) for node in nodes)
+    return max((size for size in sizes if size <= room), default=sizes[0])
 
 
 def train_worker(config: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ all lengths of one training, where a longer one can go on from a shorter one's s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from muscale.incidents import Mending
 from proxy_models.content_key import content_key
 from proxy_models.numerics import Numerics
 from proxy_models.recipe import Recipe
@@ -37,10 +38,16 @@ def segment_from_dict(values: dict[str, Any]) -> Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A training from its initial values to the end of its last segment."""
+    """A training from its initial values to the end of its last segment.
+
+    Attributes:
+        numerics, segments: What is trained.
+        mending: What befell a full run's steps; None without a policy about spikes, as proxies are.
+    """
 
     numerics: Numerics
     segments: tuple[Segment, ...]
+    mending: Mending | None = None
 
     def __post_init__(self) -> None:
         ends = [0, *(segment.end for segment in self.segments)]
@@ -56,13 +63,17 @@ class Chain:
     @property
     def parent(self) -> Chain | None:
         """The chain before the last segment."""
-        return Chain(numerics=self.numerics, segments=self.segments[:-1]) if len(self.segments) > 1 else None
+        return replace(self, segments=self.segments[:-1]) if len(self.segments) > 1 else None
+
+    def _last_to_dict(self) -> dict[str, Any]:
+        own = segment_to_dict(self.last)
+        return own | {"mending": self.mending.within(self.last.start, self.last.end)} if self.mending else own
 
     @cached_property
     def line(self) -> str:
         """Hash of everything but the end."""
         before = self.parent.key if self.parent else self.numerics.key
-        return content_key([before, {**segment_to_dict(self.last), "end": None}])
+        return content_key([before, {**self._last_to_dict(), "end": None}])
 
     @cached_property
     def key(self) -> str:
@@ -72,7 +83,7 @@ class Chain:
     @property
     def stem(self) -> str:
         """Line of the first segment: chains that share it share weights, so their losses are not independent."""
-        return Chain(numerics=self.numerics, segments=self.segments[:1]).line
+        return replace(self, segments=self.segments[:1]).line
 
     @property
     def anneals(self) -> bool:
@@ -86,7 +97,7 @@ class Chain:
             "line": self.line,
             "parent": self.parent.key if self.parent else None,
             "numerics": self.numerics.to_dict(),
-            "segment": segment_to_dict(self.last),
+            "segment": self._last_to_dict(),
             "tokens": self.last.end,
         }
 

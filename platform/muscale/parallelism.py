@@ -70,6 +70,39 @@ class Parallelism:
         if reasons := list(self.misfits(model)):
             raise ValueError("; ".join(reasons))
 
+    def unfit(self, world_size: int, *, sequences: int | None = None, node_ranks: int | None = None) -> Iterator[str]:
+        """Why a run can't be laid over so many ranks, each reason with its rule and value.
+
+        Args:
+            world_size: Ranks.
+            sequences: Of the smallest batch, where it is known; shares of it may differ by one.
+            node_ranks: Ranks on each node, where they are known, which "hybrid" goes by where `shard_ranks` is None.
+        """
+        tensor = self.tensor_parallel
+        if world_size % tensor:
+            yield f"tensor_parallel must divide the {world_size} ranks, got {tensor}"
+            return
+        together = (self.shard_ranks or node_ranks) if self.sharding == "hybrid" else None
+        if together and (together % tensor or world_size % together):
+            yield (
+                f"a node's ranks, or shard_ranks, must divide the {world_size} ranks and be a multiple of tensor_parallel = "
+                f"{tensor}, got {together}"
+            )
+        if sequences is not None and world_size // tensor > sequences:
+            yield (
+                f"{world_size} ranks{f' in groups of tensor_parallel = {tensor}' if tensor > 1 else ''} need a sequence of a "
+                f"batch for each share, got {sequences}"
+            )
+
+    def sizes(self, least: int, most: int) -> tuple[int, ...]:
+        """Numbers of ranks from `least` to `most` that the run can be laid over."""
+        return tuple(size for size in range(least, most + 1) if not any(self.unfit(size)))
+
+    @property
+    def takes_any_size(self) -> bool:
+        """Whether every number of ranks will do."""
+        return self.tensor_parallel == 1 and self.sharding != "hybrid"
+
     def grid(self, world_size: int, *, node_ranks: int | None = None) -> tuple[int, int, int]:
         """Replicas, shards of each, and ranks that share the products of each shard.
 
@@ -80,6 +113,8 @@ class Parallelism:
         Raises:
             ValueError: If they are no such grid.
         """
+        if reasons := list(self.unfit(world_size, node_ranks=node_ranks)):
+            raise ValueError("; ".join(reasons))
         tensor, data = self.tensor_parallel, self.data_ranks(world_size)
         if self.sharding != "hybrid":
             return (data, 1, tensor) if self.sharding == "none" else (1, data, tensor)
@@ -88,19 +123,8 @@ class Parallelism:
             raise ValueError(
                 'sharding = "hybrid" needs shard_ranks where the launcher does not tell the ranks of a node'
             )
-        if together % tensor or world_size % together:
-            raise ValueError(
-                f"a node's ranks, or shard_ranks, must divide the {world_size} ranks and be a multiple of tensor_parallel = "
-                f"{tensor}, got {together}"
-            )
         return world_size // together, together // tensor, tensor
 
     def data_ranks(self, world_size: int) -> int:
-        """Shares that a batch is cut into.
-
-        Raises:
-            ValueError: If the ranks are no multiple of `tensor_parallel`.
-        """
-        if world_size % self.tensor_parallel:
-            raise ValueError(f"tensor_parallel must divide the {world_size} ranks, got {self.tensor_parallel}")
+        """Shares that a batch is cut into, of a number of ranks that fits."""
         return world_size // self.tensor_parallel

@@ -30,7 +30,8 @@ from muscale.strict import StrictTable
 RECORD = "plan_file"
 """Stage of the ledger's results, by hash: the plan's key and what the file said."""
 EDITABLE = "resources"
-_OF_THE_RUN = ("precision", "seed")  # of [promote]: another value is another plan
+SPIKE_KEYS = ("on_spike", "spike_threshold", "max_interventions", "spike_margin_tokens", "rewarm_tokens")
+_OF_THE_RUN = ("precision", "seed", *SPIKE_KEYS)  # of [promote]: they change what is computed
 _OF_SEARCHES = ("workers",)  # of [resources] of the study file
 _TITLES = {
     "run": "What is trained. N leaves the embedding table out, compute is 6·N·D.",
@@ -78,6 +79,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
         "run": {
             **{name: getattr(plan, name) for name in ("n_tokens", "seed", "precision", "n_params", "compute_flops")},
             "compute_optimal_n_params": plan.wanted_n_params,
+            **{name: getattr(config.promote, name) for name in SPIKE_KEYS},
         },
         "data": plan.data,
         "model": plan.model.to_dict(),
@@ -157,7 +159,15 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
     if origin is None:
         raise StageError(f"{path}: {_first_edit(found, written)}")
     plan = Plan.from_dict(registered["payload"])
-    own = _with_resources(config, {**origin[EDITABLE], **_table_of(found, path)}, plan, path)
+    of_run = _of_the_run(origin, plan)
+    table = _table_of(found, path)
+    for name, value in of_run.items():
+        if name in table and table[name] != value:
+            raise StageError(
+                f"{path}: {EDITABLE}.{name} was edited: {_shown(value)} in the ledger, {_shown(table[name])} in the file; it "
+                f"changes what is computed, so another value is another plan, made by `muscale plan --set promote.{name}=…`"
+            )
+    own = _with_resources(config, {**origin[EDITABLE], **table, **of_run}, path)
     return replace(plan, registered_at=registered["registered_at"]), own
 
 
@@ -227,6 +237,12 @@ def _fixed(values: _Contents) -> _Contents:
     return {name: value for name, value in values.items() if name != EDITABLE}
 
 
+def _of_the_run(origin: _Contents, plan: Plan) -> _Contents:
+    """The settings of [promote] that are the run's; files from before these were had those about spikes in [resources]."""
+    known = {**origin[EDITABLE], **origin["run"], "precision": plan.precision, "seed": plan.seed}
+    return {name: known[name] for name in _OF_THE_RUN if name in known}
+
+
 def _table_of(found: _Contents, path: Path) -> _Contents:
     table = found.get(EDITABLE, {})
     if not isinstance(table, dict):
@@ -242,11 +258,11 @@ def _resources(config: StudyConfig) -> _Contents:
     }
 
 
-def _with_resources(config: StudyConfig, table: _Contents, plan: Plan, path: Path) -> StudyConfig:
+def _with_resources(config: StudyConfig, table: _Contents, path: Path) -> StudyConfig:
     own = {name for name in ResourceSettings.model_fields if name not in _OF_SEARCHES}
     given = {name: value for name, value in table.items() if name in own}
     launch = {name: value for name, value in table.items() if name not in own}
-    promote = _settings(PromoteSettings, {**launch, "precision": plan.precision, "seed": plan.seed}, path)
+    promote = _settings(PromoteSettings, launch, path)
     resources = _settings(ResourceSettings, {**given, "workers": config.resources.workers}, path)
     changed = config.model_copy(update={"promote": promote, "resources": resources})
     problems = set(contradictions(changed)) - set(contradictions(config))

@@ -225,6 +225,7 @@ def make_plan(
         {k: list(map(str, v)) for k, v in evidence.items()},
         # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
         *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [asdict(model)]),
+        *([] if config.promote.on_spike == "stop" else [config.promote.mends_by]),
     )
     return Plan(
         key=key,

@@ -11,7 +11,7 @@ from muscale.errors import StageError
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.lineage import Chain
 from muscale.planning import Plan
-from muscale.promotion import Promotion
+from muscale.promotion import Promotion, recorded_promotion
 from muscale.sweep import collect
 from proxy_models.numerics import Numerics
 from scaling import Forecast, ScalingFit
@@ -52,9 +52,9 @@ def preserve(study: Study, *, average: int = 1) -> Bundle:
 
 def _promoted(study: Study) -> tuple[Plan, Promotion]:
     found = study.ledger.latest_result("promotion")
-    if found is None:
+    promotion = recorded_promotion(study.ledger, found["key"]) if found else None
+    if promotion is None:
         raise StageError("bundle: no run was promoted to its end yet; run `muscale promote` first")
-    promotion = Promotion.from_dict(found["payload"])
     forecast = study.ledger.forecast(promotion.plan)
     if forecast is None:
         raise StageError(f"bundle: the ledger has no plan {promotion.plan}, though its run was promoted")

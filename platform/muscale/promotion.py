@@ -7,11 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from muscale.befallen import Event, befallen
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.gate import Gate, forced_lines
 from muscale.goodput import Goodput
-from muscale.incidents import Incident
+from muscale.incidents import Incident, Mending
 from muscale.jobs import Job
 from muscale.launch import launch
 from muscale.layout import CORPUS, FULL_RUNS
@@ -39,7 +40,8 @@ class Promotion:
         gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
         forced_lines: What any launch was forced past.
         goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
-        incidents: What befell the run, and what was done.
+        incidents: What befell its workers, and what was done.
+        befallen: These and the alarms in order of time; told, and not recorded with it, as each has its place.
     """
 
     plan: str
@@ -61,6 +63,7 @@ class Promotion:
     forced_lines: tuple[str, ...] = ()
     goodput: Goodput | None = None
     incidents: tuple[Incident, ...] = ()
+    befallen: tuple[Event, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -84,13 +87,14 @@ class Promotion:
             "forced_lines": list(self.forced_lines),
             "goodput": self.goodput and self.goodput.to_dict(),
             "incidents": [asdict(incident) for incident in self.incidents],
+            "befallen": [event.to_dict() for event in self.befallen],
         }
         return {**self.__dict__, **told, **derived}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values and name != "befallen"}
         goodput, incidents = known.pop("goodput", None), known.pop("incidents", ())
         return cls(
             **known | {"forced_lines": tuple(values.get("forced_lines", ()))},
@@ -110,7 +114,7 @@ class Promotion:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
         if self.goodput:
             lines.append(f"  {self.goodput}")
-        lines += [f"  {incident}" for incident in self.incidents]
+        lines += [f"  {event}" for event in self.befallen or self.incidents]
         if self.forced:
             past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
             lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
@@ -133,10 +137,17 @@ def begin(
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
     if misfits := list(config.promote.parallelism.misfits(plan.model)):
         raise StageError(f"promote: {'; '.join(misfits)}")
-    started = ledger.result("promotion_started", plan.key)
+    mends_by, started = config.promote.mends_by, ledger.result("promotion_started", plan.key)
     if started is None:
-        started = {"at": now(), "verdict": verdict, "forced": forced, "gate": gate and gate.to_dict()}
+        started = {
+            "at": now(),
+            "verdict": verdict,
+            "forced": forced,
+            "gate": gate and gate.to_dict(),
+            "mends_by": mends_by,
+        }
         ledger.record_result("promotion_started", plan.key, started)
+    _require_same_mending(started.get("mends_by", mends_by), mends_by)  # runs begun by earlier versions did not keep it
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
             f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
@@ -185,14 +196,38 @@ def promote(
         goodput=Goodput.from_dict(outcome["goodput"]),
         incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome)
+    mending = Mending.of(config.promote.spike_policy, promotion.incidents)
+    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, mending)
     ledger.record_result("promotion", plan.key, promotion.to_dict())
-    return promotion
+    return replace(promotion, befallen=befallen(ledger, plan.key))
 
 
-def _record_run(plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any]) -> None:
-    """Enter the full run among the runs, as a training like any other."""
-    chain = plan.chain(numerics)
+def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> Promotion | None:
+    """The recorded outcome of a plan's run, with all that befell it; None before its end.
+
+    `asserted`: Of the run that was elsewhere.
+    """
+    values = ledger.result("observation" if asserted else "promotion", plan)
+    if values is None:
+        return None
+    return replace(Promotion.from_dict(values), befallen=befallen(ledger, plan, asserted=asserted))
+
+
+def _require_same_mending(begun: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse to go on with a run in another way than it began."""
+    for name in dict.fromkeys([*begun, *here]):
+        if begun.get(name) != here.get(name):
+            raise StageError(
+                f"promote: promote.{name} must be that of the run's begin, {begun.get(name)!r}, got {here.get(name)!r}: it "
+                "changes what is computed; `muscale plan` makes another plan of it"
+            )
+
+
+def _record_run(
+    plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], mending: Mending | None
+) -> None:
+    """Enter the full run among the runs, as a training like any other, by what it turned out to be."""
+    chain = replace(plan.chain(numerics), mending=mending)
     ledger.insert(
         segments,
         **chain.row(),

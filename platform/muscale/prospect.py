@@ -163,8 +163,7 @@ def prospect(
                 {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff},
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
                 workers=settings.workers,
-                tensor_parallel=settings.tensor_parallel,
-                micro_batch=settings.micro_batch,
+                parallelism=settings.parallelism,
             ),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
         ),
@@ -191,7 +190,7 @@ def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
-    """What memory hangs on beside the micro-batch; workers that share products are taken to share no memory."""
+    """What memory hangs on beside the micro-batch."""
     layout, workers = config.promote.parallelism, config.promote.workers
     _, shards, _ = layout.grid(workers, node_ranks=workers)  # how many nodes there will be is not known here: one
     return {
@@ -199,22 +198,26 @@ def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
         "optimizer": plan.hyperparameters.optimizer,
         "sharding": layout.sharding,
         "world_size": layout.data_ranks(workers) if layout.sharding == "none" else shards,
+        "tensor_parallel": layout.tensor_parallel,
         "checkpointing": layout.checkpointing,
     }
 
 
 def _micro_batch(plan: Plan, config: StudyConfig) -> int:
-    """Sequences that a worker takes at once: as set, or on a GPU the largest part of its first share that fits, or its share."""
+    """Sequences that a worker takes at once: as set, or on a GPU the largest part of its first share that fits, or its share.
+
+    Of shares that differ by a sequence the larger one is meant.
+    """
     settings, h = config.promote, plan.hyperparameters
     shares = settings.parallelism.data_ranks(settings.workers) * plan.model.context_length
     if settings.micro_batch:
         return settings.micro_batch
     device = device_of(config)
     if config.resources.gpus_per_worker and device.memory_bytes:
-        first = max(1, (h.batch_tokens >> h.batch_doublings) // shares)
+        first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
         limit = int(MEMORY_SHARE * device.memory_bytes)
         return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
-    return max(1, h.batch_tokens // shares)
+    return -(-h.batch_tokens // shares)
 
 
 def device_of(config: StudyConfig) -> Device:

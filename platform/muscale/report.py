@@ -53,6 +53,7 @@ class ReportContents:
     evaluated: CheckpointEvaluation | None = None
     band: Band | None = None
     calibration: Calibration | None = None
+    befallen: pd.DataFrame | None = None
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:
@@ -99,6 +100,7 @@ def _sections(contents: ReportContents) -> list[Section]:
             drawings=drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
             table=as_table(_source_losses(contents)),
         ),
+        *_befallen(contents.befallen),
         *_calibration(contents.calibration),
         Section(
             title="Every run",
@@ -200,6 +202,20 @@ def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
     if contents.promotion is None:
         return None
     return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
+
+
+def _befallen(events: pd.DataFrame | None) -> list[Section]:
+    """Where there was anything."""
+    if events is None or events.empty:
+        return []
+    return [
+        Section(
+            title="What befell the full run",
+            command="promote",
+            about="Alarms, batches left out, returns to a checkpoint and restarts, in order of time.",
+            table=as_table(events),
+        )
+    ]
 
 
 def _calibration(found: Calibration | None) -> list[Section]:

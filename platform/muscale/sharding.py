@@ -156,12 +156,13 @@ def fitting_micro_batch(
     replicas, shards, _ = parallelism.grid(world_size, node_ranks=node_ranks())
     return largest_micro_batch(
         numerics.model,
-        recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards),
+        -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
         limit=int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
         precision=numerics.precision,
         optimizer=recipe.optimizer,
         sharding=parallelism.sharding,
         world_size=replicas if parallelism.sharding == "none" else shards,
+        tensor_parallel=parallelism.tensor_parallel,
         checkpointing=parallelism.checkpointing,
     )
 

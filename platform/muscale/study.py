@@ -361,8 +361,8 @@ class Study:
             StageError: If the gate is closed, or the file was edited where it may not be.
         """
         plan, config = self._to_promote(plan, register=True)
-        if known := self.ledger.result("promotion", plan.key):
-            return Promotion.from_dict(known)
+        if known := promotion.recorded_promotion(self.ledger, plan.key):
+            return known
         seen = self._admitted(plan, config, force=force)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
         with (

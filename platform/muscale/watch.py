@@ -13,10 +13,11 @@ import pandas as pd
 from muscale import figures
 from muscale.alarms import Alarm, find_alarms
 from muscale.band import Band, registered_band
+from muscale.befallen import Event, befallen
 from muscale.errors import StageError
 from muscale.layout import FAILURE, FULL_RUNS, OBSERVED
 from muscale.ledger import Ledger
-from muscale.promotion import Promotion
+from muscale.promotion import Promotion, recorded_promotion
 from muscale.run_records import RunRecords
 from scaling.presentation import Result
 
@@ -39,6 +40,7 @@ class Watch(Result):
         evaluations: By the run itself or beside it; columns tokens, share, loss (held-out, of the last weights), expected, low,
             high, and place: "before the band", "inside", "above" or "below".
         alarms: Stretches outside the band, the oldest first.
+        befallen: These and what befell its workers, in order of time.
         tokens_per_second: Of the last steps; None where times are not known.
         idle_seconds: Since the last record was written.
         promotion: The residual, once it is recorded.
@@ -52,6 +54,7 @@ class Watch(Result):
     curve: pd.DataFrame = field(repr=False)
     evaluations: pd.DataFrame = field(repr=False)
     alarms: tuple[Alarm, ...]
+    befallen: tuple[Event, ...]
     tokens_per_second: float | None
     idle_seconds: float
     promotion: Promotion | None
@@ -126,6 +129,7 @@ class Watch(Result):
             "band": self.band.to_dict(),
             "evaluations": self.evaluations.to_dict("records"),
             "alarms": [alarm.to_dict() for alarm in self.alarms],
+            "befallen": [event.to_dict() for event in self.befallen],
             "promotion": self.promotion.to_dict() if self.promotion else None,
         }
 
@@ -150,11 +154,11 @@ class Watch(Result):
             f"  {self.band}",
         ]
         lines += [f"  {told_evaluation(row)}" for row in self.evaluations.tail(_TOLD).to_dict("records")]
-        lines += [f"  {alarm}" for alarm in self.alarms]
+        if self.promotion:
+            return "\n".join([*lines, str(self.promotion)])
+        lines += [f"  {event}" for event in self.befallen]
         if self.failure:
             lines.append(f"  it failed: {self.failure}")
-        if self.promotion:
-            lines.append(str(self.promotion))
         return "\n".join(lines)
 
     def _pace(self) -> str:
@@ -210,7 +214,7 @@ class Watcher:
         """The run as it stands now."""
         rows = self._records.steps()
         evaluations = place(self._records.evaluations(), self._band)
-        recorded = self.ledger.result("observation" if self.asserted else "promotion", self.plan)
+        alarms = find_alarms(evaluations, plan=self.plan, alarm_after=self.alarm_after, asserted=self.asserted)
         failure = self.directory / FAILURE
         return Watch(
             plan=self.plan,
@@ -218,10 +222,11 @@ class Watcher:
             band=self._band,
             curve=rows.dropna(subset=["train_loss"])[["tokens", "train_loss"]].reset_index(drop=True),
             evaluations=evaluations,
-            alarms=find_alarms(evaluations, plan=self.plan, alarm_after=self.alarm_after, asserted=self.asserted),
+            alarms=alarms,
+            befallen=befallen(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
             tokens_per_second=_pace(rows),
             idle_seconds=_idle(self._records.metrics),
-            promotion=Promotion.from_dict(recorded) if recorded else None,
+            promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
             failure=failure.read_text() if failure.exists() else None,
             asserted=self.asserted,
         )

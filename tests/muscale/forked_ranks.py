@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -25,11 +24,10 @@ from proxy_models.corpus import Corpus, write_corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.segments import chain
+from tests.muscale.gloo_ranks import processes
 
 BATCH, STEPS = 256, 16
 Fault = Callable[[int], None]
-_processes = multiprocessing.get_context("forkserver")  # torch and Lightning are imported once, not by each of them
-_processes.set_forkserver_preload(["muscale.full_run", "torch.distributed.checkpoint"])
 
 
 def _train(run: FullRun, rank: int, world_size: int, store: Path, fault: Fault | None) -> None:
@@ -86,7 +84,7 @@ def start(run: FullRun, world_size: int, *, fault: Fault | None = None) -> list[
     run.directory.mkdir(parents=True, exist_ok=True)
     store = Path(tempfile.mkdtemp(dir=run.directory)) / "store"
     ranks: list[BaseProcess] = [
-        _processes.Process(target=_train, args=(run, rank, world_size, store, fault)) for rank in range(world_size)
+        processes.Process(target=_train, args=(run, rank, world_size, store, fault)) for rank in range(world_size)
     ]
     for process in ranks:
         process.start()

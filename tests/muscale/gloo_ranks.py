@@ -1,12 +1,13 @@
-"""Processes that train full runs together over gloo, kept between runs, as importing Lightning takes longer than a tiny run."""
+"""Processes that train full runs together over gloo, kept between runs and forked from one that has imported all they need."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import pickle
 import socket
-import subprocess
-import sys
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from proxy_models.memory import CHUNK_ENTRIES
@@ -14,69 +15,72 @@ from proxy_models.memory import CHUNK_ENTRIES
 if TYPE_CHECKING:
     from muscale.full_run_spec import FullRun
 
-_RANK = """
-import os, pickle, sys, traceback
-import torch.distributed as dist
-from muscale.full_run import ShardedStrategy, train  # makes lightning importable
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from proxy_models import memory
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-for line in sys.stdin:
-    run, variables, chunk_entries = pickle.loads(bytes.fromhex(line))
-    os.environ.update(variables)
-    memory.CHUNK_ENTRIES = chunk_entries
-    told = ""
-    try:
-        train(run, strategy=ShardedStrategy(world_size=int(variables["WORLD_SIZE"])), plugins=[TorchElasticEnvironment()])
-    except Exception:
-        told = traceback.format_exc()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # which remembers meshes
-    print(told.encode().hex(), file=answers, flush=True)
-"""
+processes = multiprocessing.get_context("forkserver")  # torch and Lightning are imported once, not by each of them
+processes.set_forkserver_preload(["muscale.full_run", "torch.distributed.checkpoint"])
+
+
+def _serve(runs: Connection) -> None:
+    """Train one run after the other, and answer each with its error or nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from muscale.full_run import train  # makes lightning importable
+    from muscale.sharding import ShardedStrategy
+    from proxy_models import memory
+
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # isort: skip
+
+    torch.set_num_threads(1)
+    while True:
+        run, variables, memory.CHUNK_ENTRIES = runs.recv()
+        os.environ.update(variables)
+        told = ""
+        try:
+            strategy = ShardedStrategy(world_size=int(variables["WORLD_SIZE"]))
+            train(run, strategy=strategy, plugins=[TorchElasticEnvironment()])
+        except Exception:
+            told = traceback.format_exc()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers meshes
+        runs.send(told)
 
 
 class GlooRanks:
     """Processes, each started when it is first needed and ended by its id."""
 
     def __init__(self) -> None:
-        self._ranks: list[subprocess.Popen[str]] = []
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def train(self, run: FullRun, world_size: int, *, chunk_entries: int = CHUNK_ENTRIES) -> None:
         """Train on the first `world_size` of them; an error of any is this one's."""
         while len(self._ranks) < world_size:
-            program = [sys.executable, "-c", _RANK]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-            self._ranks.append(
-                subprocess.Popen(
-                    program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-                )
-            )
+            here, there = processes.Pipe()
+            rank = processes.Process(target=_serve, args=(there,), daemon=True)
+            rank.start()
+            there.close()
+            self._ranks.append((rank, here))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
         shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        for number, rank in enumerate(self._ranks[:world_size]):
-            variables = shared | {"RANK": str(number), "LOCAL_RANK": str(number)}
-            assert rank.stdin is not None
-            rank.stdin.write(pickle.dumps((run, variables, chunk_entries)).hex() + "\n")
-        for rank in self._ranks[:world_size]:
-            assert rank.stdout is not None
-            answer = rank.stdout.readline()
-            if not answer.endswith("\n"):
-                self.end()
-                raise RuntimeError("a rank ended")
-            if told := bytes.fromhex(answer).decode():
+        for number, (_, connection) in enumerate(self._ranks[:world_size]):
+            connection.send((run, shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, chunk_entries))
+        for _, connection in self._ranks[:world_size]:
+            try:
+                told = connection.recv()
+            except EOFError:
+                told = "a rank ended"
+            if told:
                 self.end()  # the others may wait for it for ever
                 raise RuntimeError(told)
 
     def end(self) -> None:
         """End them all."""
-        for rank in self._ranks:
+        for rank, connection in self._ranks:
             rank.kill()
-            rank.communicate()
+            rank.join()
+            connection.close()
         self._ranks.clear()

@@ -57,14 +57,13 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ('sweep.space.colour.distribution="fixed"', "sweep.space.colour"),
         ("sweep.n_tokens=768", "sweep.n_tokens: the smallest of 2 rungs would have 256 tokens"),
         ("transfer.widths=[20]", "transfer.widths: d_model must be a multiple of head_dim=16, got 20"),
-        ("promote.workers=3", "promote.workers: must divide the 8 sequences of a batch, got 3"),
+        ("promote.workers=9", "promote.workers: 9 ranks need a sequence of a batch for each share, got 8"),
         ("promote.tensor_parallel=3", "promote: tensor_parallel must divide the 2 ranks, got 3"),
         ("promote.shard_ranks=2", 'promote: shard_ranks is for sharding = "hybrid", got 2 with "full"'),
         (
             "promote.sharding=zero3",
             "promote.sharding: Input should be 'none', 'zero2', 'full' or 'hybrid', got 'zero3'",
         ),
-        ("promote.micro_batch=3", "promote.micro_batch: must divide the 4 sequences of a worker's share, got 3"),
         (
             "promote.evaluator_cpus=1.5",
             "promote: promote.evaluator_cpus must be a whole number or a part of one, got 1.5",
@@ -463,8 +462,26 @@ def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
     assert settings.parallelism == Parallelism(tensor_parallel=2, checkpointing="selective")
     hybrid = ["promote.workers=8", "promote.sharding=hybrid", "promote.shard_ranks=4"]
     assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (2, 4, 1)
-    with pytest.raises(StudyFileError, match="must divide the 8 sequences of a batch, got 6 in groups of .* = 2"):
-        StudyConfig.read(micro, ["promote.workers=6", "promote.tensor_parallel=2"])
+    with pytest.raises(StudyFileError, match="18 ranks in groups of tensor_parallel = 2 need a sequence .* got 8"):
+        StudyConfig.read(micro, ["promote.workers=18", "promote.tensor_parallel=2"])
+    uneven = ["promote.workers=6", "promote.tensor_parallel=2", "promote.micro_batch=2"]
+    assert StudyConfig.read(micro, uneven).promote.workers == 6
+
+
+def test_a_full_run_goes_on_with_fewer_workers_only_in_whole_groups(make_study: MakeStudy) -> None:
+    micro = make_study()
+    groups = ["promote.workers=8", "promote.tensor_parallel=2"]
+    assert StudyConfig.read(micro, [*groups, "promote.workers_min=4"]).promote.sizes == (4, 6, 8)
+    assert StudyConfig.read(micro, ["promote.workers=4", "promote.workers_min=2"]).promote.sizes == (2, 3, 4)
+    with pytest.raises(StudyFileError, match="promote.workers_min: tensor_parallel must divide the 3 ranks, got 2"):
+        StudyConfig.read(micro, [*groups, "promote.workers_min=3"])
+    hybrid = ["promote.workers=8", "promote.sharding=hybrid"]
+    told = [*hybrid, "promote.shard_ranks=4", "promote.workers_min=4"]
+    assert StudyConfig.read(micro, told).promote.sizes == (4, 8)
+    with pytest.raises(StudyFileError, match=r"promote.workers_min: a node's ranks, or shard_ranks, must .* got 4"):
+        StudyConfig.read(micro, [*told, "promote.workers_min=2"])
+    with pytest.raises(StudyFileError, match="promote.workers_min: .* it needs promote.shard_ranks, .* got 4"):
+        StudyConfig.read(micro, [*hybrid, "promote.workers_min=4"])
 
 
 def test_a_run_evaluated_beside_evaluates_itself_at_its_end_alone(make_study: MakeStudy) -> None:

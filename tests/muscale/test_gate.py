@@ -26,6 +26,7 @@ from muscale.gate import (
     transfer_line,
 )
 from muscale.ledger import Ledger
+from muscale.parallelism import Parallelism
 from muscale.prospect import changed_files, device_of
 from proxy_models.config import ModelConfig
 from proxy_models.coordinate_check import CoordinateCheck
@@ -170,28 +171,35 @@ def test_the_device_is_the_accelerator_that_is_named_or_this_machine(
     assert device_of(StudyConfig.read(path)).memory_bytes is None
 
 
-def test_shapes_and_batch_divide_over_the_workers() -> None:
+def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_share() -> None:
     shapes = {"heads": 12, "columns of the MLP": 2048}
-    line = layout_line(shapes, sequences=64, workers=16, tensor_parallel=4, micro_batch=8)
+    line = layout_line(shapes, sequences=64, workers=16, parallelism=Parallelism(tensor_parallel=4))
     assert (line.status, line.compared) == (
         "passed",
         "64 sequences over 4 workers × 4, 12 heads, 2048 columns of the MLP",
     )
     cases = [
-        ({"sequences": 8, "workers": 3}, "8 sequences of a batch over 3 shares", "take 2 or 4 workers"),
-        ({"sequences": 8, "workers": 6, "tensor_parallel": 4}, "6 workers in groups of 4", "a multiple of 4 workers"),
-        (
-            {"sequences": 8, "workers": 5, "tensor_parallel": 5},
-            "12 heads over 5",
-            "a tensor_parallel that divides them",
-        ),
-        ({"sequences": 8, "workers": 2, "micro_batch": 3}, "in micro-batches of 3", "a micro-batch that divides"),
+        (9, Parallelism(), "9 ranks need a sequence of a batch for each share, got 8", "take 4 or 8 workers"),
+        (18, Parallelism(tensor_parallel=2), "18 ranks in groups of tensor_parallel = 2 need", "take 8 or 16 workers"),
+        (6, Parallelism(tensor_parallel=4), "tensor_parallel must divide the 6 ranks, got 4", "take 4 or 8 workers"),
+        (5, Parallelism(tensor_parallel=5), "12 heads over 5", "a tensor_parallel that divides them"),
+        (6, Parallelism(sharding="hybrid", shard_ranks=4), "must divide the 6 ranks", "take 4 or 8 workers"),
     ]
-    for numbers, told, advice in cases:
-        line = layout_line(shapes, **numbers)
+    for workers, parallelism, told, advice in cases:
+        line = layout_line(shapes, sequences=8, workers=workers, parallelism=parallelism)
         assert line.status == "failed"
         assert told in line.compared
         assert advice in line.advice
+
+
+def test_uneven_shares_of_a_batch_are_told_and_hold_nothing_up() -> None:
+    line = layout_line({}, sequences=8, workers=3, parallelism=Parallelism())
+    assert line.status == "passed"
+    assert (
+        line.compared
+        == "8 sequences over 3 workers, 3 for 2 of them and 2 for the others, which wait: 11% of the speed"
+    )
+    assert line.advice == "2 or 4 workers would share it evenly"
 
 
 def test_checkpoints_must_fit_the_disk() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from muscale.befallen import Event
 from muscale.model_card import model_card
 from muscale.planning import Plan
 from muscale.promotion import Promotion
@@ -131,3 +132,11 @@ def test_the_variants_that_are_on_are_named(corpus: Corpus) -> None:
     text = card(corpus)
     assert "4 heads of 16, 2 for keys and values" in text
     assert "positions rotary, norm of queries and keys, tied table |" in text
+
+
+def test_what_befell_the_run_is_told_where_anything_did(corpus: Corpus) -> None:
+    assert "befell" not in card(corpus)
+    event = Event(at="2026-01-01T00:00:05+00:00", kind="skip", told="step 9: skip: the loss\nis nan")
+    text = card(corpus, promotion=replace(PROMOTION, befallen=(event,)))
+    assert "\n- 2026-01-01 00:00:05 step 9: skip: the loss is nan\n" in text
+    assert "\n\n## Lineage\n" in text

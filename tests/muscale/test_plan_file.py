@@ -13,7 +13,7 @@ import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
 from muscale.ledger import Ledger
-from muscale.plan_file import RECORD, contents, first_difference, hash_of, path_of, read, text, write
+from muscale.plan_file import RECORD, SPIKE_KEYS, contents, first_difference, hash_of, path_of, read, text, write
 from muscale.planning import Plan, make_plan, register
 from proxy_models.corpus import Corpus, write_corpus
 from scaling import HorizonLaw, ScalingFit
@@ -134,7 +134,11 @@ def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
         ("seed = 0", "", r"run\.seed was edited: 0 in the ledger, nothing in the file"),
         ("seed = 0", "seed = 0\nmore = 1", r"run\.more was edited: nothing in the ledger, 1 in the file"),
         ('tokenizer = "bytes"', 'tokenizer = "mine"', r"data\.tokenizer was edited"),
-        ("workers = 2", "workers = 3", r"resources\.workers: must divide the 8 sequences of a batch, got 3"),
+        ('on_spike = "stop"', 'on_spike = "skip"', r'run\.on_spike was edited: "stop" in the ledger, "skip" in the file'),
+        ("max_interventions = 3", "max_interventions = 4", r"run\.max_interventions was edited: 3 in the ledger, 4 in the"),
+        ("workers = 2", 'workers = 2\non_spike = "skip"', r'resources\.on_spike was edited: "stop" in the ledger, "skip" in '
+         r"the file; it changes what is computed, so another value is another plan"),
+        ("workers = 2", "workers = 9", r"resources\.workers: 9 ranks need a sequence of a batch for each share, got 8"),
         ("workers = 2", "workers = 0", r"resources\.workers: Input should be greater than 0, got 0"),
         ("workers = 2", "wrokers = 2", r"resources\.wrokers: unknown key \(value 2\)"),
         ("[run]", "[run", r"can't be read as TOML"),
@@ -170,6 +174,24 @@ def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) 
     path.unlink()
     write(plan, config, ledger)
     assert read(path, ledger, config)[1] == config
+
+
+def test_a_file_that_had_the_settings_about_spikes_among_its_resources_is_read_and_holds_to_them(
+    planned: MakePlan, ledger: Ledger
+) -> None:
+    plan, config = planned('promote.on_spike="skip"')
+    now = contents(plan, config)
+    spikes = {name: now["run"].pop(name) for name in list(now["run"]) if name in SPIKE_KEYS}
+    assert set(spikes) == set(SPIKE_KEYS)
+    before = now | {"resources": spikes | now["resources"]}
+    ledger.record_result(RECORD, hash_of(before), {"plan": plan.key, "contents": before})
+    path = path_of(ledger.directory, plan.key)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text(before))
+    assert read(path, ledger, config) == (plan, config)
+    edit(path, 'on_spike = "skip"', 'on_spike = "stop"')
+    with pytest.raises(StageError, match=r'resources\.on_spike was edited: "skip" in the ledger, "stop" in the file'):
+        read(path, ledger, config)
 
 
 def test_the_study_file_s_own_changes_bring_the_file_up_to_date(planned: MakePlan, ledger: Ledger) -> None:

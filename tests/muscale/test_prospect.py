@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_a_gpu_that_nobody_named_is_unknown_and_a_named_one_is_held_to_its_memor
 def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> None:
     found = look("promote.workers=4", "promote.tensor_parallel=2", 'promote.sharding="zero2"', "promote.micro_batch=2")
     assert statuses(found)["layout"] == "passed"
-    assert found.memory == training_memory(found.plan.model, micro_batch=2, sharding="zero2", world_size=2)
+    layout: dict[str, Any] = {"sharding": "zero2", "world_size": 2, "tensor_parallel": 2}
+    assert found.memory == training_memory(found.plan.model, micro_batch=2, **layout)
     assert (found.launch.sharding, found.launch.micro_batch) == ("zero2", 2)
     odd = look("promote.workers=8", "promote.tensor_parallel=8")
     (line,) = [line for line in odd.gate.lines if line.name == "layout"]

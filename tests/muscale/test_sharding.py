@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from muscale.checkpoints import CHECKPOINTS
 from muscale.full_run import train
@@ -36,6 +33,7 @@ from proxy_models.optimizer import initialize
 from proxy_models.parametrization import OptimizerName
 from proxy_models.segments import chain
 from tests.muscale.conftest import write_text
+from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks
 
 BATCH, STEPS = 256, 6
@@ -93,7 +91,7 @@ EVERYTHING = {"biases": True, "norm": "layernorm", "qk_norm": True, "queries_per
 LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     "none": (Parallelism(sharding="none"), 2, {"positions": "alibi"}),
     "zero2": (Parallelism(sharding="zero2"), 2, {"guard": GuardSettings(action="rewind", window=8, snapshot_every=2)}),
-    "full, tied": (Parallelism(sharding="full", checkpointing="selective"), 2, {"tied": True}),
+    "full, uneven": (Parallelism(sharding="full", checkpointing="selective"), 3, {"tied": True}),  # 3, 3 and 2 of 8
     "hybrid": (Parallelism(sharding="hybrid", shard_ranks=2), 4, {"optimizer": "muon"}),
     "tensor": (Parallelism(tensor_parallel=2, checkpointing="full"), 4, {"tied": True, **EVERYTHING}),
     "tensor, replicas": (
@@ -111,17 +109,19 @@ def test_a_layout_has_the_losses_of_one_process_and_resumes(
     parallelism, world_size, variant = LAYOUTS[layout]
     whole = make_run(**variant)
     train(whole)
-    half = 8 // parallelism.data_ranks(world_size) // 2  # so that gradients are summed over two parts
+    share = math.ceil(8 / parallelism.data_ranks(world_size))
+    half = math.ceil(share / 2)  # so that gradients are summed over two parts
     run = replace(whole, directory=whole.directory.with_name("sharded"), parallelism=parallelism, micro_batch=half)
     gloo_ranks.train(run, world_size)
-    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    rtol = 1e-5 if "optimizer" in variant else 1e-6  # what Muon orthogonalises magnifies rounding
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
     assert losses(run)[STEPS - 1] < losses(run)[0] - 0.1
     recorded = json.loads((run.directory / RESULT).read_text())["environment"]
     assert (recorded["world_size"], recorded["parallelism"]["sharding"]) == (world_size, parallelism.sharding)
     interrupt(run)
     gloo_ranks.train(run, world_size)
     assert resumed_from(run) == BATCH * 3
-    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
 
 
 def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
@@ -168,21 +168,6 @@ def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(make_r
     assert train(run)["environment"]["compiled"]
     assert counters["stats"]["unique_graphs"] == 1  # blocks of one shape share it
     np.testing.assert_allclose(losses(run), losses(eager), rtol=1e-5)
-
-
-@contextmanager
-def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a group without others, in which nothing can be sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    hook = sys.excepthook  # torch puts the rank before every line that one prints
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers the rank
-        sys.excepthook = hook
 
 
 def part_of(whole: Tensor, name: str, grid: tuple[int, int, int], rank: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,16 +15,20 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from muscale import Promotion, StageError, StudyConfig
+from muscale import Promotion, StageError, StudyConfig, following
 from muscale.alarms import STAGE as ALARM
+from muscale.alarms import raise_alarms
 from muscale.band import register_band
+from muscale.befallen import befallen
 from muscale.config import PromoteSettings
 from muscale.following import follow, guarding, view
+from muscale.incidents import Incident, record_incident
 from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
 from muscale.ledger import Ledger, find
 from muscale.metrics_tail import MetricsTail
 from muscale.planning import Plan
-from muscale.watch import Watcher
+from muscale.promotion import recorded_promotion
+from muscale.watch import Watch, Watcher
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 
 MakeStudy = Callable[..., Path]
@@ -60,7 +65,7 @@ class Run:
     def watcher(self) -> Watcher:
         return Watcher(self.ledger, alarm_after=3)
 
-    def end(self, loss: float) -> None:
+    def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
         band = self.band
         promotion = Promotion(
             plan=self.plan.key,
@@ -77,6 +82,7 @@ class Run:
             forced=False,
             world_size=2,
             seconds=1.0,
+            incidents=incidents,
         )
         self.ledger.record_result("promotion", self.plan.key, promotion.to_dict())
 
@@ -178,6 +184,50 @@ def test_the_end_is_the_recorded_residual_or_why_there_is_none(run: Run) -> None
     assert "OUTSIDE" in str(watch)
 
 
+def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2)
+    restart = Incident(step=3, reason="killed", action="restart", back_to=256, at="2026-01-01T00:00:05+00:00")
+    record_incident(run.directory, restart)
+    run.evaluate(0.3, 0.4, 0.5, off=2)
+    watch = run.watcher().look()
+    assert [event.kind for event in watch.befallen] == ["restart", "alarm"], "the ledger does not know of it yet"
+    raise_alarms(run.ledger, watch.alarms, webhook=None)
+    later = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
+    record_incident(run.directory, later)
+    seen = run.watcher().look()
+    assert [event.kind for event in seen.befallen] == ["restart", "alarm", "skip"]
+    places = [str(seen).index(told) for told in ("00:00:05 step 3: restart", "alarm: the loss", "step 9: skip: nan")]
+    assert places == sorted(places)
+    assert [event["kind"] for event in json.loads(json.dumps(seen.to_dict()))["befallen"]] == [
+        "restart",
+        "alarm",
+        "skip",
+    ]
+    _, said = followed(run, "alarm")
+    assert said.count("step 9: skip: nan") == 1
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(seen))
+    assert "step 3: restart" in out.getvalue()
+
+
+def test_what_befell_a_run_is_told_with_its_promotion_and_kept_once(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2, 0.3, 0.4, 0.5, off=2)
+    raise_alarms(run.ledger, run.watcher().look().alarms, webhook=None)
+    skip = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
+    record_incident(run.directory, skip)
+    run.end(run.band.loss, incidents=(skip,))
+    found = recorded_promotion(run.ledger, run.plan.key)
+    assert found is not None
+    assert [event.kind for event in found.befallen] == ["alarm", "skip"]
+    assert str(run.watcher().look()).count("step 9: skip: nan") == 1
+    assert (run.ledger.result("promotion", run.plan.key) or {})["befallen"] == []
+    (run.directory / "incidents.jsonl").unlink()
+    assert befallen(run.ledger, run.plan.key) == found.befallen, "the promotion keeps what lay in the directory"
+    assert befallen(run.ledger, "another") == befallen(run.ledger, run.plan.key, asserted=True) == ()
+
+
 def test_a_growing_file_is_read_on_and_one_written_anew_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
@@ -233,31 +283,56 @@ def test_the_terminal_shows_the_run_in_its_band(run: Run) -> None:
     assert "---x" in out.getvalue()
 
 
-def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run) -> None:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets the guard look often, and waits until it has looked at what there is now."""
+    seen = threading.Condition()
+    count = 0
+    look = Watcher.look
+
+    def counted(self: Watcher) -> Watch:
+        nonlocal count
+        watch = look(self)
+        with seen:
+            count += 1
+            seen.notify_all()
+        return watch
+
+    def wait() -> None:
+        with seen:
+            later = count + 3  # the first may have begun before, and what is done about the second is done by the third
+            assert seen.wait_for(lambda: count >= later, timeout=60)
+
+    monkeypatch.setattr(following, "_GUARD_SECONDS", 0.02)
+    monkeypatch.setattr(Watcher, "look", counted)
+    return wait
+
+
+def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run, looks: Callable[[], None]) -> None:
     settings = PromoteSettings(on_alarm="stop")
     run.begin()
     lines: list[str] = []
     stopped = pytest.raises(StageError, match="stopped, as promote.on_alarm says: alarm")
     with stopped, guarding(run.ledger, run.plan.key, settings, lines.append):
         run.evaluate(0.2)
-        time.sleep(3)
+        looks()
         run.evaluate(0.3, 0.4, 0.5, off=2)
         time.sleep(60)
     assert len(lines) == 1
     with guarding(run.ledger, run.plan.key, settings, lines.append):
-        time.sleep(3)
+        looks()
     assert len(lines) == 1, "the same alarm does not stop the run again"
 
 
-def test_an_alarm_is_only_logged_by_default(run: Run) -> None:
+def test_an_alarm_is_only_logged_by_default(run: Run, looks: Callable[[], None]) -> None:
     lines: list[str] = []
     with guarding(run.ledger, run.plan.key, SETTINGS, lines.append):
-        time.sleep(2.5)  # it has not begun
+        time.sleep(0.1)  # it has not begun
         run.begin()
         run.evaluate(0.2)
-        time.sleep(2.5)
+        looks()
         run.evaluate(0.3, 0.4, 0.5, off=2)
-        time.sleep(3)
+        looks()
     assert [line[:5] for line in lines] == ["alarm"]
 
 

@@ -1,0 +1,25 @@
+"""One rank of many without the others: what it builds and holds is real, what it is sent is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+
+@contextmanager
+def rank_of(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a group without others, in which nothing can be sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # torch puts the rank before every line that one prints
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers the rank
+        sys.excepthook = hook
