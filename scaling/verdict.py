@@ -27,10 +27,10 @@ class Verdict(Result):
     """Whether what is tuned small holds when large.
 
     Attributes:
-        transfers: one for each scale and hyperparameter that was asked for, at its grid's longest horizon; the first is
+        transfers: one for each scale and hyperparameter that was asked for, at the longest horizon of all its sizes; the first is
             what `drift_octaves` and `interval` are of (in a study, the rate along the width).
-        n_tokens: the longest horizon of all, tokens.
-        horizons: tokens of each transfer's runs, its own longest horizon; as many as transfers.
+        n_tokens: the longest of these horizons, tokens.
+        horizons: tokens of each transfer's runs; as many as transfers.
         horizon: the best rate against tokens, or None.
         batch: the best batch against tokens, or None; None for both where no such grid was run.
         missing: why a transfer or a law has no answer, by its name, such as `rate along depth` or `horizon law`.
@@ -185,7 +185,7 @@ def label(transfer: Transfer) -> str:
 
 
 def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Verdict:
-    """Judge every transfer at its longest horizon, and fit the laws in the tokens.
+    """Judge every transfer at the longest horizon that all its sizes were trained at, and fit the laws in the tokens.
 
     Args:
         rows: one row per run and grid that it is part of. `along`: the scale of the grid, `width`, `depth` or `batch`;
@@ -202,13 +202,15 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     sized = rows[rows["along"] != "batch"]
     if sized.empty:
         raise ValueError(f"along must name a scale beside batch, got {sorted(rows['along'].unique())}")
-    longest = float(sized["n_tokens"].max())
     transfers, horizons, missing = [], [], {}
+    longest = 0.0
     for (along, over), grid in sized.groupby(["along", "over"], sort=False):
-        at_longest = grid[grid["n_tokens"] == grid["n_tokens"].max()]
+        horizon = _longest_shared(grid)
+        longest = max(longest, horizon)
         try:
-            transfers.append(fit_transfer(_named(at_longest, along, over), along=along, over=over))
-            horizons.append(float(grid["n_tokens"].max()))
+            at_longest = _named(grid[grid["n_tokens"] == horizon], along, over)
+            transfers.append(fit_transfer(at_longest, along=along, over=over))
+            horizons.append(horizon)
         except ScalingError as error:
             missing[f"{over} along {along}"] = str(error)
     laws: dict[str, Any] = {}
@@ -229,6 +231,13 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
         except ScalingError as error:
             missing["batch law"] = str(error)
     return Verdict(transfers=tuple(transfers), n_tokens=longest, horizons=tuple(horizons), missing=missing, **laws)
+
+
+def _longest_shared(grid: pd.DataFrame) -> float:
+    """The most tokens that every size of a grid was trained at; of no such, the most of all."""
+    sizes = grid.groupby("n_tokens")["size"].nunique()
+    shared = sizes[sizes == grid["size"].nunique()]
+    return float((shared if len(shared) else sizes).index.max())
 
 
 def _named(grid: pd.DataFrame, along: str, over: str) -> pd.DataFrame:

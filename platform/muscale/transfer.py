@@ -56,13 +56,19 @@ def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> l
     widths = [("width", width, family.at(width=width)) for width in settings.widths]
     depths = [("depth", depth, family.at(depth=depth)) for depth in settings.depths]
     rates = around(best.learning_rate, settings.rates, settings.octaves)
-    every = [settings.n_tokens * fraction for fraction in settings.horizons]
+    every = [settings.n_tokens * horizon for horizon in settings.shared_horizons]
     grids = _Grids(config=config, numerics=numerics, best=best)
     found = [m for along, size, model in widths + depths for m in grids.over_rates(along, size, model, rates, every)]
     for name, grid in settings.over.items():
         for along, size, model in widths:
             found += grids.over(name, grid, along, size, model, max(every))
-    smallest = family.at(width=min(settings.widths))
+    width = min(settings.widths)
+    smallest = family.at(width=width)
+    for (
+        horizon
+    ) in settings.further_horizons:  # runs of their own, as the decay of a branch is that of its stem's length
+        length = settings.n_tokens * horizon
+        found += grids.over_rates("width", width, smallest, rates, [length], tuned_at=length)
     for batch in settings.batches:
         shift = (batch / best.batch_tokens) ** RATE_WITH_BATCH
         shifted = rates if batch == best.batch_tokens else [_rounded(rate * shift) for rate in rates]
@@ -114,11 +120,23 @@ class _Grids:
     best: Hyperparameters
 
     def over_rates(
-        self, along: str, size: int, model: ModelConfig, rates: list[float], lengths: list[float], **changed: Any
+        self,
+        along: str,
+        size: int,
+        model: ModelConfig,
+        rates: list[float],
+        lengths: list[float],
+        *,
+        tuned_at: float | None = None,
+        **changed: Any,
     ) -> list[Member]:
-        """A grid of rates, each annealed at every length."""
+        """A grid of rates, each annealed at every length; warmup and decay are those of a run of `tuned_at` tokens."""
         name = {"along": along, "size": size, "over": "rate"}
-        return [m for rate in rates for m in self._runs(name, rate, model, lengths, learning_rate=rate, **changed)]
+        return [
+            member
+            for rate in rates
+            for member in self._runs(name, rate, model, lengths, tuned_at, learning_rate=rate, **changed)
+        ]
 
     def over(
         self, name: str, grid: OverSettings, along: str, size: int, model: ModelConfig, length: float
@@ -129,13 +147,19 @@ class _Grids:
             raise StageError(f"transfer.over.{name}: the winner's schedule sets it on the way ({told}): leave it out")
         values = grid.at or around(getattr(self.best, name), grid.points, grid.octaves)
         label = {"along": along, "size": size, "over": name}
-        return [m for value in values for m in self._runs(label, value, model, [length], **{name: value})]
+        return [m for value in values for m in self._runs(label, value, model, [length], None, **{name: value})]
 
     def _runs(
-        self, grid: dict[str, Any], value: float, model: ModelConfig, lengths: list[float], **changed: Any
+        self,
+        grid: dict[str, Any],
+        value: float,
+        model: ModelConfig,
+        lengths: list[float],
+        tuned_at: float | None,
+        **changed: Any,
     ) -> list[Member]:
         label = f"{grid['along']} {grid['size']}, {grid['over']} {value:.4g}"
-        longest = self.config.transfer.n_tokens
+        longest = tuned_at or self.config.transfer.n_tokens
         found = []
         for seed in self.config.transfer.seeds:
             member = replace(self.numerics, model=model, seed=seed)

@@ -30,6 +30,9 @@ class OverSettings(StrictTable):
     octaves: PositiveFloat = 4.0  # from the lowest value to the highest
 
 
+_ONE_SHARED = "needs one of at most 1, at which sizes are compared"
+
+
 class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several widths, depths and horizons, and those of what else is named."""
 
@@ -38,7 +41,11 @@ class TransferSettings(StrictTable):
     n_tokens: PositiveInt
     rates: Annotated[int, Field(ge=5)] = 7
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
-    horizons: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.25, 0.5, 1.0)  # fractions of n_tokens
+    horizons: tuple[Annotated[float, Field(gt=0)], ...] = (
+        0.25,
+        0.5,
+        1.0,
+    )  # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     over: dict[str, OverSettings] = Field(
         default_factory=dict
@@ -53,12 +60,23 @@ class TransferSettings(StrictTable):
             return over
         return {name: {"at": grid} if isinstance(grid, tuple) else grid for name, grid in over.items()}
 
+    @property
+    def shared_horizons(self) -> tuple[float, ...]:
+        """Those at which every width and depth is trained."""
+        return tuple(horizon for horizon in self.horizons if horizon <= 1)
+
+    @property
+    def further_horizons(self) -> tuple[float, ...]:
+        """Those of the smallest width alone."""
+        return tuple(horizon for horizon in self.horizons if horizon > 1)
+
     def contradictions(self, h: Hyperparameters, context_length: int) -> list[str]:
         """What no single key can tell, a line each: `transfer.key: rule, got value`."""
         problems = [
             *_all_differ("widths", self.widths, 2),
             *_all_differ("depths", self.depths, 2),
             *_all_differ("horizons", self.horizons, 1),
+            *([] if self.shared_horizons else [f"transfer.horizons: {_ONE_SHARED}, got {list(self.horizons)}"]),
             *_all_differ("seeds", self.seeds, 1),
             *_all_differ("batches", self.batches, MIN_BATCHES),
         ]
@@ -70,7 +88,7 @@ class TransferSettings(StrictTable):
             if batch % context_length:
                 rule = f"must be multiples of model.context_length = {context_length}"
                 problems.append(f"transfer.batches: {rule}, got {batch}")
-            elif unfit := _unfit(h, "batch_tokens", batch, self.n_tokens * min(self.horizons, default=1)):
+            elif unfit := _unfit(h, "batch_tokens", batch, self.n_tokens * min(self.horizons, default=1.0)):
                 problems.append(f"transfer.batches: {unfit}, got {batch}")
         for name, grid in self.over.items():
             problems += _over_contradictions(h, name, grid, self.n_tokens)

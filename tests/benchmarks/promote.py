@@ -4,7 +4,7 @@
 
 Each promotion has a study of its own (seed, sweep, transfer grids, ladder, law, plan with its registered forecast) whose proxy
 has width 32: one goes where the law decides, one to four times the proxy's width, one is of another family (LayerNorm, GELU,
-learned positions, biases, tied tables). At full size, beside the promoted run: a grid of rates around its own, whose fitted minimum is
+learned positions, biases, tied tables) and goes to three times its width. At full size, beside the promoted run: a grid of rates around its own, whose fitted minimum is
 the oracle; standard parametrization with the proxy's rate; and with the rate that the plan's horizon law gives. All that are
 compared start from the same weights' seed and see the same batches. The first promotion is launched through Ray, and repeated
 over seeds; the others train in one process by the same code. Every finished run is kept in the folder; the same command goes on
@@ -43,22 +43,23 @@ QUICKSTART = Path("platform/muscale/quickstart.toml")
 RATIO = 10.5  # of the largest ladder run's compute
 OCTAVES = (-1.5, -0.75, 0.0, 0.75, 1.5)  # of the grid, around the promoted rate
 STEMS = (
-    (16, 384),
-    (16, 768),
-    (32, 384),
-    (32, 768),
-    (32, 1536),
-    (48, 384),
-    (48, 960),
-    (64, 288),
-    (64, 576),
-    (80, 384),
-    (96, 272),
+    (16, 256),
+    (16, 512),
+    (16, 1024),
+    (32, 256),
+    (32, 512),
+    (32, 1024),
+    (48, 256),
+    (48, 512),
+    (64, 160),
+    (64, 304),
+    (80, 200),
 )  # width, thousands of 1024 tokens
 CASES: dict[str, dict[str, Any]] = {
     "decided": {},
     "four times as wide": {"plan": {"shapes": [{"width": 128}]}},
     "another family": {
+        "plan": {"shapes": [{"width": 96}]},
         "model": {
             "norm": "layernorm",
             "activation": "gelu",
@@ -66,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
             "positions": "learned",
             "biases": True,
             "tied": True,
-        }
+        },
     },
 }
 THROUGH_RAY = "decided"
@@ -105,7 +106,8 @@ def write_study(folder: Path, case: str, seed: int) -> Path:
         "stems": [{"width": width, "n_tokens": 1024 * thousands} for width, thousands in STEMS],
     }
     values["sweep"]["seed"], values["transfer"]["seeds"] = seed, [seed]
-    values["transfer"]["widths"] = [16, 32, 64]
+    values["sweep"]["trials"] = 16
+    values["transfer"]["widths"] = [32, 64]
     values["promote"]["seed"] = seed
     values["check"] = {"widths": [16, 32, 64, 128]}
     values["plan"] = {"compute_flops": 1e18} | CASES[case].get("plan", {})

@@ -57,6 +57,22 @@ def test_every_grid_is_made_and_a_run_in_several_is_trained_once(make_study: Mak
     )
 
 
+def test_further_horizons_are_the_smallest_width_s_alone_and_tuned_for_their_own_length(make_study: MakeStudy) -> None:
+    path = make_study()
+    config = StudyConfig.read(path, ["transfer.horizons=[0.5, 1.0, 2.0, 4.0]"])
+    members, before = members_of(config), members_of(StudyConfig.read(path))
+    assert [m for m in members if m.n_tokens <= 16384] == before, "the grids that were are not made anew"
+    further = [m for m in members if m.n_tokens > 16384]
+    assert {(m.along, m.size, m.over) for m in further} == {("width", 16, "rate")}
+    assert len(further) == 2 * 5
+    for member in further:
+        last = member.job.chain.last
+        wanted = config.hyperparameters.weight_decay_tau
+        assert last.recipe.weight_decay_tau(last.end) == pytest.approx(wanted, rel=0.02)
+    with pytest.raises(StudyFileError, match=r"transfer\.horizons: needs one of at most 1, .* got \[2\.0\]"):
+        StudyConfig.read(path, ["transfer.horizons=[2.0]"])
+
+
 def test_each_grid_varies_one_thing_around_the_best(make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study(), ALL)
     h = config.hyperparameters
@@ -165,7 +181,7 @@ def test_a_fault_is_told_with_file_key_rule_and_value(make_study: MakeStudy, ove
 def test_the_quickstart_s_grid_is_that_of_rates_at_three_widths() -> None:
     config = StudyConfig.read(Path(str(resources.files("muscale") / "quickstart.toml")))
     costs = estimate(config).set_index("stage").loc["transfer"]
-    assert (costs["runs"], costs["n_tokens"]) == (63, 6_128_640)
+    assert (costs["runs"], costs["n_tokens"]) == (49, 13_253_632)
 
 
 @pytest.mark.cluster

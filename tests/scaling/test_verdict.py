@@ -87,6 +87,16 @@ def test_shorter_runs_tell_the_horizon_law_and_not_the_drift() -> None:
     assert fit_verdict(pd.concat([shorter, rows(budgets=(4e6,))])).passed
 
 
+def test_a_horizon_of_one_size_alone_tells_the_horizon_law_and_judges_nothing() -> None:
+    smallest = rows((-7.2, -7.3, -7.25), budgets=(16e6,))[lambda table: table["size"] == min(WIDTHS)]
+    alone, further = fit_verdict(rows()), fit_verdict(pd.concat([rows(), smallest]))
+    assert further.table().equals(alone.table())
+    assert (further.n_tokens, further.horizons) == (alone.n_tokens, alone.horizons)
+    assert further.horizon is not None
+    assert further.horizon.n_tokens_range[1] == 16e6
+    assert further.horizon.raw_exponent == pytest.approx(0.3, abs=0.06)
+
+
 def test_a_search_s_optima_steady_the_horizon_law_and_touch_no_transfer() -> None:
     octaves = np.arange(-2.0, 1.0)
     given = {"group": "sweep", "n_tokens": 4e6 * 2**octaves, "log2_rate": -6 - 0.3 * octaves, "stderr": 0.05}
