@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -21,6 +22,9 @@ from proxy_models.segments import Segment, chain
 from proxy_models.stages import Stage
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 
+FOLLOWED = 8.0
+"""Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
+octaves off (measured, widths 32 and 64)."""
 _PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
 _TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
 
@@ -197,7 +201,7 @@ def make_plan(
     by_policy = tuned_for(best, horizon, n_tokens)
     hyperparameters = with_explicit(by_policy, explicit)
     model = model_with_explicit(decision.config, explicit)
-    capped = "" if horizon.supports(n_tokens) else ", beyond its supported range"
+    beyond = _beyond(n_tokens, horizon, config.transfer.n_tokens)
     rules = {
         name: "muP across width; timescale fixed across tokens"
         if name == "weight_decay_tau"
@@ -205,7 +209,7 @@ def make_plan(
         for name in config.sweep.space
     }
     rules["learning_rate"] = (
-        f"muP across width; horizon law D^-{horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{capped}"
+        f"muP across width; horizon law D^-{horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{beyond}"
     )
     if best.stages:
         course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
@@ -254,6 +258,18 @@ def make_plan(
             trial=trial,
         ),
         data=None if corpus is None else data_hashes(corpus),
+    )
+
+
+def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
+    """How far the horizon law is carried, and what would tell it nearer by; "" within its grids."""
+    times = n_tokens / horizon.n_tokens_range[1]
+    if times <= 1:
+        return ""
+    told = f", {times:.3g}× beyond its grids" + ("" if horizon.supports(n_tokens) else " and its supported range")
+    wanted = math.ceil(n_tokens / FOLLOWED / unit)
+    return (
+        told if times <= FOLLOWED else f"{told}: {wanted} among transfer.horizons would bring them within {FOLLOWED:g}×"
     )
 
 

@@ -4,11 +4,11 @@
 
 Each promotion has a study of its own (seed, sweep, transfer grids, ladder, law, plan with its registered forecast) whose proxy
 has width 32: one goes where the law decides, one to four times the proxy's width, one is of another family (LayerNorm, GELU,
-learned positions, biases, tied tables) and goes to three times its width. At full size, beside the promoted run: a grid of rates around its own, whose fitted minimum is
-the oracle; standard parametrization with the proxy's rate; and with the rate that the plan's horizon law gives. All that are
-compared start from the same weights' seed and see the same batches. The first promotion is launched through Ray, and repeated
-over seeds; the others train in one process by the same code. Every finished run is kept in the folder; the same command goes on
-where it was.
+learned positions, biases, tied tables) and goes to three times its width. At full size, beside the promoted run: a grid of rates
+around its own, whose fitted minimum is the oracle; standard parametrization with the proxy's rate; and with the rate that the
+plan's horizon law gives. All that are compared start from the same weights' seed and see the same batches. The first promotion is
+launched through Ray, and repeated over seeds; the others train in one process by the same code. Every finished run is kept in
+the folder; the same command goes on where it was.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,14 @@ def test_no_other_shape_of_the_family_does_better(
     assert {size["d_model"] for size in decision["near"]} == near
     assert len(near) > 1
     assert plan.wanted_n_params == law.ensemble.law.allocate(2.5e10).n_params
+
+
+def test_how_far_the_horizon_law_is_carried_is_told_with_what_would_bring_it_nearer(planned: MakePlan) -> None:
+    near, far = planned(), planned("plan.compute_flops=1e13")
+    assert near.n_tokens / 32768 < 8 < far.n_tokens / 32768  # the longest of the planted grids
+    assert near.rules["learning_rate"].endswith(f"{near.n_tokens / 32768:.3g}× beyond its grids")
+    further = math.ceil(far.n_tokens / 8 / 16384)
+    assert far.rules["learning_rate"].endswith(f": {further} among transfer.horizons would bring them within 8×")
 
 
 def test_shapes_may_be_named_and_a_depth_that_nothing_fitted_has_is_told(
