@@ -107,7 +107,7 @@ def write_study(folder: Path, case: str, seed: int) -> Path:
     }
     values["sweep"]["seed"], values["transfer"]["seeds"] = seed, [seed]
     values["sweep"]["trials"] = 16
-    values["transfer"]["widths"] = [32, 64]
+    values["transfer"]["widths"] = [16, 32, 64]
     values["promote"]["seed"] = seed
     values["check"] = {"widths": [16, 32, 64, 128]}
     values["plan"] = {"compute_flops": 1e18} | CASES[case].get("plan", {})
