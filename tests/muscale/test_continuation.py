@@ -302,6 +302,7 @@ def test_a_checkpoint_that_is_another_than_when_the_stage_was_begun_is_refused(c
     away.rename(stage.parent.checkpoint)
 
 
+@pytest.mark.soak  # the launch is promotion's own, of which other tests make sure
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_two_workers_train_a_stage_from_the_command_line(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
