@@ -87,7 +87,9 @@ def test_batches_are_listed_and_divide_the_largest(make_study: MakeStudy) -> Non
         with pytest.raises(StudyFileError, match=f"study.toml: sweep.space.batch_tokens: {message}"):
             StudyConfig.read(path, [f"sweep.space.batch_tokens={{{values}}}"])
     odd = 'sweep.space.batch_tokens={distribution="ordinal", values=[32, 256]}'
-    with pytest.raises(StudyFileError, match="promote.workers: 2 ranks need a sequence of a batch for each share, got 1"):
+    with pytest.raises(
+        StudyFileError, match="promote.workers: 2 ranks need a sequence of a batch for each share, got 1"
+    ):
         StudyConfig.read(path, [odd, "promote.workers=2"])
     listed = StudyConfig.read(path, ['sweep.space.batch_tokens={distribution="ordinal", values=[128, 256, 512]}'])
     assert all(tokens % 512 == 0 for tokens in listed.rung_tokens())
