@@ -7,8 +7,8 @@ from typing import Literal
 
 from proxy_models.parametrization import OptimizerName
 from proxy_models.recipe import Recipe
-from proxy_models.schedule import Constant, Cooldown, CosineDecay, LinearCooldown, LinearDecay, Phase
-from proxy_models.segments import Segment, branch
+from proxy_models.schedule import Cooldown, LinearCooldown, Phase
+from proxy_models.segments import Segment, branch, single_phase
 
 ContinuedSchedule = Literal["wsd", "wsd_linear", "constant", "linear", "cosine"]
 """Those of `schedule.ScheduleName` that need nothing but a warmup, a cooldown's share or a final fraction."""
@@ -66,10 +66,6 @@ def continued(
             phase = Cooldown(start=0, end=n_tokens)
         case "wsd_linear":
             phase = LinearCooldown(start=0, end=n_tokens)
-        case "constant":
-            phase = Constant(warmup_tokens=warmup)
-        case "linear":
-            phase = LinearDecay(warmup_tokens=warmup, end=n_tokens)
-        case "cosine":
-            phase = CosineDecay(warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
+        case _:
+            phase = single_phase(schedule, warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
     return (Segment(recipe=recipe, phase=phase, start=0, end=n_tokens),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.recipe import Recipe
@@ -133,18 +134,31 @@ def _scheduled(h: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
             return staged_branch(h, h.stable_tokens(n_tokens), n_tokens, tuned_at=n_tokens)
         case "cosine_cycles":
             return _cycles(recipe, n_tokens, h.cycles, final_fraction)
-        case "constant":
-            phase = Constant(warmup_tokens=warmup)
-        case "linear":
-            phase = LinearDecay(warmup_tokens=warmup, end=n_tokens)
-        case "cosine":
-            phase = CosineDecay(warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
-        case "exponential":
-            phase = ExponentialDecay(warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
+        case "constant" | "linear" | "cosine" | "exponential":
+            phase = single_phase(h.schedule, warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
         case "step":
             milestones = tuple(h.whole_batches(n_tokens * share) for share in h.milestones)
             phase = StepDecay(warmup_tokens=warmup, end=n_tokens, milestones=milestones, step_factor=h.step_factor)
     return (Segment(recipe=recipe, phase=phase, start=0, end=n_tokens),)
+
+
+def single_phase(
+    schedule: Literal["constant", "linear", "cosine", "exponential"],
+    *,
+    warmup_tokens: int,
+    end: int,
+    final_fraction: float,
+) -> Phase:
+    """The one phase of a run under such a schedule, which ends at `end` tokens; `final_fraction` is of the last two."""
+    match schedule:
+        case "constant":
+            return Constant(warmup_tokens=warmup_tokens)
+        case "linear":
+            return LinearDecay(warmup_tokens=warmup_tokens, end=end)
+        case "cosine":
+            return CosineDecay(warmup_tokens=warmup_tokens, end=end, final_fraction=final_fraction)
+        case "exponential":
+            return ExponentialDecay(warmup_tokens=warmup_tokens, end=end, final_fraction=final_fraction)
 
 
 def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -> tuple[Segment, ...]:

@@ -17,10 +17,11 @@ from typing import Any
 
 from muscale import json_lines, recovery
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
-from muscale.config import PromoteSettings, ResourceSettings
+from muscale.config import ResourceSettings
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.layout import EVALUATIONS
+from muscale.promote_settings import PromoteSettings
 from muscale.run_records import RunRecords
 from proxy_models.corpus import Corpus, CorpusError
 

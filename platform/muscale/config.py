@@ -6,7 +6,6 @@ Every message names the file, the key, the rule and the value. Nothing is writte
 from __future__ import annotations
 
 import dataclasses
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,30 +18,19 @@ from muscale.ablation_settings import AblateSettings
 from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
-from muscale.incidents import SpikePolicy
 from muscale.layout import STUDY_FILE
-from muscale.parallelism import Parallelism
 from muscale.plan_settings import PlanSettings
+from muscale.promote_settings import PromoteSettings
 from muscale.shape import Shape
 from muscale.strict import StrictTable as _Table
-from muscale.strict import explain, lists_to_tuples
+from muscale.strict import explain, lists_to_tuples, require_parts
 from muscale.sweep_settings import COOLING, SweepSettings
 from muscale.transfer_settings import TransferSettings
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.guard import GuardSettings
 from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.memory import Checkpointing, Sharding
-from proxy_models.numerics import Precision
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
-
-
-def _require_parts(table: str, settings: BaseModel, names: Sequence[str]) -> None:
-    """Of Ray's resources a task takes whole ones, or a part of one."""
-    for name in names:
-        if (part := getattr(settings, name)) > 1 and part != int(part):
-            raise ValueError(f"{table}.{name} must be a whole number or a part of one, got {part}")
 
 
 class CheckSettings(_Table):
@@ -75,125 +63,6 @@ class FitSettings(_Table):
     seed: int = 0
 
 
-class PromoteSettings(_Table):
-    """[promote]: how the full run is trained."""
-
-    workers: PositiveInt = 2
-    workers_min: PositiveInt | None = (
-        None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
-    )
-    precision: Precision = "fp32"
-    checkpoint_every_tokens: PositiveInt = 500_000
-    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first
-    keep_last: PositiveInt = 2  # checkpoints
-    keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
-    evaluate_every_tokens: PositiveInt = 200_000
-    evaluation: Literal["within", "beside"] = (
-        "within"  # training stops for it; or each newest checkpoint, as a task of Ray
-    )
-    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "beside", before the workers take theirs
-    evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
-    prompts: tuple[str, ...] = ()  # of "beside": text that every checkpoint that is evaluated goes on from
-    sample_tokens: PositiveInt = 64  # of each sample, at most
-    seed: int = 0
-    max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; what would come again is not tried again
-    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # a loss that is not finite ends the run; or see SpikePolicy
-    spike_threshold: PositiveFloat = 10.0  # robust standard deviations above the median of the last 128 steps
-    max_interventions: Annotated[int, Field(ge=0)] = 3
-    spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
-    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
-    sharding: Sharding = "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
-    shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
-    tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
-    activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
-    micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
-    bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
-    alarm_after: PositiveInt = 3  # evaluations in a row outside the band
-    on_alarm: Literal["log", "stop"] = "log"
-    webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret
-
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.workers_min is not None and self.workers_min > self.workers:
-            raise ValueError(
-                f"promote.workers_min must be at most promote.workers = {self.workers}, got {self.workers_min}"
-            )
-        if self.on_spike != "rollback":
-            for name in ("spike_margin_tokens", "rewarm_tokens"):
-                if value := getattr(self, name):
-                    raise ValueError(
-                        f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
-                    )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _evaluation_fits(self) -> Self:
-        _require_parts("promote", self, ("evaluator_cpus", "evaluator_gpus"))
-        if self.evaluation == "within":
-            for name in ("prompts", "evaluator_gpus"):
-                if value := getattr(self, name):
-                    raise ValueError(f'promote.{name} is for promote.evaluation = "beside", got {value} with "within"')
-        return self
-
-    @property
-    def evaluates_every(self) -> int | None:
-        """Tokens from one evaluation within the training to the next; None: it evaluates at its end alone."""
-        return self.evaluate_every_tokens if self.evaluation == "within" else None
-
-    @property
-    def mends_by(self) -> dict[str, Any]:
-        """What changes the numbers of a run that spikes. Not how often it may: a larger budget goes on as if it always had been."""
-        names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
-        return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}
-
-    @property
-    def spike_policy(self) -> SpikePolicy | None:
-        """What the full run does about spikes; None: it ends where a loss is not finite."""
-        if self.on_spike == "stop":
-            return None
-        return SpikePolicy(
-            action=self.on_spike,
-            max_interventions=self.max_interventions,
-            margin_tokens=self.spike_margin_tokens,
-            rewarm_tokens=self.rewarm_tokens,
-        )
-
-    @property
-    def guard(self) -> GuardSettings | None:
-        """What tells a spike; the interventions' budget is the policy's."""
-        if self.on_spike == "stop":
-            return None
-        return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
-
-    @pydantic.model_validator(mode="after")
-    def _webhook_is_a_name(self) -> Self:
-        if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
-            raise ValueError(  # without the value, which may be the secret itself
-                "webhook must be the name of an environment variable that holds the URL, and is no such name"
-            )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _layout_holds(self) -> Self:
-        _ = self.parallelism.grid(self.workers, node_ranks=self.tensor_parallel)  # a node's ranks are not known yet
-        return self
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of workers that the run may have, ascending."""
-        return self.parallelism.sizes(self.workers_min or self.workers, self.workers)
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """How the run is laid over its workers; no part of its key."""
-        return Parallelism(
-            sharding=self.sharding,
-            shard_ranks=self.shard_ranks,
-            tensor_parallel=self.tensor_parallel,
-            checkpointing=self.activation_checkpointing,
-        )
-
-
 class ResourceSettings(_Table):
     """[resources]: what searches may use at once."""
 
@@ -206,7 +75,7 @@ class ResourceSettings(_Table):
 
     @pydantic.model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _require_parts("resources", self, ("cpus_per_worker", "gpus_per_worker"))
+        require_parts("resources", self, ("cpus_per_worker", "gpus_per_worker"))
         return self
 
     @property

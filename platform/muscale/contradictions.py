@@ -15,7 +15,8 @@ from proxy_models.segments import chain
 from search_spaces import Choice, Fixed, Ordinal, Space
 
 if TYPE_CHECKING:
-    from muscale.config import CheckSettings, PromoteSettings, StudyConfig
+    from muscale.config import CheckSettings, StudyConfig
+    from muscale.promote_settings import PromoteSettings
 
 _FIXED_IN_A_SWEEP = (
     "batch_doublings",

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from muscale.alarms import Alarm, known_alarms, raise_alarms
-from muscale.config import PromoteSettings
 from muscale.errors import LedgerUnavailableError, PreemptedError, StageError
 from muscale.ledger import Ledger
+from muscale.promote_settings import PromoteSettings
 from muscale.watch import Watch, Watcher, told_evaluation
 
 Until = Literal["now", "alarm", "end"]

@@ -10,13 +10,14 @@ from typing import Any
 
 from muscale import recovery
 from muscale.beside import Fitting, evaluated_beside
-from muscale.config import PromoteSettings, ResourceSettings
+from muscale.config import ResourceSettings
 from muscale.errors import PreemptedError, StageError
 from muscale.interrupts import interrupted_later, interruptible
 from muscale.jobs import cluster, dismiss_workers
 from muscale.layout import FAILURE, RESULT
 from muscale.ledger import now
 from muscale.preemption import NOTICE
+from muscale.promote_settings import PromoteSettings
 
 
 def launch(

@@ -19,12 +19,13 @@ import pydantic
 import tomlkit
 from tomlkit.items import Table
 
-from muscale.config import PromoteSettings, ResourceSettings, StudyConfig
+from muscale.config import ResourceSettings, StudyConfig
 from muscale.contradictions import contradictions
 from muscale.errors import StageError
 from muscale.layout import PLANS
 from muscale.ledger import Ledger, find
 from muscale.planning import Plan, told_decision
+from muscale.promote_settings import PromoteSettings
 from muscale.strict import StrictTable
 
 RECORD = "plan_file"

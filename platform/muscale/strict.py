@@ -50,3 +50,19 @@ def lists_to_tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: lists_to_tuples(entry) for key, entry in value.items()}
     return tuple(lists_to_tuples(entry) for entry in value) if isinstance(value, list) else value
+
+
+def require_parts(table: str, settings: BaseModel, names: Sequence[str]) -> None:
+    """Refuse 1.5 of a resource: a task of Ray takes whole ones, or a part of one.
+
+    Args:
+        table: Name of the settings' table.
+        settings: The table.
+        names: Of its keys.
+
+    Raises:
+        ValueError: Naming the key, the rule and the value.
+    """
+    for name in names:
+        if (part := getattr(settings, name)) > 1 and part != int(part):
+            raise ValueError(f"{table}.{name} must be a whole number or a part of one, got {part}")

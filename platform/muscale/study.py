@@ -351,7 +351,7 @@ class Study:
         )
 
     def promote(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Promotion:
-        """Train the planned run and hold it against its forecast.
+        """Train the planned run, hold it against its forecast, and write its bundle where [promote] does not say otherwise.
 
         Args:
             plan: One of `plan()`, or the path of a plan's file, whose [resources] hold then; by default the study file's.

@@ -30,9 +30,6 @@ class OverSettings(StrictTable):
     octaves: PositiveFloat = 4.0  # from the lowest value to the highest
 
 
-_ONE_SHARED = "needs one of at most 1, at which sizes are compared"
-
-
 class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several widths, depths and horizons, and those of what else is named."""
 
@@ -76,10 +73,12 @@ class TransferSettings(StrictTable):
             *_all_differ("widths", self.widths, 2),
             *_all_differ("depths", self.depths, 2),
             *_all_differ("horizons", self.horizons, 1),
-            *([] if self.shared_horizons else [f"transfer.horizons: {_ONE_SHARED}, got {list(self.horizons)}"]),
             *_all_differ("seeds", self.seeds, 1),
             *_all_differ("batches", self.batches, MIN_BATCHES),
         ]
+        if not self.shared_horizons:
+            rule = "needs one of at most 1, at which sizes are compared"
+            problems.append(f"transfer.horizons: {rule}, got {list(self.horizons)}")
         if self.batches and h.batch_doublings:
             ramp = f"hyperparameters.batch_doublings = {h.batch_doublings}"
             problems.append(f"transfer.batches: a batch law is of batches without a ramp, got {ramp}")

@@ -17,10 +17,11 @@ import pytest
 from muscale import StageError, evaluate_checkpoint, json_lines
 from muscale.beside import _Evaluator, _Reservation, evaluated_beside
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
-from muscale.config import PromoteSettings, ResourceSettings
+from muscale.config import ResourceSettings
 from muscale.full_run import train
 from muscale.full_run_spec import FullRun
 from muscale.layout import EVALUATIONS
+from muscale.promote_settings import PromoteSettings
 from proxy_models.corpus import Corpus, write_corpus
 from proxy_models.sources import Source
 from tests.muscale.forked_ranks import BATCH, small_corpus, small_run

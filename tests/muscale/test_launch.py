@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from muscale.config import PromoteSettings, ResourceSettings
+from muscale.config import ResourceSettings
 from muscale.launch import largest_fitting, launch
 from muscale.layout import RESULT
+from muscale.promote_settings import PromoteSettings
 
 
 def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from muscale import full_run, json_lines, sharding
 from muscale.checkpoint_evaluation import evaluate_checkpoint
 from muscale.checkpoints import CHECKPOINTS, Checkpoints
-from muscale.config import PromoteSettings, ResourceSettings
+from muscale.config import ResourceSettings
 from muscale.errors import EXIT_PREEMPTED, PreemptedError, StageError
 from muscale.full_run import FullRunModule, train
 from muscale.full_run_spec import FullRun
@@ -25,6 +25,7 @@ from muscale.incidents import SpikePolicy, read_incidents
 from muscale.launch import launch
 from muscale.layout import EVALUATIONS, RESULT
 from muscale.preemption import NOTICE
+from muscale.promote_settings import PromoteSettings
 from proxy_models.batches import TokenStream
 from proxy_models.corpus import Corpus
 from proxy_models.decoder import Decoder

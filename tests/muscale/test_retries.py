@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from muscale import attempts, goodput, json_lines
-from muscale.config import PromoteSettings
 from muscale.errors import PreemptedError, StageError
 from muscale.goodput import Goodput, measure, record_attempt
 from muscale.incidents import Incident, Interventions, SpikePolicy, read_incidents, record_incident
 from muscale.layout import EVALUATIONS, METRICS
+from muscale.promote_settings import PromoteSettings
 from muscale.recovery import Failure, failures, is_retryable, kind_of, persevere
 from proxy_models.batch_ramp import BatchRamp
 

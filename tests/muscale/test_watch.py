@@ -20,13 +20,13 @@ from muscale.alarms import STAGE as ALARM
 from muscale.alarms import raise_alarms
 from muscale.band import register_band
 from muscale.befallen import befallen
-from muscale.config import PromoteSettings
 from muscale.following import follow, guarding, view
 from muscale.incidents import Incident, record_incident
 from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
 from muscale.ledger import Ledger, find
 from muscale.metrics_tail import MetricsTail
 from muscale.planning import Plan
+from muscale.promote_settings import PromoteSettings
 from muscale.promotion import recorded_promotion
 from muscale.watch import Watch, Watcher
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
