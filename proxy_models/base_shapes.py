@@ -101,7 +101,7 @@ def _shape(
         tensor_class, fan_in = TensorClass.EMBEDDING, 1
     elif grows == [True] and of_norm:
         tensor_class = TensorClass.BLOCK_NORM if in_block else TensorClass.FINAL_NORM
-    elif grows == [True] and name.endswith("bias"):
+    elif grows == [True] and name.rpartition(".")[2].startswith("bias"):  # "bias_ih_l0" of a recurrent layer
         tensor_class = TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS
     elif grows == [False] and of_norm and in_block:
         tensor_class = TensorClass.QK_NORM

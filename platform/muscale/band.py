@@ -30,6 +30,7 @@ from scipy.stats import t as student
 from muscale.ladder_curves import Floats, RunCurve, read_curves
 from muscale.ledger import Ledger
 from muscale.planning import Plan
+from scaling.presentation import Result
 
 WINDOW = 0.05
 """Share of a run over which training losses are averaged, and that must have gone by after warmup before anything is expected
@@ -40,7 +41,7 @@ STAGE = "band"  # of the ledger's results
 
 
 @dataclass(frozen=True, kw_only=True)
-class Band:
+class Band(Result):
     """What is expected of the held-out loss along one run, in nats per token; registered with the plan.
 
     Attributes:

@@ -41,6 +41,7 @@ from proxy_models.numerics import Numerics
 from proxy_models.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.state import TrainState
 from proxy_models.tokenizer import Tokenizer
+from scaling.presentation import Result
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ MEMORY = "memory/"  # before the names of what the steps remember
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bundle:
+class Bundle(Result):
     """A bundle whose hashes held when it was opened."""
 
     path: Path

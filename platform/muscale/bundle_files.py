@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from muscale.errors import BundleError
+from scaling.presentation import Result
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -22,7 +23,7 @@ _MAX_MANIFEST_BYTES = 16 << 20  # of a few dozen files it takes some kilobytes; 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification:
+class Verification(Result):
     """What became of a bundle since it was written.
 
     Attributes:

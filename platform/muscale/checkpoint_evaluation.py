@@ -24,6 +24,7 @@ from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.decoder import Decoder
 from proxy_models.device import usable
 from proxy_models.generate import continue_text
+from scaling.presentation import Result
 
 SAMPLE_SEED = 0
 """Of the draws of every sample, so that those of two checkpoints differ by their weights alone."""
@@ -46,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointEvaluation:
+class CheckpointEvaluation(Result):
     """What a checkpoint is worth; losses in nats per token.
 
     Attributes:

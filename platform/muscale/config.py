@@ -32,6 +32,9 @@ from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
 
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Settings that replace those of a study file."""
+
 
 class CheckSettings(_Table):
     """[check]: the coordinate check."""
@@ -168,8 +171,13 @@ class StudyConfig(_Table):
         return plain
 
     @classmethod
-    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
-        """Read a study file; each override is `table.key=value` with a TOML value, and replaces one key.
+    def read(cls, path: Path, overrides: Overrides = ()) -> Self:
+        """Read a study file.
+
+        Args:
+            path: The file.
+            overrides: Each replaces one key: `table.key=value` with a TOML value, or a mapping of `table.key` to a value as
+                TOML would hold it; `sweep.space` may be a `Space`.
 
         Raises:
             StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
@@ -182,8 +190,8 @@ class StudyConfig(_Table):
             raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
-        for override in overrides:
-            _override(values, override)
+        for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
+            _override(values, key, value)
         return cls.from_dict(values, where=str(path))
 
     @classmethod
@@ -221,7 +229,9 @@ _FAULTY: Any = object()  # stands for a table whose problems were told already
 
 
 def _space(table: Any, where: str) -> Space:
-    """The space of a table, or the ready-made one of a name."""
+    """The space of a table, or the ready-made one of a name, or one that is made already."""
+    if isinstance(table, Space):
+        return table
     if not isinstance(table, str):
         return Space.from_dict(table, where=where)
     try:
@@ -261,20 +271,23 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
     return _FAULTY
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def _parsed(override: str) -> tuple[str, Any]:
     key, separator, text = override.partition("=")
     if not separator:
         raise StudyFileError(f"--set {override}: write table.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return key.strip(), tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string, so that --set sweep.searcher=random needs no quotes
-    *tables, name = key.strip().split(".")
+        return key.strip(), text  # a bare word is a string, so that --set sweep.searcher=random needs no quotes
+
+
+def _override(values: dict[str, Any], key: str, value: Any) -> None:
+    *tables, name = key.split(".")
     table = values
     for part in tables:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise StudyFileError(f"--set {override}: {part} is a value, not a table")
+            raise StudyFileError(f"--set {key}={value}: {part} is a value, not a table")
     table[name] = value
 
 

@@ -25,12 +25,13 @@ from proxy_models.continued import continued
 from proxy_models.corpus import Corpus
 from proxy_models.numerics import Numerics
 from proxy_models.segments import Segment
+from scaling.presentation import Result
 
 NOT_FORECAST = "held against no forecast: the law holds for the corpus and the schedule that it was fitted on"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continuation:
+class Continuation(Result):
     """What `muscale continue` trains; its tokens count from its own start.
 
     Attributes:

@@ -15,6 +15,7 @@ from muscale.incidents import Incident
 from muscale.launch import launch
 from muscale.layout import METRICS
 from muscale.ledger import Ledger, now
+from scaling.presentation import Result
 
 RECORD = "stage"
 """Of the ledger's results, by key: `Continued` as plain values."""
@@ -42,7 +43,7 @@ class Losses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued:
+class Continued(Result):
     """A finished stage.
 
     Attributes:

@@ -15,6 +15,7 @@ from muscale.errors import StageError
 from muscale.ledger import Ledger, find, now
 from muscale.parallelism import Parallelism
 from proxy_models.memory import MemoryEstimate
+from scaling.presentation import Result
 from search_spaces import Transfer
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class GateLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class Gate(Result):
     """All conditions of one launch."""
 
     plan: str

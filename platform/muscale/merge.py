@@ -30,6 +30,7 @@ from muscale.postgresql import PostgresStorage
 from muscale.storage import first_line, require_schema, sqlite_schema
 from muscale.tables import segments, trials
 from proxy_models.content_key import content_key
+from scaling.presentation import Result
 
 _AT_ONCE = 500  # rows in one transaction
 _PLAIN = ("runs", "results", "forecasts")
@@ -40,7 +41,7 @@ Read = Callable[..., Any]  # a storage's `read`
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeResult:
+class MergeResult(Result):
     """What a merge added.
 
     Attributes:

@@ -17,6 +17,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.mixture import MAX_EPOCHS
 from proxy_models.segments import chain
 from scaling import NextRuns, ScalingFit, candidate_runs, compute_flops, next_runs
+from scaling.presentation import Result
 
 SHARE = 0.1
 """Of the plan's compute that further runs may cost, unless it is said, or as much as the ladder's largest run: smaller ones
@@ -29,7 +30,7 @@ comes to right above a ladder of little noise)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextStems:
+class NextStems(Result):
     """Runs to add to the ladder, best first.
 
     Attributes:

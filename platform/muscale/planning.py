@@ -21,6 +21,7 @@ from proxy_models.numerics import Numerics, Precision
 from proxy_models.segments import Segment, chain
 from proxy_models.stages import Stage
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
+from scaling.presentation import Result
 
 FOLLOWED = 8.0
 """Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
@@ -30,7 +31,7 @@ _TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Result):
     """What promotion takes.
 
     Attributes:

@@ -20,12 +20,13 @@ from muscale.layout import CORPUS
 from muscale.planning import Plan
 from muscale.promotion import full_run_of
 from proxy_models.numerics import Numerics
+from scaling.presentation import Result
 
 PREPARED = "prepared.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class Prepared(Result):
     """A run that waits for its ranks.
 
     Attributes:

@@ -20,10 +20,11 @@ from muscale.ledger import Ledger, now
 from muscale.planning import Plan
 from muscale.tables import runs, segments
 from proxy_models.numerics import Numerics
+from scaling.presentation import Result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Promotion:
+class Promotion(Result):
     """A finished full run beside its forecast; losses in nats per token.
 
     Attributes:

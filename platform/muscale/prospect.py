@@ -31,6 +31,7 @@ from proxy_models.corpus import Corpus
 from proxy_models.memory import MemoryEstimate, largest_micro_batch, training_memory
 from proxy_models.tokenizer import Tokenizer
 from scaling import Verdict
+from scaling.presentation import Result
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck
@@ -97,7 +98,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prospect:
+class Prospect(Result):
     """What `muscale promote --dry-run` prints."""
 
     plan: Plan

@@ -29,6 +29,7 @@ from muscale.promotion import full_run_of
 from muscale.prospect import memory_of
 from proxy_models.numerics import Numerics
 from proxy_models.segments import Segment
+from scaling.presentation import Result
 
 RECORD = "rehearsal"
 """Stage of the ledger's results."""
@@ -57,7 +58,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
+class Rehearsal(Result):
     """What was measured, and what it says of the whole run.
 
     Attributes:

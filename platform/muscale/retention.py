@@ -22,6 +22,7 @@ from muscale.layout import CURVES, STATES
 from muscale.lease import Standing, expired_leases, is_held, process_of
 from muscale.ledger import Ledger
 from muscale.tables import decisions, leases, retrained, rungs, runs, segments, trials
+from scaling.presentation import Result
 
 RECENT_SECONDS = 3600.0  # a state is there a moment before its row is, and before the branch that will start from it
 _UNFINISHED = ".unfinished"
@@ -29,7 +30,7 @@ _KEYS_AT_ONCE = 500  # forgotten in one transaction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pruning:
+class Pruning(Result):
     """What a pruning keeps and what goes.
 
     Attributes:

@@ -19,7 +19,8 @@ import pandas as pd
 from muscale import ablation, data, ladder, next_stems, plan_file, planning, promotion, transfer
 from muscale.band import Band, register_band, registered_band
 from muscale.calibration import Calibration, calibrate
-from muscale.config import StudyConfig
+from muscale.config import Overrides, StudyConfig
+from muscale.costs import estimate
 from muscale.errors import BundleError, StageError
 from muscale.following import guarding
 from muscale.gate import require_check
@@ -31,6 +32,7 @@ from muscale.merge import MergeResult, merge
 from muscale.next_stems import NextStems
 from muscale.observe import Observer
 from muscale.open_ledger import open_ledger
+from muscale.overview import overview
 from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
@@ -44,6 +46,7 @@ from muscale.watch import Watch, Watcher
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
+from scaling.presentation import Result
 
 if TYPE_CHECKING:
     from muscale.bundle import Bundle
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
 
 
-class Study:
+class Study(Result):
     """An open study; make one with `Study.open`."""
 
     def __init__(self, config: StudyConfig, directory: Path, display: Display) -> None:
@@ -72,12 +75,12 @@ class Study:
         return open_ledger(self.config.storage, self.directory, self.config.name)
 
     @classmethod
-    def open(cls, path: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False) -> Self:
+    def open(cls, path: str | Path, overrides: Overrides = (), *, quiet: bool = False) -> Self:
         """Open the study of a file; its directory is the file's.
 
         Args:
             path: The study file.
-            overrides: Settings that replace the file's, each `table.key=value`.
+            overrides: Settings that replace the file's: each `table.key=value`, or a mapping of `table.key` to a value.
             quiet: Show no progress.
 
         Raises:
@@ -615,6 +618,10 @@ class Study:
         """The ledger's runs, a row each."""
         return self.ledger.runs()
 
+    def costs(self) -> pd.DataFrame:
+        """What each stage would cost at most, from the study file alone: stage, runs, n_tokens, compute_flops (6·N·D)."""
+        return estimate(self.config)
+
     def gc(self, *, dry_run: bool = False) -> Pruning:
         """Remove training states that nothing goes on from; results stay for ever."""
         return prune(self.ledger, top_k=self.config.sweep.top_k, dry_run=dry_run)
@@ -629,6 +636,9 @@ class Study:
         from muscale.report import write_report
 
         return write_report(gather(self), self.directory / REPORT)
+
+    def __str__(self) -> str:
+        return overview(self)
 
     def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
         total = sum(job.chain.compute_flops for job in jobs if not self.ledger.outcome(job.chain))

@@ -11,7 +11,7 @@ import pytest
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.sweep_settings import SweepSettings
 from proxy_models.stages import Stage
-from search_spaces import ready_made
+from search_spaces import mup_adamw, ready_made
 
 MakeStudy = Callable[..., Path]
 PBT = ["sweep.scheduler=pbt"]
@@ -316,3 +316,12 @@ def test_an_override_needs_a_key_and_a_value(make_study: MakeStudy) -> None:
     with pytest.raises(StudyFileError, match="--set sweep.trials: write table.key=value"):
         StudyConfig.read(make_study(), ["sweep.trials"])
     assert StudyConfig.read(make_study("b"), ["sweep.searcher=tpe"]).sweep.searcher == "tpe"
+
+
+def test_overrides_may_be_values_and_a_space(make_study: MakeStudy) -> None:
+    space = mup_adamw()
+    config = StudyConfig.read(make_study(), {"sweep.trials": 7, "sweep.space": space})
+    assert config.sweep.trials == 7
+    assert config.sweep.space == space
+    with pytest.raises(StudyFileError, match=r"sweep.trials.*'7'"):
+        StudyConfig.read(make_study("b"), {"sweep.trials": "7"})

@@ -115,6 +115,8 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     assert len(study.sweep().trials) == study.config.sweep.trials
     check_watch(study, promotion)
     check_bundle(study, promotion)
+    place = "inside" if promotion.inside else "OUTSIDE"
+    assert f"measured   {promotion.loss:.4f}, {place} the interval" in str(study)
     page = (study.directory / REPORT).read_text()
     assert f"{promotion.loss:.4f}" in page
     assert str(study.corpus) in page

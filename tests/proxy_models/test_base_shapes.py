@@ -206,6 +206,19 @@ def test_attention_of_torch_s_own_is_served() -> None:
     assert shapes["blocks.0.in_proj_weight"].fan_in == shapes["blocks.0.out_proj.weight"].fan_in == 64
 
 
+def test_a_recurrent_layer_is_served_with_its_biases() -> None:
+    with torch.device("meta"):
+        models = [head(width, nn.GRU(width, width)) for width in (64, 32, 24)]
+    shapes = module_shapes(*models, readout=READOUT)
+    assert {name: shape.tensor_class for name, shape in shapes.items() if name.startswith("blocks")} == {
+        "blocks.0.weight_ih_l0": TensorClass.HIDDEN,
+        "blocks.0.weight_hh_l0": TensorClass.HIDDEN,
+        "blocks.0.bias_ih_l0": TensorClass.BLOCK_BIAS,
+        "blocks.0.bias_hh_l0": TensorClass.BLOCK_BIAS,
+    }
+    assert shapes["blocks.0.weight_hh_l0"].fan_in == 64
+
+
 def test_a_readout_that_is_missing_or_is_none_is_refused() -> None:
     models = decoder(128), decoder(64), decoder(32)
     with pytest.raises(ValueError, match=r"no parameter is called lm_head.weight; a readout tied to the embedding"):

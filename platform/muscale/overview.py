@@ -1,0 +1,43 @@
+"""What a study has come to, at a glance: straight from the ledger, nothing is fitted or trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scaling.presentation import lines
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+_STAGES = {"sweep": "sweep", "transfer": "transfer", "ladder": "ladder", "ablate": "ablation", "full": "full runs"}
+
+
+def overview(study: Study) -> str:
+    """Where the study is, how many runs each stage has, the forecast registered last and what came of it."""
+    return lines(dict(_told(study)))
+
+
+def _told(study: Study) -> Iterator[tuple[str, str]]:
+    yield "study", f"{study.config.name}, in {study.directory}"
+    runs, check = study.runs(), study.ledger.latest_result("check")
+    yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"
+    for purpose, name in _STAGES.items():
+        if len(found := runs[runs["purpose"] == purpose]):
+            best = found["loss"].min()  # NaN where all diverged
+            yield name, f"{len(found)} finished" + (f", least loss {best:.4f} nats per token" if best == best else "")
+    forecast = study.ledger.latest_forecast()
+    if forecast is None:
+        yield "forecast", "not yet"
+        return
+    yield (
+        "forecast",
+        f"{forecast['loss']:.4f}, {forecast['level']:.0%} interval [{forecast['low']:.4f}, {forecast['high']:.4f}], "
+        f"registered {forecast['registered_at']:.16}",
+    )
+    promotion = study.ledger.result("promotion", forecast["plan"])
+    if promotion is None:
+        yield "measured", "not yet"
+        return
+    place = "inside" if promotion["low"] <= promotion["loss"] <= promotion["high"] else "OUTSIDE"
+    yield "measured", f"{promotion['loss']:.4f}, {place} the interval"
