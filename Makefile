@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak wheel ci-system clean
+.PHONY: study test check soak docs wheel ci-system clean
 
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
@@ -22,6 +22,10 @@ check: $(INSTALLED)
 # What takes too long for every time: all pairs of methods, and faults by the dozen.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+# The reference, a page for each package, from the docstrings.
+docs: $(INSTALLED)
+	$(BIN)/python docs/reference.py
 
 # What `ray job submit` ships to a cluster; docs/cluster.md.
 wheel: $(INSTALLED)

@@ -3,7 +3,7 @@
 import muscale as ms
 
 study = ms.Study.open("study.toml")
-study.sweep(); study.transfer(); study.fit(); study.plan(); study.promote()
+study.sweep(), study.transfer(), study.fit(), study.plan(), study.promote()
 """
 
 from __future__ import annotations
