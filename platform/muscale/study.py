@@ -208,6 +208,7 @@ class Study(Result):
         rounds, seen = len(record.rounds), {trial for trial, _ in record.arrivals}
         best = min((known.loss for known in record.arrivals.values() if known.loss is not None), default=math.inf)
         wanted = self.config.sweep.trials + (record.rounds[-1].first_trial if rounds else 0)
+        begun: set[str] = set()
         with self.display.stage("sweep") as update:
 
             def on_arrival(arrival: Arrival) -> None:
@@ -219,7 +220,9 @@ class Study(Result):
                 update(len(seen), wanted, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
 
             def on_run(done: int, wanted: int, kind: str) -> None:
-                update(done, wanted, kind)
+                if done < wanted or kind in begun:  # what was done before is no news
+                    begun.add(kind)
+                    update(done, wanted, kind)
 
             if not rounds:
                 for source in sweep.teachers():
