@@ -16,6 +16,22 @@ from muscale.compat import mend_torchvision
 from proxy_models.compilation import missing_compiler
 
 
+def shared_by(item: pytest.Item) -> str:
+    """What a test shares with others: a Ray, a pool of ranks, or its file's fixtures."""
+    fixtures = getattr(item, "fixturenames", ())
+    if "ray_cluster" in fixtures or item.get_closest_marker("cluster"):
+        return "ray"
+    return "ranks" if "gloo_ranks" in fixtures else item.path.stem
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, those that share something go to one; Ray's first, as they take longest."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(shared_by(item)))
+    items.sort(key=lambda item: shared_by(item) != "ray")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     gpu = item.get_closest_marker("gpu")
     if gpu and not torch.cuda.is_available():
