@@ -35,6 +35,16 @@ branch, which is relative to its length, is off: a quarter octave for two branch
 loss (measured: widths 32 and 64, 0.5M tokens, two seeds each)."""
 
 
+def design(config: StudyConfig) -> pd.DataFrame:
+    """The runs of [ladder], a row each, as `scaling.simulate` takes them: n_params, n_tokens, stem."""
+    rows = [
+        (stem.of(config.family).n_params, length, number)
+        for number, stem in enumerate(config.ladder.stems)
+        for length in stem_lengths(stem)
+    ]
+    return pd.DataFrame(rows, columns=["n_params", "n_tokens", "stem"])
+
+
 def stem_lengths(stem: Stem) -> list[float]:
     """Tokens at which a stem is annealed, the longest first."""
     return [stem.n_tokens / SPACING**k for k in range(stem.branches)]

@@ -640,6 +640,10 @@ class Study(Result):
 
         return write_report(gather(self), self.directory / REPORT)
 
+    def ladder_design(self) -> pd.DataFrame:
+        """The runs that the ladder will have, for `scaling.simulate`: n_params, n_tokens, stem."""
+        return ladder.design(self.config)
+
     def __str__(self) -> str:
         return overview(self)
 

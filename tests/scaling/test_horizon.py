@@ -104,7 +104,7 @@ def test_optima_outside_their_grids_are_listed_and_not_used() -> None:
     [
         (sweep(budgets=(1e9, 4e9)), "2 token budgets: at least 3"),
         (sweep(budgets=(1e9, 1.5e9, 2e9)), "the token budgets span 2×: at least 4×"),
-        (sweep(-0.3, budgets=(1e9, 4e9, 1.6e10)), "contradicts the prior 0.3 ± 0.15: is the batch fixed?"),
+        (sweep(-0.7, budgets=(1e9, 4e9, 1.6e10)), "contradicts the prior 0.1 ± 0.2: is the batch fixed?"),
     ],
 )
 def test_doubts(rows: pd.DataFrame, warning: str) -> None:
