@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from muscale.cli.application import app
+from muscale.cli.application import LOOK, command
 from muscale.cli.options import Flag, Options
 from muscale.cli.running import refuse_dry_run, run_stage
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from muscale.watch import Watch, Watcher
 
 
-@app.command
+@command(LOOK, example="muscale watch study.toml --until alarm")
 def watch(
     study: Path,
     *,
@@ -40,7 +40,7 @@ def watch(
     )
 
 
-@app.command
+@command(LOOK, example="muscale observe study.toml losses.csv --follow")
 def observe(
     study: Path,
     source: str,
@@ -53,7 +53,7 @@ def observe(
     every: float = 5.0,
     options: Options = Options(),
 ) -> int:
-    """Hold a full run that goes on elsewhere against its plan: muscale observe study.toml losses.csv --follow.
+    """Hold a full run that goes on elsewhere against its plan.
 
     What it says is marked as asserted, here and for ever. Exit codes as those of `watch`.
 
@@ -84,18 +84,6 @@ def observe(
         return _followed(opened, opened.watcher(observer.plan.key), until, every, options, take)
 
     return run_stage(study, options, observed, None, _alarming)
-
-
-@app.command
-def calibration(study: Path, *others: Path, options: Options = Options()) -> int:
-    """Print how often the forecasts of promoted runs held, of this study and of others.
-
-    Args:
-        study: The study file.
-        others: Further studies: their files, directories or ledgers, which are only read.
-    """
-    refuse_dry_run("a calibration", options)
-    return run_stage(study, options, lambda opened: opened.calibration(*others), None)
 
 
 def _followed(

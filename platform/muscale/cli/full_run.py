@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muscale.cli.application import app
-from muscale.cli.options import Flag, Options
-from muscale.cli.running import run_stage
+from muscale.cli.application import FULL_RUN, command
+from muscale.cli.ending import Ending, line
+from muscale.cli.options import AsJson, Flag, Options
+from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StudyFileError
-from muscale.layout import LEDGER, LEDGER_PLACE
+from muscale.layout import BUNDLES, FULL_RUNS, LEDGER, LEDGER_PLACE
 
 if TYPE_CHECKING:
     from muscale.study import Study
 
 
-@app.command
+@command(FULL_RUN, example="muscale promote study.toml --dry-run")
 def promote(
     study: Path,
     *,
@@ -48,23 +49,44 @@ def promote(
         raise StudyFileError(
             f"promote: --rehearse asks no gate and shows no prospect; leave out {'--force' if force else '--dry-run'}"
         )
+    told_plan = ("--plan", plan) if plan else ()
+
+    def then(_opened: Study, _result: Any) -> Ending:
+        return Ending(next=(line("promote", study, *told_plan),))
+
     if rehearse:
-        return run_stage(study, options, lambda opened: opened.rehearse(plan, steps=steps), "promote")
+        return run_stage(study, options, lambda opened: opened.rehearse(plan, steps=steps), "promote", ending=then)
     if options.dry_run and (plan or _is_begun(study)):
         seen = replace(options, dry_run=False)
         return run_stage(
-            study, seen, lambda opened: opened.prospect(plan), None, failed=lambda result: not result.passed
+            study,
+            seen,
+            lambda opened: opened.prospect(plan),
+            None,
+            failed=lambda result: not result.passed,
+            ending=lambda opened, result: then(opened, result) if result.passed else Ending(),
         )
 
-    def promoted(opened: Study) -> Any:
-        return opened.promote(plan, force=force)
+    def ending(opened: Study, promoted: Any) -> Ending:
+        bundle = opened.directory / BUNDLES / promoted.plan
+        wrote = {"run": opened.directory / FULL_RUNS / promoted.plan}
+        if not bundle.exists():
+            return Ending(wrote=wrote, next=(line("bundle", study), line("report", study)))
+        return Ending(wrote=wrote | {"bundle": bundle}, next=(line("report", study), line("generate", bundle)))
 
-    return run_stage(study, options, promoted, "promote", failed=lambda result: not result.inside)
+    return run_stage(
+        study,
+        options,
+        lambda opened: opened.promote(plan, force=force),
+        "promote",
+        failed=lambda result: not result.inside,
+        ending=ending,
+    )
 
 
-@app.command(name="continue")
+@command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
 def continue_(study: Path, stage: Path, *, options: Options = Options()) -> int:
-    """Train on from a checkpoint of a full run, on another corpus or more of the same: muscale continue study.toml code.toml.
+    """Train on from a checkpoint of a full run, on another corpus or more of the same.
 
     The same command goes on where it was, and prints the result of a finished stage: the held-out loss on its own corpus and on
     those before, before and after. With --dry-run, print what it goes on from and how, and train nothing. A stage file:
@@ -83,24 +105,34 @@ def continue_(study: Path, stage: Path, *, options: Options = Options()) -> int:
     """
     if options.dry_run:
         seen = replace(options, dry_run=False)
-        return run_stage(study, seen, lambda opened: opened.continuation(stage), None)
-    return run_stage(study, options, lambda opened: opened.continue_run(stage), None)
+        once_more = Ending(next=(line("continue", study, stage),))
+        return run_stage(study, seen, lambda opened: opened.continuation(stage), None, ending=lambda *_: once_more)
+    return run_stage(
+        study,
+        options,
+        lambda opened: opened.continue_run(stage),
+        None,
+        ending=lambda _, result: Ending(next=(line("bundle", study, "--stage", result.key),)),
+    )
 
 
-@app.command
-def train(run: Path) -> int:
+@command(FULL_RUN, example="muscale train full_runs/KEY/prepared.json")
+def train(run: Path, *, json: AsJson = False) -> int:
     """Train a run that `muscale promote --prepare` wrote, without Ray: alone, or as one of torchrun's ranks.
 
     torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
 
     Args:
         run: The file.
+        json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.prepared import train_here
 
-    result = train_here(run)
+    with result_alone(json):
+        result = train_here(run)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it")
+        told = f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it"
+        show(result if json else told, as_json=json)
     return 0
 
 

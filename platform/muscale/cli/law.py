@@ -1,39 +1,48 @@
-"""Commands of the law: transfer, ladder, fit, plan."""
+"""Commands of the law and of the decision that it leads to: ladder, fit, plan, calibration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muscale.cli.application import app
+from muscale.cli.application import LAW, command
+from muscale.cli.ending import Ending, line
 from muscale.cli.options import Options
-from muscale.cli.running import run_stage
+from muscale.cli.running import refuse_dry_run, run_stage
 
 if TYPE_CHECKING:
     from muscale.study import Study
 
 
-@app.command
-def transfer(study: Path, *, options: Options = Options()) -> int:
-    """Check that the best learning rate stays put across widths and depths; exit code 1 unless it does."""
+@command(LAW, example="muscale ladder study.toml --dry-run")
+def ladder(study: Path, *, options: Options = Options()) -> int:
+    """Train the runs that the law is fitted from.
+
+    Args:
+        study: The study file.
+    """
     return run_stage(
-        study, options, lambda opened: opened.transfer(), "transfer", failed=lambda result: not result.passed
+        study,
+        options,
+        lambda opened: opened.ladder(),
+        "ladder",
+        ending=lambda *_: Ending(next=(line("fit", study),)),
     )
 
 
-@app.command
-def ladder(study: Path, *, options: Options = Options()) -> int:
-    """Train the runs that the law is fitted from."""
-    return run_stage(study, options, lambda opened: opened.ladder(), "ladder")
-
-
-@app.command
+@command(LAW, example="muscale fit study.toml --set fit.max_regret=0.01")
 def fit(study: Path, *, options: Options = Options()) -> int:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs."""
-    return run_stage(study, options, lambda opened: opened.fit(), "fit")
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs.
+
+    Args:
+        study: The study file.
+    """
+    return run_stage(
+        study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: Ending(next=(line("plan", study),))
+    )
 
 
-@app.command
+@command(LAW, example="muscale plan study.toml --set plan.compute_flops=1e21")
 def plan(study: Path, *, export: Path | None = None, options: Options = Options()) -> int:
     """Decide the full run for the budget, register its forecast, write its file, and say which runs would make it surer.
 
@@ -41,13 +50,28 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
         study: The study file.
         export: Also write the plan into this folder for another framework: every tensor's values and the schedule.
     """
+    wrote: dict[str, Path] = {}
 
     def planned(opened: Study) -> Any:
         plan = opened.plan()
+        wrote["plan"] = opened.plan_path(plan)
         if export:
-            opened.export(export, plan)
-        if options.json:
-            return plan
-        return f"{plan}\n  written to {opened.plan_path(plan)}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
+            wrote["for other frameworks"] = opened.export(export, plan)
+        return plan if options.json else f"{plan}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
 
-    return run_stage(study, options, planned, "promote")
+    def ending(_opened: Study, _result: Any) -> Ending:
+        return Ending(wrote=wrote, next=(line("promote", study, "--dry-run"), line("promote", study)))
+
+    return run_stage(study, options, planned, "promote", ending=ending)
+
+
+@command(LAW, example="muscale calibration study.toml ../other-study")
+def calibration(study: Path, *others: Path, options: Options = Options()) -> int:
+    """Print how often the forecasts of promoted runs held, of this study and of others.
+
+    Args:
+        study: The study file.
+        others: Further studies: their files, directories or ledgers, which are only read.
+    """
+    refuse_dry_run("a calibration", options)
+    return run_stage(study, options, lambda opened: opened.calibration(*others), None)
