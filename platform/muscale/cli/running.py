@@ -95,21 +95,17 @@ def result_alone(as_json: bool) -> Iterator[None]:
 
 
 def show(result: Any, *, as_json: bool, empty: str = "") -> None:
-    """Print a result, as JSON or as it shows itself."""
-    import pandas as pd
-
+    """Print a result, as JSON or as it shows itself; pandas is not imported for those that are no table."""
     if as_json:
         print(json.dumps(finite(_plain(result)), indent=1, default=str))
-    elif isinstance(result, pd.DataFrame):
+    elif hasattr(result, "to_string"):
         print(result.to_string(index=False) if len(result) else empty)
     else:
         print(result)
 
 
 def _plain(result: Any) -> Any:
-    import pandas as pd
-
-    if isinstance(result, pd.DataFrame):
+    if hasattr(result, "to_string"):
         return result.to_dict("records")
     if isinstance(result, Mapping):
         return dict(result)
