@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from muscale.plain import told_duration
+
 _WORTH_TELLING_SECONDS = 10
 Update = Callable[[float, float, str], None]  # done, total, note
 
@@ -48,14 +50,6 @@ class Pace:
     def left(self) -> float | None:
         """Seconds, if things go on as they did; None before anything was done."""
         return None if self._arrives is None else max(0.0, self._arrives - self._clock())
-
-
-def told_duration(seconds: float) -> str:
-    """A duration in the unit that suits it: 50 s, 12 min, 3 h 20 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class _Left(ProgressColumn):

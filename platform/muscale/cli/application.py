@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, Argument, CycloptsError, Group, MissingArgumentError, UnusedCliTokensError
 
 from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED
 
@@ -35,7 +35,14 @@ EXIT_CODES = {
 def _told(error: CycloptsError) -> str:
     """What is said of a command line that can't be parsed, with where to read more."""
     command = " ".join(("muscale", *(error.command_chain or ())))
-    return f"error: {error}\n{command} --help tells what it takes"
+    told = " ".join(str(error).split())
+    match error:
+        case MissingArgumentError(argument=Argument(field_info=field, names=names)) if not error.tokens_so_far:
+            named = names[0].lstrip("-").upper() if field.is_positional else names[0]
+            told = f"{error.keyword} needs a value" if error.keyword else f"{named} is missing"
+        case UnusedCliTokensError(unused_tokens=[*unused]):
+            told = f"nothing takes {' '.join(unused)}"
+    return f"error: {told}\n`{command} --help` tells what it takes"
 
 
 app = App(

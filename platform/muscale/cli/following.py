@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from muscale.cli.application import LOOK, command
 from muscale.cli.options import Flag, Options
 from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
     from muscale.following import Until
@@ -35,6 +36,7 @@ def watch(
         every: Seconds between two looks.
     """
     refuse_dry_run("a watch", options)
+    _require_interval(every)
     return run_stage(
         study, options, lambda opened: _followed(opened, opened.watcher(plan), until, every, options), None, _alarming
     )
@@ -70,6 +72,7 @@ def observe(
     from muscale.observe import read_csv, read_wandb
 
     refuse_dry_run("an observation", options)
+    _require_interval(every)
 
     def observed(opened: Study) -> Any:
         observer = opened.observer(source if wandb else str(Path(source).resolve()), plan)
@@ -84,6 +87,11 @@ def observe(
         return _followed(opened, opened.watcher(observer.plan.key), until, every, options, take)
 
     return run_stage(study, options, observed, None, _alarming)
+
+
+def _require_interval(every: float) -> None:
+    if not every > 0:
+        raise StudyFileError(f"--every: must be more than 0 seconds, got {every:g}")
 
 
 def _followed(

@@ -9,6 +9,7 @@ from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending, line
 from muscale.cli.options import Options
 from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -50,6 +51,8 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
         study: The study file.
         export: Also write the plan into this folder for another framework: every tensor's values and the schedule.
     """
+    if export and export.exists() and not export.is_dir():
+        raise StudyFileError(f"plan: --export {export}: is a file; give a folder")
     wrote: dict[str, Path] = {}
 
     def planned(opened: Study) -> Any:

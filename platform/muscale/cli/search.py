@@ -9,6 +9,7 @@ from muscale.cli.application import SEARCH, command
 from muscale.cli.ending import Ending, line
 from muscale.cli.options import Flag, Options, Paths
 from muscale.cli.running import run_stage
+from muscale.errors import StudyFileError
 from muscale.layout import BUNDLES, REPORT
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def sweep(
         learn_from: Another study of the same corpus and family whose runs inform the searcher: its file, its directory or
             its ledger.sqlite; may be repeated.
     """
+    if missing := [path for path in learn_from if not path.exists()]:
+        raise StudyFileError(f"sweep: --learn-from {missing[0]}: there is no such file or directory")
     return run_stage(
         study,
         options,
