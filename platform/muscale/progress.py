@@ -17,6 +17,7 @@ from rich.text import Text
 from muscale.plain import told_duration
 
 _WORTH_TELLING_SECONDS = 10
+_AT_ONCE_SECONDS = 1.0
 Update = Callable[[float, float, str], None]  # done, total, note
 
 
@@ -78,14 +79,19 @@ class Display:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _lines(self, name: str) -> Update:
-        """An update for logs: a line for every tenth of the way, and again of the next where one stage has several."""
+        """An update for logs: a line for every tenth of the way, and again of the next where one stage has several.
+
+        A way that is at its end as soon as it begins was known already, and is not worth a line.
+        """
         told, before, pace = -1, (0.0, 0.0), Pace(self._clock)
+        begun = self._clock()
 
         def update(done: float, total: float, note: str) -> None:
-            nonlocal told, before
+            nonlocal told, before, begun
             if done < before[0] or total != before[1]:
-                told = -1
+                told = 10 if done == total and self._clock() - begun < _AT_ONCE_SECONDS else -1
             before = done, total
+            begun = self._clock() if done == total else begun
             pace.update(done, total)
             if (tenth := int(10 * done / total)) > told:
                 told = tenth
