@@ -107,7 +107,7 @@ def test_a_fault_of_ours_is_told_as_such_and_its_trace_stands_in_the_log(capsys:
 def test_in_a_terminal_the_trace_of_a_fault_goes_into_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     done = muscale(capsys, "check", "study.toml")
     assert done.code == EXIT_FAULT

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from muscale import doctor, storage_checks
-from muscale.config import StorageSettings
+from muscale.config import ResourceSettings, StorageSettings
+from muscale.errors import StageError
 from muscale.findings import Diagnosis, Finding
 from muscale.handshake import Handshake, shake_hands
+from muscale.jobs import cluster
 from muscale.storage_checks import storage_findings
 from tests.muscale.command_lines import muscale
 from tests.muscale.conftest import PostgresServer
@@ -115,6 +117,17 @@ def test_a_cluster_that_is_not_there_fails(alone: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.cluster
+def test_a_study_that_cannot_join_its_cluster_sends_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # by other tests
+    monkeypatch.setenv("RAY_ADDRESS", "no-port")
+    message = r"the cluster at no-port \(RAY_ADDRESS\) can't be joined: .*; `muscale doctor` looks why"
+    with pytest.raises(StageError, match=message), cluster(ResourceSettings()):
+        pass
+
+
+@pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_cluster_that_is_there_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
@@ -129,7 +142,7 @@ def test_a_cluster_that_is_there_is_joined(monkeypatch: pytest.MonkeyPatch) -> N
 def test_packages_are_held_against_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.status for finding in doctor._packages()] == ["ok"]
     wanted = ["numpy>=999", "no-such-package-of-ours>=1", "psycopg>=999; extra == 'postgresql'", "rich>=13"]
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _name: wanted)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _name: wanted)
     found = by_name(doctor._packages())
     assert found.keys() == {"packages", "numpy", "no-such-package-of-ours"}
     assert {finding.status for finding in found.values()} == {"fail"}
@@ -143,9 +156,9 @@ def test_storage_that_cannot_hold_a_study_fails(tmp_path: Path, monkeypatch: pyt
     far = by_name(storage_findings(tmp_path))
     assert (far["ledger"].status, far["ledger"].found) == ("fail", "SQLite can't keep a ledger on nfs4")
     assert by_name(storage_findings(tmp_path, StorageSettings(ledger="actor")))["ledger"].status == "ok"
-    monkeypatch.setattr(storage_checks.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1e9))
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1e9))
     assert by_name(storage_findings(tmp_path))["disk"].status == "warning"
-    monkeypatch.setattr(storage_checks.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1e6))
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1e6))
     assert by_name(storage_findings(tmp_path))["disk"].status == "fail"
 
 
