@@ -19,6 +19,7 @@ from muscale.contradictions import contradictions
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
+from muscale.plain import told_unreadable
 from muscale.plan_settings import PlanSettings
 from muscale.promote_settings import PromoteSettings
 from muscale.shape import Shape
@@ -188,7 +189,9 @@ class StudyConfig(_Table):
             raise StudyFileError(f"{path}: no such file; `muscale init {path.parent}` writes one to edit") from error
         except IsADirectoryError as error:
             raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
         for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
             _override(values, key, value)

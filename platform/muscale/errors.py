@@ -4,6 +4,10 @@ from __future__ import annotations
 
 EXIT_PREEMPTED = 75
 """Of a process that saved as it was told to leave its machine: EX_TEMPFAIL of sysexits.h, which invites to try again."""
+EXIT_FAULT = 70
+"""Of a command that met an error of ours: EX_SOFTWARE of sysexits.h, so that it is not taken for a check that failed."""
+EXIT_BROKEN_PIPE = 141
+"""Of a command whose output nobody reads any more: 128 + SIGPIPE, as a shell tells it of other programs."""
 
 
 class MuscaleError(Exception):
@@ -36,6 +40,10 @@ class LeaseLostError(MuscaleError):
 
 class BundleError(MuscaleError):
     """A bundle that can't be used: not one, of another version, damaged, or without what is asked of it."""
+
+
+class RunSelectionError(MuscaleError):
+    """A choice of runs that can't be made: a column, a value or a key that there is not, or a file of another kind."""
 
 
 class PreemptedError(MuscaleError):

@@ -19,6 +19,7 @@ from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import interrupted_later
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain, stems
+from muscale.storage import first_line
 from muscale.tables import runs
 from proxy_models.hyperparameters import Hyperparameters
 
@@ -150,7 +151,11 @@ def dismiss_workers(these: Sequence[Any] | None = None) -> None:
 
 @contextmanager
 def cluster(resources: ResourceSettings) -> Iterator[None]:
-    """Ray: the cluster this process is connected to or that RAY_ADDRESS names, else one of our own on this machine."""
+    """Ray: the cluster this process is connected to or that RAY_ADDRESS names, else one of our own on this machine.
+
+    Raises:
+        StageError: If Ray can't be started, or the cluster not be joined.
+    """
     with interrupted_later():
         import ray
 
@@ -162,7 +167,15 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         n_cpus = max(math.ceil(resources.workers * resources.cpus_per_worker), os.cpu_count() or 1)
         # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
         local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
-    connect(**local)
+    try:
+        connect(**local)
+    except (
+        Exception
+    ) as error:  # Ray raises bare ones, too: a machine too busy to start it, a head that is gone, a wrong token
+        what = "Ray can't be started on this machine"
+        if where := os.environ.get("RAY_ADDRESS"):
+            what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
+        raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
     if stays := _staying.get():
         stays.callback(ray.shutdown)
         yield

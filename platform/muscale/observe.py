@@ -20,6 +20,7 @@ from muscale.band import registered_band
 from muscale.errors import StageError
 from muscale.layout import FAILURE, METRICS, OBSERVED
 from muscale.ledger import Ledger, now
+from muscale.plain import told_unreadable
 from muscale.planning import Plan
 from muscale.promotion import Promotion
 
@@ -43,7 +44,7 @@ def read_csv(
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise StageError(f"observe: {path}: can't be read: {error}") from error
+        raise StageError(f"observe: {path}: {told_unreadable(error)}") from error
     if growing:
         text = text[: text.rfind("\n") + 1]
     lines = csv.DictReader(text.splitlines())

@@ -24,6 +24,7 @@ from muscale.contradictions import contradictions
 from muscale.errors import StageError
 from muscale.layout import PLANS
 from muscale.ledger import Ledger, find
+from muscale.plain import told_unreadable
 from muscale.planning import Plan, told_decision
 from muscale.promote_settings import PromoteSettings
 from muscale.strict import StrictTable
@@ -230,7 +231,9 @@ def _read(path: Path) -> _Contents:
         return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise StageError(f"{path}: no such file; `muscale plan` writes one and says where") from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise StageError(f"{path}: {told_unreadable(error)}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise StageError(f"{path}: can't be read as TOML: {error}") from error
 
 

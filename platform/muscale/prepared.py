@@ -17,6 +17,7 @@ from typing import Any
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.layout import CORPUS
+from muscale.plain import told_unreadable
 from muscale.planning import Plan
 from muscale.promotion import full_run_of
 from proxy_models.numerics import Numerics
@@ -69,7 +70,9 @@ def read(path: Path) -> dict[str, Any]:
         told = json.loads(path.read_text())
         plan, numerics = Plan.from_dict(told["plan"]), Numerics.from_dict(told["numerics"])
         config = StudyConfig.from_dict(told["config"], where=f"{path}: config")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise StageError(f"{path}: {told_unreadable(error)}; `muscale promote --prepare` writes one") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise StageError(
             f"{path}: can't be read as what `muscale promote --prepare` writes: {type(error).__name__}: {error}"
         ) from error

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from muscale.plain import told_duration
+
+_WORTH_TELLING_SECONDS = 10
+_AT_ONCE_SECONDS = 1.0
 Update = Callable[[float, float, str], None]  # done, total, note
 
 
@@ -19,11 +25,52 @@ def silent(_done: float, _total: float, _note: str = "") -> None:
     """An update that shows nothing."""
 
 
+class Pace:
+    """How fast a stage goes, and so when it will have arrived; a stage may have several ways, each with a pace of its own.
+
+    Rich's own estimate forgets what lies more than half a minute back, and trials may take longer than that.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun: tuple[float, float] | None = None  # when, and what was done then
+        self._last = (0.0, 0.0)
+        self._arrives: float | None = None
+
+    def update(self, done: float, total: float) -> None:
+        """Note what is done of the way; less than before, or of another total, is a new way."""
+        now = self._clock()
+        if self._begun is None or done < self._last[0] or total != self._last[1]:
+            self._begun, self._arrives = (now, done), None
+        self._last = done, total
+        since, first = self._begun
+        if done > first:
+            self._arrives = now + (now - since) * (total - done) / (done - first)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, if things go on as they did; None before anything was done."""
+        return None if self._arrives is None else max(0.0, self._arrives - self._clock())
+
+
+class _Left(ProgressColumn):
+    """The time left, in a terminal."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def render(self, task: Task) -> Text:
+        left = self._pace.left
+        return Text("" if left is None or task.finished else f"{told_duration(left)} left", style="progress.remaining")
+
+
 class Display:
     """Progress of stages on standard error; a bar each in a terminal, a line each elsewhere."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._quiet = quiet
+        self._clock = clock
         self._console = Console(file=sys.stderr)
 
     def line(self, text: str) -> None:
@@ -32,17 +79,24 @@ class Display:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _lines(self, name: str) -> Update:
-        """An update for logs: a line for every tenth of the way, and again of the next where one stage has several."""
-        told, before = -1, (0.0, 0.0)
+        """An update for logs: a line for every tenth of the way, and again of the next where one stage has several.
+
+        A way that is at its end as soon as it begins was known already, and is not worth a line.
+        """
+        told, before, pace = -1, (0.0, 0.0), Pace(self._clock)
+        begun = self._clock()
 
         def update(done: float, total: float, note: str) -> None:
-            nonlocal told, before
+            nonlocal told, before, begun
             if done < before[0] or total != before[1]:
-                told = -1
+                told = 10 if done == total and self._clock() - begun < _AT_ONCE_SECONDS else -1
             before = done, total
+            begun = self._clock() if done == total else begun
+            pace.update(done, total)
             if (tenth := int(10 * done / total)) > told:
                 told = tenth
-                self.line(f"{name:<9} {done:,.0f} of {total:,.0f}  {note}")
+                left = f", {told_duration(pace.left)} left" if pace.left and pace.left >= _WORTH_TELLING_SECONDS else ""
+                self.line(f"{name:<9} {done:,.0f} of {total:,.0f}  {note}{left}")
 
         return update
 
@@ -55,18 +109,23 @@ class Display:
         if not self._console.is_terminal:
             yield self._lines(name)
             return
+        pace = Pace(self._clock)
         columns = (
             TextColumn("[bold]{task.fields[stage]:<9}"),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            _Left(pace),
             TextColumn("{task.description}"),
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("", stage=name, total=None)
-            yield lambda done, total, note: progress.update(task, completed=done, total=total, description=note)
+
+            def update(done: float, total: float, note: str) -> None:
+                pace.update(done, total)
+                progress.update(task, completed=done, total=total, description=note)
+
+            yield update
 
 
 @contextmanager

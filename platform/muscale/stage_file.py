@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
+from muscale.plain import told_unreadable
 from muscale.strict import StrictTable, explain, lists_to_tuples
 from proxy_models.continued import COOLING, ContinuedSchedule
 from proxy_models.parametrization import OptimizerName
@@ -77,7 +78,9 @@ class StageFile(StrictTable):
         """
         try:
             values = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
         try:
             stage = cls(**lists_to_tuples(values))

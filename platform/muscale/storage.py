@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0  # assumed: longer than a server's or an actor's restart
 _LONGEST_PAUSE = 1.0  # seconds between two attempts
-_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
+NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class SqliteStorage(Storage):
 
     @cached_property
     def _engine(self) -> sa.Engine:
-        if (kind := file_system(self.path.parent)) in _NETWORK_FILE_SYSTEMS:
+        if (kind := file_system(self.path.parent)) in NETWORK_FILE_SYSTEMS:
             raise StudyDirectoryError(
                 f"{self.path}: SQLite can't keep a ledger on {kind}; put the study on a local disk, or set "
                 'storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'

@@ -17,6 +17,7 @@ from muscale.befallen import Event, befallen
 from muscale.errors import StageError
 from muscale.layout import FAILURE, FULL_RUNS, OBSERVED
 from muscale.ledger import Ledger
+from muscale.plain import told_duration
 from muscale.promotion import Promotion, recorded_promotion
 from muscale.run_records import RunRecords
 from scaling.presentation import Result
@@ -165,8 +166,8 @@ class Watch(Result):
         if self.ended:
             return ", ended"
         pace = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
-        left = f", {_duration(self.seconds_left)} left" if self.seconds_left is not None else ""
-        idle = f", nothing new for {_duration(self.idle_seconds)}" if self.idle_seconds > 60 else ""
+        left = f", {told_duration(self.seconds_left)} left" if self.seconds_left is not None else ""
+        idle = f", nothing new for {told_duration(self.idle_seconds)}" if self.idle_seconds > 60 else ""
         return pace + left + idle
 
 
@@ -177,11 +178,6 @@ def told_evaluation(row: dict[str, Any]) -> str:
         return f"{at}  before the band begins"
     mark = row["place"] if row["place"] == "inside" else row["place"].upper()
     return f"{at}  expected {row['expected']:.4f} [{row['low']:.4f}, {row['high']:.4f}]  {mark}"
-
-
-def _duration(seconds: float | None) -> str:
-    minutes = round((seconds or 0) / 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
 class Watcher:

@@ -11,13 +11,9 @@ import pytest
 
 from muscale.layout import LEDGER
 from muscale.ledger import Ledger
+from tests.muscale.command_lines import muscale
 
 MakeStudy = Callable[..., Path]
-
-
-def muscale(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "muscale", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -39,97 +35,137 @@ def test_help_imports_nothing_heavy() -> None:
     ],
 )
 def test_bad_input_exits_with_2_and_writes_nothing(
-    make_study: MakeStudy, arguments: tuple[str, ...], message: str
+    make_study: MakeStudy, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_study()
     before = sorted(path.parent.rglob("*"))
-    done = muscale("sweep", path, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = muscale(capsys, "sweep", path, *arguments)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
     assert sorted(path.parent.rglob("*")) == before
 
 
-def test_an_empty_corpus_exits_with_2_and_writes_nothing(make_study: MakeStudy) -> None:
+def test_an_empty_corpus_exits_with_2_and_writes_nothing(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_study()
     for file in (path.parent / "text").iterdir():
         file.unlink()
-    done = muscale("check", path)
-    assert done.returncode == 2
-    assert "the corpus is empty" in done.stderr
+    done = muscale(capsys, "check", path)
+    assert done.code == 2
+    assert "the corpus is empty" in done.err
     assert not (path.parent / "ledger.sqlite").exists()
 
 
-def test_a_directory_of_another_study_is_refused(make_study: MakeStudy) -> None:
+def test_a_directory_of_another_study_is_refused(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_study()
-    assert muscale("runs", path).returncode == 0
-    done = muscale("runs", path, "--set", "model.mlp_ratio=3.0")
-    assert done.returncode == 2
-    assert "belongs to another study: model.mlp_ratio is 3.0 here but 2.75 there" in done.stderr
+    assert muscale(capsys, "runs", path).code == 0
+    done = muscale(capsys, "runs", path, "--set", "model.mlp_ratio=3.0")
+    assert done.code == 2
+    assert "belongs to another study: model.mlp_ratio is 3.0 here but 2.75 there" in done.err
 
 
-def test_init_writes_a_study_file_and_never_over_one(tmp_path: Path) -> None:
-    assert muscale("init", tmp_path / "new").returncode == 0
+def test_init_writes_a_study_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert muscale(capsys, "init", tmp_path / "new").code == 0
     path = tmp_path / "new" / "study.toml"
     path.write_text("mine")
-    assert muscale("init", tmp_path / "new").returncode == 2
-    assert muscale("init", tmp_path / "new", "--keep").returncode == 0
+    assert muscale(capsys, "init", tmp_path / "new").code == 2
+    assert muscale(capsys, "init", tmp_path / "new", "--keep").code == 0
     assert path.read_text() == "mine"
 
 
-def test_a_dry_run_tells_the_cost_and_writes_nothing(make_study: MakeStudy) -> None:
+def test_a_dry_run_tells_the_cost_and_writes_nothing(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_study()
     before = sorted(path.parent.rglob("*"))
-    done = muscale("run", path, "--dry-run", "--json")
-    rows = {row["stage"]: row for row in json.loads(done.stdout)}
+    done = muscale(capsys, "run", path, "--dry-run", "--json")
+    rows = {row["stage"]: row for row in json.loads(done.out)}
     assert rows["sweep"]["runs"] == 4
     assert rows["transfer"]["runs"] == 3 * 5 * 2
     assert rows["promote"]["compute_flops"] == 2.5e10
     assert sorted(path.parent.rglob("*")) == before
 
 
-def test_a_prospect_needs_a_plan_and_a_rehearsal_takes_no_gate(make_study: MakeStudy) -> None:
+def test_a_prospect_needs_a_plan_and_a_rehearsal_takes_no_gate(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_study()
     before = sorted(path.parent.rglob("*"))
     for options, message in (
         (("--rehearse", "--force"), "--rehearse asks no gate and shows no prospect; leave out --force"),
         (("--rehearse", "--dry-run"), "leave out --dry-run"),
     ):
-        done = muscale("promote", path, *options)
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
-    done = muscale("promote", path, "--dry-run")
-    assert done.returncode == 0
-    assert "promote" in done.stdout
+        done = muscale(capsys, "promote", path, *options)
+        assert (done.code, message in done.err) == (2, True), done.err
+    done = muscale(capsys, "promote", path, "--dry-run")
+    assert done.code == 0
+    assert "promote" in done.out
     assert sorted(path.parent.rglob("*")) == before
-    done = muscale("promote", path, "--plan", path.parent / "none.toml", "--dry-run")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    done = muscale(capsys, "promote", path, "--plan", path.parent / "none.toml", "--dry-run")
+    assert done.code == 2
+    assert "Traceback" not in done.err
 
 
-def test_the_coordinate_check_is_a_command(make_study: MakeStudy) -> None:
+def test_the_coordinate_check_is_a_command(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_study()
-    done = muscale("check", path, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
-    assert muscale("check", path).stdout.startswith("coordinate check passed")
+    done = muscale(capsys, "check", path, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)
+    assert muscale(capsys, "check", path).out.startswith("coordinate check passed")
 
 
-def test_gc_and_merge_are_commands(make_study: MakeStudy) -> None:
+def test_gc_and_merge_are_commands(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = make_study("ours"), make_study("theirs")
-    assert muscale("runs", theirs).returncode == 0
-    done = muscale("merge", ours, "--from", theirs.parent, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["added"]["segments"] == 0
+    assert muscale(capsys, "runs", theirs).code == 0
+    done = muscale(capsys, "merge", ours, "--from", theirs.parent, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["added"]["segments"] == 0
     orphan = ours.parent / "states" / "orphan.pt"
     orphan.parent.mkdir()
     orphan.write_bytes(bytes(10))
     os.utime(orphan, (0, 0))
-    done = muscale("gc", ours, "--dry-run", "--json")
-    assert json.loads(done.stdout)["gone"] == {"state without a row": 10}
+    done = muscale(capsys, "gc", ours, "--dry-run", "--json")
+    assert json.loads(done.out)["gone"] == {"state without a row": 10}
     assert orphan.exists()
-    assert muscale("gc", ours).stdout.startswith("gc: freed 10 B in 1 files")
+    assert muscale(capsys, "gc", ours).out.startswith("gc: freed 10 B in 1 files")
     assert not orphan.exists()
     ledger = Ledger(ours.parent / LEDGER)
     ledger.record_retrained("key", tokens=1000, seconds=1.0)
     ledger.close()
-    assert muscale("runs", ours).stdout.startswith("1 times a pruned state was trained again, 1,000 tokens")
+    assert muscale(capsys, "runs", ours).err.startswith("1 times a pruned state was trained again, 1,000 tokens")
+
+
+def test_as_a_module_it_exits_with_the_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "muscale", "runs", str(tmp_path / "none.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_runs_are_chosen_compared_and_exported(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_study()
+    assert muscale(capsys, "runs", path).out == "no runs yet\n"
+    for arguments, message in (
+        (("--where", "los<2"), "did you mean loss?"),
+        (("--compare", "a", "b"), "no run's key begins with 'a'"),
+        (("--compare", "a", "b", "--limit", "1"), "--compare shows two runs; leave out --where, --sort, --limit"),
+        (("--dry-run",), "a table does neither"),
+    ):
+        done = muscale(capsys, "runs", path, *arguments)
+        assert done.code == 2
+        assert message in done.err
+    done = muscale(capsys, "runs", path, "--where", "loss<2", "--sort", "-loss", "--export", path.parent / "runs.csv")
+    assert (done.code, done.out) == (0, "no runs\n")
+    assert str(path.parent / "runs.csv") in done.err
+    assert (path.parent / "runs.csv").read_text().startswith("purpose,key,")
+
+
+def test_a_command_says_what_comes_next(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_study()
+    done = muscale(capsys, "check", path)
+    assert done.err.splitlines()[-1] == f"next: muscale sweep {path}"
+    assert "next:" not in done.out
+    done = muscale(capsys, "report", path)
+    assert done.out == f"{path.parent / 'report.html'}\n"
+    assert done.err.splitlines()[-1] == f"report  {path.parent / 'report.html'}"

@@ -239,7 +239,7 @@ def test_a_stage_file_is_read_strictly(tmp_path: Path, text: str, message: str) 
         StageFile.read(path, vocab_size=256)
     assert f"{path}: " in str(told.value)
     assert message in str(told.value)
-    with pytest.raises(StudyFileError, match="can't be read"):
+    with pytest.raises(StudyFileError, match="none.toml: there is no such file"):
         StageFile.read(tmp_path / "none.toml", vocab_size=256)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from muscale.progress import Display
+from muscale.plain import told_duration
+from muscale.progress import Display, Pace
 
 
 def test_a_log_tells_every_tenth_of_each_way_that_a_stage_goes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,3 +31,65 @@ def test_a_quiet_display_says_nothing(capsys: pytest.CaptureFixture[str]) -> Non
     with Display(quiet=True).stage("sweep") as update:
         update(1, 2, "trials")
     assert capsys.readouterr().err == ""
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_time_left_follows_the_pace_of_each_way() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.left is None
+    pace.update(10, 40)  # known already, and no sign of how fast it goes
+    assert pace.left is None
+    clock.now = 100.0
+    pace.update(20, 40)
+    assert pace.left == pytest.approx(200.0)
+    clock.now = 150.0
+    assert pace.left == pytest.approx(150.0), "it runs on between two updates, however long they are apart"
+    clock.now = 1000.0
+    assert pace.left == 0.0
+    pace.update(0, 5)
+    assert pace.left is None, "another way has its own pace"
+
+
+def test_a_log_tells_the_time_left_where_it_is_worth_telling(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Display(clock=clock).stage("sweep") as update:
+        for done in range(5):
+            clock.now = 600.0 * done
+            update(done, 4, "trials")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "sweep     0 of 4  trials",
+        "sweep     1 of 4  trials, 30 min left",
+        "sweep     2 of 4  trials, 20 min left",
+        "sweep     3 of 4  trials, 10 min left",
+        "sweep     4 of 4  trials",
+    ]
+
+
+def test_what_is_known_already_is_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Display(clock=clock).stage("sweep") as update:
+        update(24, 24, "annealed")
+        clock.now = 30.0
+        update(9, 9, "leaders repeated")
+    assert capsys.readouterr().err.splitlines() == ["sweep     9 of 9  leaders repeated"]
+
+
+def test_durations_are_told_in_the_unit_that_suits_them() -> None:
+    assert [told_duration(seconds) for seconds in (3.4, 89, 91, 5300, 5401, 12_000)] == [
+        "3 s",
+        "89 s",
+        "2 min",
+        "88 min",
+        "1 h 30 min",
+        "3 h 20 min",
+    ]

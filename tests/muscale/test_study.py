@@ -24,6 +24,7 @@ from muscale.planning import Plan, register
 from muscale.prepared import read
 from muscale.promotion import promote
 from scaling import ScalingFit
+from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
 
 MakeStudy = Callable[..., Path]
 OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
@@ -68,7 +69,7 @@ def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_stud
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_nothing(
-    make_study: MakeStudy, request: pytest.FixtureRequest
+    make_study: MakeStudy, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed = make_study("killed")
     ledger = killed.parent / "ledger.sqlite"
@@ -83,6 +84,7 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     promotion = resumed.run(force=True)
     assert kept.items() <= segments(ledger).items()
     check_promotion(resumed, promotion)
+    assert check_that_a_promoted_study_speaks_json(capfd, killed, tmp_path) == PROMOTED
 
     undisturbed = Study.open(make_study("undisturbed"), quiet=True)
     undisturbed.ladder()

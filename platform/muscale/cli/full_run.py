@@ -1,0 +1,141 @@
+"""Commands of the full run: promote, train, continue."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muscale.cli.application import FULL_RUN, command
+from muscale.cli.ending import Ending, line
+from muscale.cli.options import AsJson, Flag, Options
+from muscale.cli.running import result_alone, run_stage, show
+from muscale.errors import StudyFileError
+from muscale.layout import BUNDLES, FULL_RUNS, LEDGER, LEDGER_PLACE
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+
+@command(FULL_RUN, example="muscale promote study.toml --dry-run")
+def promote(
+    study: Path,
+    *,
+    plan: Path | None = None,
+    force: Flag = False,
+    rehearse: Flag = False,
+    steps: int = 5,
+    prepare: Flag = False,
+    options: Options = Options(),
+) -> int:
+    """Train the planned run and hold it against its forecast; exit code 1 if it ends outside the interval.
+
+    With --dry-run, print plan, gate, memory and workers, and exit with 1 if the gate is closed.
+
+    Args:
+        study: The study file.
+        plan: A file that `muscale plan` wrote, whose [resources] hold then; by default the study file's plan.
+        force: Go on past lines of the gate that failed; the ledger keeps which.
+        rehearse: Only train, save and resume a few steps on the real devices, and forecast the run's wall time.
+        steps: Of each of a rehearsal's two launches.
+        prepare: Only enter that the run begins, and write what `muscale train` takes where there is no Ray.
+    """
+    if prepare and (rehearse or options.dry_run):
+        raise StudyFileError("promote: --prepare enters that the run begins; leave out --rehearse and --dry-run")
+    if prepare:
+        return run_stage(study, options, lambda opened: opened.prepare(plan, force=force), "promote")
+    if rehearse and (force or options.dry_run):
+        raise StudyFileError(
+            f"promote: --rehearse asks no gate and shows no prospect; leave out {'--force' if force else '--dry-run'}"
+        )
+    told_plan = ("--plan", plan) if plan else ()
+
+    def then(_opened: Study, _result: Any) -> Ending:
+        return Ending(next=(line("promote", study, *told_plan),))
+
+    if rehearse:
+        return run_stage(study, options, lambda opened: opened.rehearse(plan, steps=steps), "promote", ending=then)
+    if options.dry_run and (plan or _is_begun(study)):
+        seen = replace(options, dry_run=False)
+        return run_stage(
+            study,
+            seen,
+            lambda opened: opened.prospect(plan),
+            None,
+            failed=lambda result: not result.passed,
+            ending=lambda opened, result: then(opened, result) if result.passed else Ending(),
+        )
+
+    def ending(opened: Study, promoted: Any) -> Ending:
+        bundle = opened.directory / BUNDLES / promoted.plan
+        wrote = {"run": opened.directory / FULL_RUNS / promoted.plan}
+        if not bundle.exists():
+            return Ending(wrote=wrote, next=(line("bundle", study), line("report", study)))
+        return Ending(wrote=wrote | {"bundle": bundle}, next=(line("report", study), line("generate", bundle)))
+
+    return run_stage(
+        study,
+        options,
+        lambda opened: opened.promote(plan, force=force),
+        "promote",
+        failed=lambda result: not result.inside,
+        ending=ending,
+    )
+
+
+@command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
+def continue_(study: Path, stage: Path, *, options: Options = Options()) -> int:
+    """Train on from a checkpoint of a full run, on another corpus or more of the same.
+
+    The same command goes on where it was, and prints the result of a finished stage: the held-out loss on its own corpus and on
+    those before, before and after. With --dry-run, print what it goes on from and how, and train nothing. A stage file:
+
+        name = "code"
+        n_tokens = 2_000_000
+        learning_rate_factor = 0.3
+        rewarm_tokens = 100_000
+
+        [corpus]
+        source = "code"
+
+    Args:
+        study: The study file.
+        stage: The stage file; its paths are relative to it.
+    """
+    if options.dry_run:
+        seen = replace(options, dry_run=False)
+        once_more = Ending(next=(line("continue", study, stage),))
+        return run_stage(study, seen, lambda opened: opened.continuation(stage), None, ending=lambda *_: once_more)
+    return run_stage(
+        study,
+        options,
+        lambda opened: opened.continue_run(stage),
+        None,
+        ending=lambda _, result: Ending(next=(line("bundle", study, "--stage", result.key),)),
+    )
+
+
+@command(FULL_RUN, example="muscale train full_runs/KEY/prepared.json")
+def train(run: Path, *, json: AsJson = False) -> int:
+    """Train a run that `muscale promote --prepare` wrote, without Ray: alone, or as one of torchrun's ranks.
+
+    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
+
+    Args:
+        run: The file.
+        json: Print the result as JSON, and nothing else on standard output.
+    """
+    from muscale.prepared import train_here
+
+    with result_alone(json):
+        result = train_here(run)
+    if int(os.environ.get("RANK", "0")) == 0:
+        told = f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it"
+        show(result if json else told, as_json=json)
+    return 0
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether a study has a ledger; without one a dry run knows the study file alone, and writes nothing."""
+    return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))

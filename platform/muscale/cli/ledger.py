@@ -1,0 +1,119 @@
+"""Commands of the ledger: runs, report, merge, gc."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from muscale.cli.application import KEEP, LOOK, command
+from muscale.cli.ending import Ending, line
+from muscale.cli.options import Options, Words
+from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.errors import StudyFileError
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+
+@command(LOOK, example="muscale runs study.toml --where 'loss<2 and purpose=ladder' --sort loss --limit 10")
+def runs(
+    study: Path,
+    *,
+    where: Words = (),
+    sort: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    limit: int | None = None,
+    columns: Words = (),
+    compare: Annotated[tuple[str, str] | None, Parameter(negative=())] = None,
+    export: Path | None = None,
+    options: Options = Options(),
+) -> int:
+    """Print the ledger's runs as a table, or compare two of them.
+
+    Args:
+        study: The study file.
+        where: Only runs for which this holds, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A
+            column is one of the table's or a hyperparameter.
+        sort: Sort by a column, from the largest if it is written `-column`.
+        limit: At most so many runs.
+        columns: Only these, `key,loss,n_tokens`; hyperparameters have columns, too.
+        compare: Keys of two runs, or their beginnings: print what differs, and both losses.
+        export: Also write the table into this file, .csv or .parquet; every column where none are named.
+    """
+    from muscale.run_comparison import RunComparison
+    from muscale.run_selection import Selection, save, widened
+
+    refuse_dry_run("a table", options)
+    selecting = bool(where or sort or limit or columns or export)
+    if compare and selecting:
+        raise StudyFileError(
+            "runs: --compare shows two runs; leave out --where, --sort, --limit, --columns and --export"
+        )
+    selection = Selection(where=where, sort=sort, limit=limit, columns=columns)
+    wrote: dict[str, Path] = {}
+
+    def table(opened: Study) -> Any:
+        known = opened.runs()
+        if compare:
+            return RunComparison.of(known, *compare)
+        if (again := opened.ledger.retrained()) and not options.json:
+            tokens = sum(row["tokens"] for row in again)
+            print(f"{len(again)} times a pruned state was trained again, {tokens:,} tokens in all", file=sys.stderr)
+        selected = selection.of(known)
+        if export:
+            every = replace(selection, columns=columns or tuple(widened(known).columns))
+            wrote["table"] = save(every.of(known), export)
+        return selected
+
+    def ending(_opened: Study, result: Any) -> Ending:
+        nothing = not compare and result.empty and not where
+        return Ending(wrote=wrote, next=(line("sweep", study),) if nothing else ())
+
+    return run_stage(study, options, table, "runs", ending=ending, empty="no runs" if where else "no runs yet")
+
+
+@command(LOOK, example="muscale report study.toml")
+def report(study: Path, *, options: Options = Options()) -> int:
+    """Write report.html from what the ledger knows; trains nothing.
+
+    Args:
+        study: The study file.
+    """
+    refuse_dry_run("a report", options)
+
+    def written(opened: Study) -> Any:
+        path = opened.report()
+        return {"report": str(path)} if options.json else path
+
+    return run_stage(study, options, written, None, ending=lambda _, path: Ending(wrote={"report": path}))
+
+
+@command(KEEP, example="muscale merge study.toml --from ../colleague")
+def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], options: Options = Options()) -> int:
+    """Add what another ledger of the same study knows.
+
+    Args:
+        study: The study file.
+        source: Another study's directory, or its ledger.sqlite; it is only read.
+    """
+    refuse_dry_run("a merge", options)
+    return run_stage(
+        study, options, lambda opened: opened.merge(source), None, ending=lambda *_: Ending(next=(line("runs", study),))
+    )
+
+
+@command(KEEP, example="muscale gc study.toml --dry-run")
+def gc(study: Path, *, options: Options = Options()) -> int:
+    """Remove training states that nothing goes on from, or with --dry-run only show what would go; results stay.
+
+    Args:
+        study: The study file.
+    """
+    removes = replace(options, dry_run=False)  # of which the other dry run, of costs, knows nothing
+    once_more = Ending(next=(line("gc", study),) if options.dry_run else ())
+    return run_stage(
+        study, removes, lambda opened: opened.gc(dry_run=options.dry_run), None, ending=lambda *_: once_more
+    )

@@ -1,0 +1,30 @@
+"""What every stage may be told on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
+Words = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
+Paths = Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of every stage.
+
+    Attributes:
+        set: Replace a setting of the study file, `table.key=value`; may be repeated.
+        json: Print the result as JSON, and nothing else on standard output.
+        dry_run: Print what the stage would cost at most, and train nothing.
+    """
+
+    set: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = ()
+    json: AsJson = False
+    dry_run: Annotated[bool, Parameter(name="--dry-run", negative=(), show_default=False)] = False

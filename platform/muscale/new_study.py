@@ -1,0 +1,206 @@
+"""A study file to begin with: the quickstart's, with a user's own text and name in it, and whether the text is enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muscale.errors import StageError, StudyDirectoryError, StudyFileError
+from muscale.layout import STUDY_FILE
+
+if TYPE_CHECKING:
+    from muscale.config import StudyConfig
+    from proxy_models.sources import Kind
+
+_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3.4: of a compute-optimal run, roughly
+MOST_OFTEN = (
+    4  # times that text is seen before a repetition is worth less; Muennighoff et al. 2023 (arXiv 2305.16264), abstract
+)
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+_SAMPLE_BYTES = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewStudy:
+    """What was written, and how the text compares with what the file's budgets ask for.
+
+    Attributes:
+        path: The study file.
+        source: Of the corpus; None where the file's own was kept.
+        n_files: That hold text.
+        n_bytes: In them.
+        training_tokens: At one byte a token, without the held-out part; None where only reading the files would tell.
+        needed: Tokens of the longest single run of each stage.
+        held_out_short: What is missing to the held-out tokens that every run is evaluated on, 0 if nothing is.
+    """
+
+    path: str
+    source: str | None = None
+    n_files: int = 0
+    n_bytes: int = 0
+    training_tokens: int | None = None
+    needed: dict[str, int] | None = None
+    held_out_short: int = 0
+
+    @property
+    def too_much(self) -> bool:
+        """Whether a budget asks for far more tokens than there are."""
+        return bool(self.needed and self.training_tokens) and any(
+            tokens > MOST_OFTEN * (self.training_tokens or 0) for tokens in (self.needed or {}).values()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, `too_much` with them."""
+        return {**asdict(self), "too_much": self.too_much}
+
+    def __str__(self) -> str:
+        lines = [f"wrote {self.path}"]
+        if self.source is None or self.needed is None:
+            return lines[0]
+        lines.append(f"  text: {self.n_files:,} files, {self.n_bytes:,} bytes in {self.source}")
+        if self.training_tokens is None:
+            return "\n".join([*lines, "  how many tokens that is, `muscale check` tells once it has read them"])
+        lines.append(f"  about {self.training_tokens:,} training tokens at a byte each, the rest is held out")
+        for stage, tokens in self.needed.items():
+            times = tokens / max(1, self.training_tokens)
+            seen = "seen once or less" if times <= 1 else f"seen {times:.1f} times"
+            lines.append(f"  {stage:<9} its longest run takes {tokens:,} tokens: the text is {seen}")
+        if self.too_much:
+            lines.append(
+                f"  too little: text seen more than {MOST_OFTEN} times is worth much less than new (Muennighoff et al., arXiv "
+                "2305.16264); add text, or lower plan.compute_flops and the n_tokens of the stages above"
+            )
+        if self.held_out_short:
+            lines.append(
+                f"  too little: {self.held_out_short:,} held-out tokens are missing; lower corpus.evaluation_tokens, or raise "
+                "corpus.validation_fraction, or add text"
+            )
+        return "\n".join(lines)
+
+
+def write_study(directory: Path, source: Path | None = None, name: str | None = None) -> NewStudy:
+    """Write the study file into a directory, which is made if it is not there.
+
+    Args:
+        directory: The study's.
+        source: A text file, or a folder of them, or of .jsonl or .parquet files; None keeps the quickstart's.
+        name: Of the study; by default the directory's.
+
+    Raises:
+        StudyDirectoryError: If there is a study file already.
+        StageError: If the source is missing, holds nothing or is no text; nothing is written then.
+    """
+    path = directory / STUDY_FILE
+    if path.exists():
+        raise StudyDirectoryError(f"{path}: is there already; edit it, or pass --keep to leave it as it is")
+    for above in (directory, *directory.parents):
+        if above.exists() and not above.is_dir():
+            raise StudyDirectoryError(f"{above}: is a file, and a study needs a directory; give another one")
+    if name is not None and not name.strip():
+        raise StudyFileError("--name: must be a name, got an empty one")
+    text = (resources.files("muscale") / "quickstart.toml").read_text()
+    text = _with_value(text, "name", name or directory.absolute().name or "study")
+    if source is None:
+        _write(path, text)
+        return NewStudy(path=str(path))
+    kind = _kind(source)
+    place = _place(source.expanduser().absolute(), directory.absolute())
+    text = _with_value(text, "source", place)
+    if kind != "text":
+        text = re.sub(r"^(source = .*)$", rf'\1\nkind = "{kind}"', text, count=1, flags=re.MULTILINE)
+    intro = (
+        f"# A study of {json.dumps(source.name, ensure_ascii=False)}, begun from the quickstart's, whose sizes and budgets are\n"
+        "# for two CPU cores and some minutes: raise them to what you have."
+    )
+    text = re.sub(r"\A#[^\n]*\n", lambda _: intro + "\n", text)
+    found = _measured(path, place, source, kind, text)
+    _write(path, text)
+    return found
+
+
+def _with_value(text: str, key: str, value: str) -> str:
+    """The file with the first such key's string replaced; what stands behind it stays."""
+    quoted = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    return re.sub(rf'^{key} = "[^"]*"', lambda _: quoted, text, count=1, flags=re.MULTILINE)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _kind(source: Path) -> Kind:
+    """The kind of its files, by their names."""
+    source = source.expanduser()
+    files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+    suffixes = {path.suffix for path in files if not path.name.startswith(".")}
+    return _KINDS.get(suffixes.pop(), "text") if len(suffixes) == 1 else "text"
+
+
+def _place(source: Path, directory: Path) -> str:
+    """The source from the study's directory if it lies in it, so that both can be moved together; else the whole path."""
+    source, directory = Path(os.path.normpath(source)), Path(os.path.normpath(directory))
+    return source.relative_to(directory).as_posix() if source.is_relative_to(directory) else str(source)
+
+
+def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> NewStudy:
+    from muscale.config import StudyConfig
+    from proxy_models.sources import CorpusError, Source
+
+    try:
+        root, files = Source(path=str(source), kind=kind).files()
+    except CorpusError as error:
+        raise StageError(f"--source: {error}") from error
+    if kind == "text":
+        _require_text(files)
+    n_bytes = sum(file.stat().st_size for file in files)
+    if not n_bytes:
+        raise StageError(f"--source: {root}: the corpus is empty, its {len(files)} files hold nothing")
+    config = StudyConfig.from_dict(tomllib.loads(text), where=str(path))
+    corpus = config.corpus
+    held_out = int(n_bytes * corpus.validation_fraction)
+    known = kind == "text"
+    return NewStudy(
+        path=str(path),
+        source=place,
+        n_files=len(files),
+        n_bytes=n_bytes,
+        training_tokens=n_bytes - held_out if known else None,
+        needed=_longest_runs(config),
+        held_out_short=max(0, corpus.evaluation_tokens + config.model.context_length - held_out) if known else 0,
+    )
+
+
+def _require_text(files: list[Path]) -> None:
+    """Refuse what is not UTF-8 at its beginning, before a study stumbles over it."""
+    for file in files:
+        with file.open("rb") as content:
+            sample = content.read(_SAMPLE_BYTES)
+        try:
+            sample[: sample.rfind(b"\n") + 1 or None].decode()
+        except UnicodeDecodeError as error:
+            if error.start < len(sample) - 4:  # else a character that the sample cuts
+                raise StageError(
+                    f"--source: {file}: is no text in UTF-8 (byte {error.start}); give a folder of text files alone, or of "
+                    ".jsonl or .parquet files"
+                ) from None
+
+
+def _longest_runs(config: StudyConfig) -> dict[str, int]:
+    """Tokens of the longest run of each stage; the full run's for a compute-optimal size, which only the law can tell."""
+    budget = config.plan.budget.compute_flops
+    longest = {
+        "sweep": config.sweep.n_tokens,
+        "transfer": round(config.transfer.n_tokens * max(1.0, *config.transfer.horizons)),
+        "ladder": max(stem.n_tokens for stem in config.ladder.stems),
+    }
+    if budget:
+        longest["full run"] = round(math.sqrt(budget * _TOKENS_PER_PARAMETER / 6))
+    return longest

@@ -1,0 +1,82 @@
+"""Command lines run in this process, as `muscale` would run them."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale.cli.application import app
+from muscale.cli.entry import run
+
+_TRAINED = ("sweep", "transfer", "ladder", "fit", "plan", "promote", "run")
+_KEPT = ("bundle", "verify", "generate", "export", "report", "runs", "calibration", "gc", "merge", "watch")
+PROMOTED = frozenset((*_TRAINED, *_KEPT))
+"""The commands whose --json is tried on a promoted study; the others need none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a command line came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+def muscale(capture: pytest.CaptureFixture[str], *arguments: str | Path) -> Done:
+    """Run one command line."""
+    capture.readouterr()
+    try:
+        code = run([str(argument) for argument in arguments])
+    except SystemExit as end:  # help, and what can't be parsed
+        code = int(end.code or 0)
+    told = capture.readouterr()
+    return Done(code=code, out=told.out, err=told.err)
+
+
+def told_json(capture: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> Any:
+    """The one JSON document that a command line prints with --json."""
+    done = muscale(capture, *arguments, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def commands() -> dict[str, Any]:
+    """Every command of the application by name, without options such as --help."""
+    return {name: app[name] for name in app if not name.startswith("-")}
+
+
+def example_of(command: Any) -> list[str]:
+    """The tokens of the example that a command's help ends with, without `muscale`."""
+    last = (command.help_epilogue or "").rpartition("Example: ")[2]
+    program, *tokens = shlex.split(last)
+    assert program == "muscale", last
+    return tokens
+
+
+def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str], study: Path, spare: Path) -> set[str]:
+    """Run every command that a promoted study answers without training, and return their names."""
+    one = str(study)
+    told = {name: told_json(capture, name, one) for name in ("sweep", "ladder", "fit", "plan", "bundle", "report")}
+    told |= {name: told_json(capture, name, one) for name in ("runs", "calibration")}
+    assert told_json(capture, "gc", one, "--dry-run")["dry_run"]
+    assert told["sweep"]
+    assert [row["key"] for row in told["runs"]]
+    assert Path(told["report"]["report"]).exists()
+    verdict = muscale(capture, "transfer", one, "--json")
+    assert json.loads(verdict.out)["verdict"]
+    promotion = muscale(capture, "promote", one, "--force", "--json")
+    assert json.loads(promotion.out)["inside"] is (promotion.code == 0)
+    whole = muscale(capture, "run", one, "--force", "--json")
+    assert json.loads(whole.out) == json.loads(promotion.out)
+    watched = muscale(capture, "watch", one, "--until", "now", "--json")
+    assert json.loads(watched.out)["ended"]
+    bundle = next(path for path in (study.parent / "bundles").iterdir())
+    assert told_json(capture, "verify", bundle)["passed"]
+    assert told_json(capture, "generate", bundle, "--prompt", "a", "--tokens", "3")["prompt"] == "a"
+    assert Path(told_json(capture, "export", bundle, spare / "llama", "--to", "llama")["model"]).exists()
+    assert told_json(capture, "merge", one, "--from", study.parent)["source"]
+    return {*told, "gc", "transfer", "promote", "run", "watch", "verify", "generate", "export", "merge"}

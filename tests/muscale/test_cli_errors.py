@@ -1,0 +1,184 @@
+"""What goes wrong is told in a sentence: users' errors, our own faults, output that nobody reads; and what a terminal gets."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from muscale.cli import application, entry
+from muscale.cli.ending import Ending, line, tell
+from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT
+from tests.muscale.command_lines import muscale
+
+MakeStudy = Callable[..., Path]
+COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|38|4[0-7]|48|9[0-7])[;m]")
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application fails in a way that nobody foresaw."""
+
+    def fail(_tokens: object) -> int:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(entry, "app", fail)
+
+
+def test_a_users_error_has_no_trace_but_with_debug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = muscale(capsys, "check", tmp_path / "none.toml")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {tmp_path}/none.toml: no such file")
+    for arguments in (("--debug", "check"), ("check", "--debug")):
+        shown = muscale(capsys, *arguments, tmp_path / "none.toml")
+        assert shown.code == 2
+        assert "Traceback" in shown.err
+        assert shown.err.endswith(done.err)
+    monkeypatch.setenv("MUSCALE_DEBUG", "1")
+    assert "Traceback" in muscale(capsys, "check", tmp_path / "none.toml").err
+    monkeypatch.setenv("MUSCALE_DEBUG", "0")
+    assert "Traceback" not in muscale(capsys, "check", tmp_path / "none.toml").err
+
+
+def test_what_comes_after_two_hyphens_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert muscale(capsys, "check", "--", "--debug").err.startswith("error: --debug: no such file")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["swep"], 'Did you mean "sweep"?'),
+        (["sweep"], "STUDY is missing"),
+        (["merge", "study.toml"], "--from is missing"),
+        (["merge", "study.toml", "--from"], "--from needs a value"),
+        (["check", "study.toml", "more"], "nothing takes more"),
+        (["watch", "study.toml", "--until", "tomorrow"], '"now", "alarm", "end"'),
+    ],
+)
+def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
+    tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = muscale(capsys, *tokens)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert "--help` tells what it takes" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("continue", "STUDY", "none.toml"), "none.toml: there is no such file"),
+        (("continue", "STUDY", "."), ".: is a directory, not a file"),
+        (("train", "none.json"), "none.json: there is no such file; `muscale promote --prepare` writes one"),
+        (("verify", "none"), "none: not a bundle, its manifest.json: there is no such file"),
+        (("sweep", "STUDY", "--learn-from", "none"), "--learn-from none: there is no such file or directory"),
+        (("watch", "STUDY", "--every", "0"), "--every: must be more than 0 seconds, got 0"),
+        (("bundle", "STUDY", "--dry-run"), "--dry-run is for what costs compute"),
+        (("plan", "STUDY", "--export", "STUDY"), "is a file; give a folder"),
+    ],
+)
+def test_wrong_paths_and_options_are_told_in_plain_words(
+    arguments: tuple[str, ...], message: str, make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(make_study())
+    done = muscale(capsys, *(path if part == "STUDY" else part for part in arguments))
+    assert done.code == 2
+    assert message in done.err
+    assert "Errno" not in done.err
+
+
+@pytest.mark.usefixtures("faulty")
+def test_a_fault_of_ours_is_told_as_such_and_its_trace_stands_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    done = muscale(capsys, "check", "study.toml")
+    assert done.code == EXIT_FAULT
+    assert "a fault of muscale's own, not of yours: ZeroDivisionError: nobody thought of this" in done.err
+    assert "in fail" in done.err
+    assert "please report it" in done.err
+
+
+@pytest.mark.usefixtures("faulty")
+def test_in_a_terminal_the_trace_of_a_fault_goes_into_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    done = muscale(capsys, "check", "study.toml")
+    assert done.code == EXIT_FAULT
+    assert "Traceback" not in done.err
+    (file,) = tmp_path.iterdir()
+    assert str(file) in done.err
+    kept = file.read_text()
+    assert "muscale check study.toml" in kept
+    assert "ZeroDivisionError: nobody thought of this" in kept
+    assert "in fail" in kept
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
+    code = (
+        "import sys; from muscale.cli import entry; entry.app = lambda tokens: print('line\\n' * 100_000); "
+        "sys.argv = ['muscale']; entry.main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == EXIT_BROKEN_PIPE
+
+
+def in_terminal(arguments: list[str], **variables: str) -> str:
+    """What a real terminal receives from the command."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm-256color", **variables}
+    with subprocess.Popen(
+        [sys.executable, "-m", "muscale", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        received = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            received += part
+        process.wait(60)
+    os.close(ours)
+    return received.decode()
+
+
+def test_a_terminal_gets_colours_unless_no_color_is_set() -> None:
+    assert COLOUR.search(in_terminal(["sweep", "--help"]))
+    plain = in_terminal(["sweep", "--help"], NO_COLOR="1")
+    assert "Search the space" in plain
+    assert not COLOUR.search(plain)
+
+
+def test_a_summary_links_its_paths_in_a_terminal_and_is_plain_elsewhere(tmp_path: Path) -> None:
+    shown = in_terminal(["init", str(tmp_path / "a b")])
+    path = tmp_path / "a b" / "study.toml"
+    assert f"wrote {path}" in shown
+    assert f"muscale doctor '{path}'" in shown.replace("\r\n", "")
+    assert application.app.name == ("muscale",)
+    ending = Ending(wrote={"report": path}, next=(line("run", path),))
+    for terminal in (True, False):
+        console = Console(
+            force_terminal=terminal, width=200, color_system="standard" if terminal else None, no_color=True
+        )
+        with console.capture() as captured:
+            tell(ending, console)
+        told = captured.get()
+        assert str(path) in told
+        assert ("\x1b]8;id=" in told and path.as_uri() in told) is terminal
+        assert ("\x1b" in told) is terminal

@@ -1,0 +1,50 @@
+"""The help: every command ends with an example that can be typed, commands stand in the order of the loop."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from muscale.cli.application import EXIT_CODES, app
+from tests.muscale.command_lines import commands, example_of, muscale
+
+GROUPS = ["Search", "Law", "Full run", "Keep", "Look", "Machine"]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_a_command_ends_its_help_with_an_example_that_can_be_parsed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = example_of(commands()[name])
+    assert tokens[0] == name
+    assert "--help" not in tokens
+    parsed = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    assert parsed[0] is commands()[name].default_command
+    shown = muscale(capsys, name, "--help")
+    assert shown.code == 0
+    last = " ".join(shown.out.split("Example: ")[-1].split())
+    assert last.split() == ["muscale", *commands()[name].help_epilogue.partition("Example: muscale ")[2].split()]
+
+
+def test_the_application_shows_groups_exit_codes_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = muscale(capsys, "--help").out
+    places = [shown.index(f"─ {group} ─") for group in GROUPS]
+    assert places == sorted(places)
+    told = " ".join(shown.split())
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in told
+    app.parse_args(example_of(app), exit_on_error=False, print_error=False)
+    loop = ["run", "check", "sweep", "transfer", "ladder", "fit", "plan", "promote", "bundle", "runs", "init"]
+    shown_at = [shown.index(f"│ {name} ") for name in loop]
+    assert shown_at == sorted(shown_at)
+
+
+def test_completion_for_bash_is_a_valid_script() -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    script = app.generate_completion(shell="bash")
+    assert all(name in script for name in commands())
+    done = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--install-completion" in app

@@ -1,0 +1,66 @@
+"""--json: standard output is one JSON document, of every command that prints a result."""
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from muscale.cli.options import Options
+from muscale.cli.running import result_alone, show
+from tests.muscale.command_lines import PROMOTED, commands, muscale, told_json
+
+MakeStudy = Callable[..., Path]
+HERE = {"check", "ablate", "observe", "continue", "train", "init", "doctor", "wheel"}
+
+
+def test_every_command_has_json_and_is_tried() -> None:
+    for name, command in commands().items():
+        function = inspect.unwrap(command.default_command)
+        hints = get_type_hints(function)
+        assert "json" in hints or hints.get("options") is Options, name
+        assert name in PROMOTED | HERE, f"{name}: try its --json here, or on a promoted study"
+
+
+def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = make_study()
+    stages = {row["stage"] for row in told_json(capfd, "run", path, "--dry-run")}
+    assert stages == {"sweep", "transfer", "ladder", "promote"}
+    for stage in ("sweep", "transfer", "ladder", "ablate"):
+        assert [row["stage"] for row in told_json(capfd, stage, path, "--dry-run")] == [stage]
+    assert told_json(capfd, "check", path)["passed"]
+    assert told_json(capfd, "runs", path) == []
+    assert Path(told_json(capfd, "report", path)["report"]).exists()
+    assert told_json(capfd, "init", tmp_path / "new")["path"].endswith("study.toml")
+    assert Path(told_json(capfd, "wheel", tmp_path / "dist")["wheel"]).exists()
+
+
+def test_an_error_leaves_standard_output_empty(make_study: MakeStudy, capfd: pytest.CaptureFixture[str]) -> None:
+    path = make_study()
+    table = path.parent / "losses.csv"
+    table.write_text("tokens,loss\n1,2\n")
+    for line in (
+        ("continue", path, path.parent / "none.toml"),
+        ("train", path.parent / "none.json"),
+        ("observe", path, table),
+        ("watch", path),
+    ):
+        done = muscale(capfd, *line, "--json")
+        assert (done.code, done.out) == (2, ""), line
+        assert done.err.startswith("error: ")
+
+
+def test_what_others_print_meanwhile_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+
+    with result_alone(as_json=True):
+        sys.stdout.write("a library\n")
+        sys.stdout.flush()
+        os.write(1, b"a process of a library\n")
+    show({"a": 1}, as_json=True)
+    told: Any = capfd.readouterr()
+    assert json.loads(told.out) == {"a": 1}
+    assert sorted(told.err.splitlines()) == ["a library", "a process of a library"]

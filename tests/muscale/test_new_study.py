@@ -1,0 +1,108 @@
+"""`muscale init`: a study file with one's own text in it, and whether that is enough."""
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from muscale.config import StudyConfig
+from muscale.errors import StageError, StudyDirectoryError, StudyFileError
+from muscale.new_study import write_study
+
+
+def texts(folder: Path, *, files: int = 3, n_bytes: int = 100_000) -> Path:
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number}.txt").write_text("a line of text\n" * (n_bytes // 15 + 1))
+    return folder
+
+
+def test_without_a_source_it_is_the_quickstarts(tmp_path: Path) -> None:
+    written = write_study(tmp_path / "mine")
+    quickstart = (resources.files("muscale") / "quickstart.toml").read_text()
+    assert Path(written.path).read_text() == quickstart.replace('name = "quickstart"', 'name = "mine"')
+    assert str(written) == f"wrote {tmp_path}/mine/study.toml"
+
+
+def test_ones_own_text_and_name_stand_in_it_and_every_comment_stays(tmp_path: Path) -> None:
+    source = texts(tmp_path / 'my "texts"')
+    written = write_study(tmp_path / "mine", source, 'a "name"')
+    config = StudyConfig.read(Path(written.path))
+    assert (config.name, config.corpus.source, config.corpus.kind) == ('a "name"', str(source), "text")
+    quickstart = (resources.files("muscale") / "quickstart.toml").read_text().splitlines()
+    kept = Path(written.path).read_text().splitlines()
+    assert [line for line in quickstart[1:] if line.startswith("#")] == [
+        line for line in kept[2:] if line.startswith("#")
+    ]
+    same = set(quickstart) & set(kept)
+    assert len(same) >= len(set(quickstart)) - 3, "first line, name and source"
+
+
+def test_it_tells_what_the_budgets_take_of_the_text(tmp_path: Path) -> None:
+    little = write_study(tmp_path / "little", texts(tmp_path / "few"))
+    assert (little.n_files, little.n_bytes) == (3, 3 * 15 * 6667)
+    assert little.training_tokens == little.n_bytes - little.n_bytes // 10
+    assert little.too_much
+    config = StudyConfig.read(Path(little.path))
+    assert little.held_out_short == config.corpus.evaluation_tokens + 128 - little.n_bytes // 10
+    assert little.needed
+    assert little.needed["ladder"] == max(stem.n_tokens for stem in config.ladder.stems)
+    n_params = config.plan.budget.compute_flops / (6 * little.needed["full run"])
+    assert little.needed["full run"] == pytest.approx(20 * n_params, rel=1e-3)
+    assert str(little).count("too little") == 2
+    assert "add text, or lower plan.compute_flops" in str(little)
+    enough = write_study(tmp_path / "enough", texts(tmp_path / "many", n_bytes=2_000_000))
+    assert not enough.too_much
+    assert enough.held_out_short == 0
+    assert "too little" not in str(enough)
+
+
+def test_lines_of_json_are_recognized(tmp_path: Path) -> None:
+    source = tmp_path / "mine" / "data"
+    source.mkdir(parents=True)
+    (source / "a.jsonl").write_text('{"text": "a"}\n' * 100)
+    written = write_study(tmp_path / "mine", source)
+    config = StudyConfig.read(Path(written.path))
+    assert (config.corpus.kind, config.corpus.source) == ("jsonl", "data"), "relative where both may be moved together"
+    assert written.training_tokens is None
+    assert "once it has read them" in str(written)
+
+
+def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"\x89PNG" + bytes(100))
+    empty, hollow = tmp_path / "empty", tmp_path / "hollow"
+    empty.mkdir()
+    hollow.mkdir()
+    (hollow / "a.txt").touch()
+    for source, message in (
+        (tmp_path / "none", "--source: .*none: no such file or folder"),
+        (empty, "--source: .*empty: the corpus is empty"),
+        (hollow, "--source: .*hollow: the corpus is empty, its 1 files hold nothing"),
+        (picture, r"--source: .*picture.png: is no text in UTF-8 \(byte 0\)"),
+    ):
+        with pytest.raises(StageError, match=message):
+            write_study(tmp_path / "mine", source)
+    with pytest.raises(StudyFileError, match="--name: must be a name"):
+        write_study(tmp_path / "mine", None, " ")
+    assert not (tmp_path / "mine").exists()
+    with pytest.raises(StudyDirectoryError, match=r"picture.png: is a file"):
+        write_study(picture / "study")
+
+
+def test_text_is_judged_by_whole_characters(tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    (source / "a.txt").write_text("ä" * 50_000)  # 65,536 bytes end in the middle of none, 65,535 would
+    (source / "b.txt").write_text("x" + "ä" * 50_000)
+    (source / "c.txt").write_text("ab€" * 30_000)
+    assert tomllib.loads(Path(write_study(tmp_path / "mine", source).path).read_text())["corpus"]["source"] == str(
+        source
+    )
+
+
+def test_a_study_file_that_is_there_stays(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    with pytest.raises(StudyDirectoryError, match="is there already; edit it, or pass --keep"):
+        write_study(tmp_path)
