@@ -462,6 +462,17 @@ def generate(
     return 0
 
 
+@app.command
+def track(study: Path, *, options: Options = Options()) -> int:
+    """Show Weights & Biases, TensorBoard or MLflow what is new to them of all that the study knows; trains nothing.
+
+    Every stage does so as it goes; this makes up for what a tracker missed. [tracking] of the study file names them:
+    muscale track study.toml --set tracking.mlflow=true
+    """
+    _refuse_dry_run("tracking", options)
+    return _stage(study, options, lambda opened: opened.track(), None)
+
+
 def _refuse_dry_run(what: str, options: Options) -> None:
     if options.dry_run:
         raise StudyFileError(f"--dry-run is for what costs compute or removes something; {what} does neither")
