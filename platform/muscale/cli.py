@@ -128,7 +128,8 @@ def sweep(
         narrow: Where nothing of it is left to do, search as much again around the best region, in the same table; else
             only finish it.
         learn_from: Another study of the same corpus and family whose runs inform the searcher: its file, its directory or
-            its ledger.sqlite; may be repeated.
+            its ledger.sqlite; or results from outside: a CSV, Parquet or JSON Lines file with loss and every searched
+            hyperparameter, or a storage of Optuna's. May be repeated.
     """
     return _stage(study, options, lambda opened: opened.sweep(narrower=narrow, learn_from=learn_from), "sweep")
 
@@ -152,8 +153,32 @@ def ladder(study: Path, *, options: Options = Options()) -> int:
 
 
 @app.command
-def fit(study: Path, *, options: Options = Options()) -> int:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs."""
+def fit(
+    study: Path | None = None,
+    *,
+    rows: Path | None = None,
+    n_params: str | None = None,
+    loss_unit: str = "nats per token",
+    compute_flops: float | None = None,
+    options: Options = Options(),
+) -> int:
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs, or to a table of others' runs.
+
+    muscale fit --rows ladder.csv --n-params "without embeddings" --compute-flops 1e21
+
+    Args:
+        study: The study file.
+        rows: In place of a study, a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss of finished, tuned runs.
+        n_params: What n_params counts in the table; every result says it.
+        loss_unit: Of the table; "bits per token" become nats.
+        compute_flops: A budget: the best size for it by the table's law, and the forecast there.
+    """
+    if rows is not None:
+        return _fit_rows(study, rows, n_params, loss_unit, compute_flops, options)
+    if study is None:
+        raise StudyFileError("fit: give a study file, or a table of runs with --rows")
+    if n_params or compute_flops:
+        raise StudyFileError("fit: --n-params and --compute-flops are for --rows; a study's budget is in its [plan]")
     return _stage(study, options, lambda opened: opened.fit(), "fit")
 
 
@@ -460,6 +485,50 @@ def generate(
     text = opened.generate(prompt, tokens, temperature=temperature, top_p=top_p, seed=seed, averaged=averaged)
     print(f"{prompt}{text}")
     return 0
+
+
+def _fit_rows(
+    study: Path | None, rows: Path, n_params: str | None, loss_unit: str, compute_flops: float | None, options: Options
+) -> int:
+    from muscale.outside.rows_fit import fit_rows
+
+    if study is not None or options.set:
+        raise StudyFileError("fit: --rows needs no study: leave out the study file and --set")
+    if n_params is None:
+        raise StudyFileError(
+            'fit: --rows needs --n-params, what n_params counts, such as "without embeddings" or "total"'
+        )
+    _refuse_dry_run("a fit of a table", options)
+    found = fit_rows(rows, n_params_convention=n_params, loss_unit=loss_unit, compute_flops=compute_flops)
+    _show(found, as_json=options.json)
+    return 0
+
+
+@app.command(name="import-space")
+def import_space(source: str, *, rename: tuple[str, ...] = (), json: AsJson = False) -> int:
+    """Print another tool's search as tables of a study file: muscale import-space sweep.yaml --rename lr=learning_rate.
+
+    Args:
+        source: A sweep of Weights & Biases (YAML), or a study in Optuna's SQLite storage, with "#name" if it holds several.
+        rename: A hyperparameter under another name here, theirs=ours; may be repeated.
+        json: Print the result as JSON.
+    """
+    from muscale.outside.imported_space import import_space
+
+    _show(import_space(source, rename), as_json=json)
+    return 0
+
+
+@app.command(name="export-optuna")
+def export_optuna(study: Path, file: Path, *, options: Options = Options()) -> int:
+    """Write the sweep as a study of Optuna's, for optuna-dashboard: muscale export-optuna study.toml sweep.db.
+
+    Args:
+        study: The study file.
+        file: Of SQLite; must not be there yet.
+    """
+    _refuse_dry_run("an export", options)
+    return _stage(study, options, lambda opened: opened.export_optuna(file), None)
 
 
 @app.command

@@ -31,6 +31,7 @@ from muscale.merge import MergeResult, merge
 from muscale.next_stems import NextStems
 from muscale.observe import Observer
 from muscale.open_ledger import open_ledger
+from muscale.outside.results import is_outside, record_results, told_results
 from muscale.planning import Plan
 from muscale.progress import Display, following
 from muscale.promotion import Promotion
@@ -192,7 +193,8 @@ class Study:
 
         Args:
             narrower: Once it has done what the study file asks for, search as much again around the best region.
-            learn_from: Further studies of the same corpus and family whose runs inform the searcher: files or directories.
+            learn_from: Further studies of the same corpus and family whose runs inform the searcher: files or directories; or
+                results from outside, as their owner tells them: a table of hyperparameters with loss, an Optuna storage.
 
         Raises:
             StageError: If no trial came to an annealed end.
@@ -224,6 +226,11 @@ class Study:
 
             if not rounds:
                 for source in sweep.teachers():
+                    if is_outside(source):
+                        results = sweep.told_by(source)
+                        record_results(self.ledger, sweep.key, source, results)
+                        self.display.line(told_results(source, results))
+                        continue
                     told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
                     self.display.line(told)
             with self._mirror.following(self._trials(sweep), WholeStudy(self)):
@@ -598,6 +605,16 @@ class Study:
 
     def _full_run(self, plan: str) -> FullRun:
         return FullRun(self.ledger, plan, self.config.to_dict(), self.config.tracking.points)
+
+    def export_optuna(self, path: str | Path) -> str:
+        """Write the sweep as a study of Optuna's into a new SQLite file, and say how to look at it; trains nothing.
+
+        Raises:
+            StageError: If the file is there, or the sweep has no trials.
+        """
+        from muscale.outside.optuna_export import export_optuna
+
+        return export_optuna(self.search, Path(path))
 
     def track(self) -> str:
         """Give the trackers of [tracking] what is new to them of all that is known, and say what they were given; trains nothing."""
