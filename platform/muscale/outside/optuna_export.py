@@ -61,7 +61,6 @@ def _write(sweep: Sweep, record: Record, losses: dict[int, float], path: Path) -
     storage = optuna.storages.RDBStorage(sa.URL.create("sqlite", database=str(path.absolute())).render_as_string())
     try:
         study = optuna.create_study(storage=storage, study_name=sweep.config.name, direction="minimize")
-        study.set_metric_names(["val_loss"])
         study.set_user_attr("muscale.sweep", sweep.key)
         study.set_user_attr("loss", "nats per token, held out; what trials were ranked by")
         times = {row["number"]: row["created_at"] for row in sweep.ledger.trials(sweep.key)}

@@ -88,7 +88,8 @@ def test_a_distribution_has_its_counterpart(tmp_path: Path, table: str, wanted: 
 
 
 def test_normals_are_priors_whose_draws_have_their_mean_and_spread(tmp_path: Path) -> None:
-    text = "method: random\nparameters: {x: {distribution: normal, mu: 3, sigma: 0.5}, y: {distribution: log_normal, mu: 1, sigma: 0.3}}"
+    x, y = "{distribution: normal, mu: 3, sigma: 0.5}", "{distribution: log_normal, mu: 1, sigma: 0.3}"
+    text = f"method: random\nparameters: {{x: {x}, y: {y}}}"
     found = import_space(write(tmp_path, text))
     draws = found.space.sample(4000, seed=0)
     for values, mean, spread in (([d["x"] for d in draws], 3, 0.5), ([math.log(d["y"]) for d in draws], 1, 0.3)):  # type: ignore[arg-type]
@@ -118,9 +119,15 @@ BOMB = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
     ("text", "told"),
     [
         ("method: bayes\nparameters: {x: {min: 2, max: 1}}", r"sweep\.yaml: parameters\.x: .*low < high"),
-        ("method: bayes\nparameters: {x: {distribution: zipf}}", r"parameters\.x: distribution must be one of constant"),
+        (
+            "method: bayes\nparameters: {x: {distribution: zipf}}",
+            r"parameters\.x: distribution must be one of constant",
+        ),
         ("method: bayes\nparameters: {x: {distribution: uniform, min: 1}}", r"parameters\.x: missing 'max'"),
-        ("method: annealing\nparameters: {x: {value: 1}}", "method: must be one of grid, random, bayes, got 'annealing'"),
+        (
+            "method: annealing\nparameters: {x: {value: 1}}",
+            "method: must be one of grid, random, bayes, got 'annealing'",
+        ),
         ("method: bayes", "parameters: a table of parameters is required, got None"),
         ("method: bayes\nparameters: {x: 3}", r"parameters\.x: must be a table, got 3"),
         ("method: [", "can't be read as YAML"),
@@ -128,7 +135,10 @@ BOMB = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         ("!!python/object/apply:os.system ['true']", "can't be read as YAML"),
         (f"{BOMB}\nmethod: bayes\nparameters: {{x: {{values: *a11}}}}", "at most 10,000 values with its aliases"),
         ("&a\nmethod: bayes\nparameters: *a", "none that holds itself"),
-        ("method: bayes\nparameters: {x: {min: 0.1, max: 0.2}}\nearly_terminate: {type: median}", "type must be hyperband"),
+        (
+            "method: bayes\nparameters: {x: {min: 0.1, max: 0.2}}\nearly_terminate: {type: median}",
+            "type must be hyperband",
+        ),
     ],
 )
 def test_a_faulty_file_is_refused_with_its_reason(tmp_path: Path, text: str, told: str) -> None:
