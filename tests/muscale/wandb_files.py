@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,18 @@ class OfflineRun:
 
 
 def read_runs(folder: Path) -> list[OfflineRun]:
-    """Every run below a study's directory, in order of time; one that was gone on with is there several times."""
-    files = sorted(folder.glob("tracking/wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
-    return [_read(file) for file in files]
+    """Every run below a study's directory, in order of time; one that was gone on with is there several times.
+
+    wandb's own process writes them, and is waited for.
+    """
+    deadline = time.monotonic() + 30
+    while True:
+        files = sorted(folder.glob("tracking/wandb/offline-run-*/*.wandb"), key=lambda file: file.parent.name)
+        runs = [_read(file) for file in files]
+        if all(run.exit_code is not None for run in runs):
+            return runs
+        assert time.monotonic() < deadline, "a run was not ended"
+        time.sleep(0.1)
 
 
 def _read(file: Path) -> OfflineRun:
@@ -61,13 +71,15 @@ def _read(file: Path) -> OfflineRun:
 
 
 def _records(data: bytes) -> list[bytes]:
-    assert data[:4] == b":W&B"
+    assert data[:4] in (b"", b":W&B")
     found, part, at = [], b"", _HEADER
     while at + _HEADER <= len(data):
         if _BLOCK - at % _BLOCK < _HEADER:
             at += _BLOCK - at % _BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + _HEADER])
+        if at + _HEADER + length > len(data):  # it is being written
+            break
         part += data[at + _HEADER : at + _HEADER + length]
         at += _HEADER + length
         if kind in (1, 4):  # whole, or its last part

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import netrc
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +69,7 @@ class WandbTracker(Tracker[Any]):
     def __init__(self, settings: TrackingSettings, mode: Literal["online", "offline"], folder: Path) -> None:
         super().__init__()
         self._settings, self.mode, self._folder = settings, mode, folder
+        self._begun: dict[str, float] = {}  # by key
 
     @property
     def place(self) -> str:
@@ -79,6 +82,9 @@ class WandbTracker(Tracker[Any]):
             os.environ.setdefault(variable, str(self._folder))
         import wandb
 
+        # A folder offline is called by the second: a run that goes on in the same one would write over itself.
+        time.sleep(max(0.0, self._begun.get(run.key, -math.inf) + 1.1 - time.monotonic()))
+        self._begun[run.key] = time.monotonic()
         opened = wandb.init(
             project=self._settings.project,
             entity=self._settings.entity,
