@@ -224,12 +224,13 @@ class Study:
             def on_run(done: int, wanted: int, kind: str) -> None:
                 update(done, wanted, kind)
 
+            for source in filter(is_outside, sweep.teachers()):
+                results = sweep.told_by(source)
+                record_results(self.ledger, sweep.key, source, results)
+                self.display.line(told_results(source, results))
             if not rounds:
                 for source in sweep.teachers():
                     if is_outside(source):
-                        results = sweep.told_by(source)
-                        record_results(self.ledger, sweep.key, source, results)
-                        self.display.line(told_results(source, results))
                         continue
                     told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
                     self.display.line(told)

@@ -21,6 +21,7 @@ from muscale.tracking.sources import Trials
 from muscale.tracking.tracked import Row, TrackedRun
 from muscale.tracking.trackers import make_mirror
 from muscale.tracking_settings import TrackingSettings
+from tests.muscale.event_files import scalars
 from tests.muscale.planted_sweep import arrive, open_sweep, plant
 from tests.muscale.wandb_files import OfflineRun, read_runs
 
@@ -108,24 +109,6 @@ def test_files_are_artifacts_below_the_study(tmp_path: Path, offline: None) -> N
     assert kept.artifacts == ["plan.toml"]
 
 
-def scalars(folder: Path) -> dict[tuple[str, int], list[float]]:
-    """Every scalar of the event files there: a length, its checksum, an event and its checksum, again and again."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    found: dict[tuple[str, int], list[float]] = {}
-    for file in folder.rglob("events.out.tfevents.*"):
-        data, at = file.read_bytes(), 0
-        while at < len(data):
-            length = int.from_bytes(data[at : at + 8], "little")
-            event = Event()
-            event.ParseFromString(data[at + 12 : at + 12 + length])
-            at += 16 + length
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    found.setdefault((value.tag, event.step), []).append(value.simple_value)
-    return found
-
-
 def test_tensorboard_has_the_same_metrics_under_the_same_names(swept: Sweep) -> None:
     pytest.importorskip("tensorboardX")
     directory, settings = swept.ledger.directory, TrackingSettings(wandb="off", tensorboard=True)
@@ -143,6 +126,9 @@ def test_tensorboard_has_the_same_metrics_under_the_same_names(swept: Sweep) -> 
     }
 
 
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)  # mlflow's about itself and SQLAlchemy
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow, of muscale[mlflow], which is in no lock")
 def test_mlflow_has_the_same_in_a_file_of_the_study(swept: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient

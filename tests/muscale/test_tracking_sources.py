@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -220,6 +222,8 @@ def test_a_failing_tracker_is_told_of_once_and_gets_everything_when_it_is_back(
     planted: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(mirroring, "FIRST_REST_SECONDS", 0.5)
+    monkeypatch.setattr(mirroring, "LONGEST_REST_SECONDS", 0.5)
     planted.write(1, 200, 400)
     bad, good = Listed(), Listed()
     bad.failure = ConnectionError(f"no route to {'k' * 40}")
@@ -233,7 +237,7 @@ def test_a_failing_tracker_is_told_of_once_and_gets_everything_when_it_is_back(
     assert "listed: ConnectionError: no route to $WANDB_API_KEY; the work goes on" in told
     assert good.rows, "the other one has what there is"
     bad.failure = None
-    monkeypatch.setattr(mirroring.time, "monotonic", lambda: 1e9)
+    time.sleep(0.6)
     mirror.bring_up(planted.source())
     assert bad.rows == good.rows
 
@@ -241,8 +245,6 @@ def test_a_failing_tracker_is_told_of_once_and_gets_everything_when_it_is_back(
 def test_a_tracker_that_hangs_is_not_waited_for(
     planted: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     released = threading.Event()
 
     class Hanging(Listed):

@@ -44,7 +44,7 @@ def read_runs(folder: Path) -> list[OfflineRun]:
 
 
 def _read(file: Path) -> OfflineRun:
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # made where it is imported
 
     run = OfflineRun()
     for content in _records(file.read_bytes()):

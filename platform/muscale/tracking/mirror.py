@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from muscale import json_lines
 from muscale.errors import MuscaleError
@@ -26,7 +27,8 @@ Source = Callable[[], Iterable[TrackedRun]]
 EVERY_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
 """That the end of a stage waits for what trackers have not taken yet (assumed)."""
-_FIRST_REST, _LONGEST_REST = 60.0, 3600.0  # seconds that a tracker is left alone after a failure, doubled at each
+FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 3600.0
+"""That a tracker is left alone after a failure, doubled at each (assumed)."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +80,7 @@ class Mirror:
         folder: For the records of what they were given.
     """
 
-    def __init__(self, trackers: Sequence[Tracker[object]], folder: Path) -> None:
+    def __init__(self, trackers: Sequence[Tracker[Any]], folder: Path) -> None:
         self._trackers = list(trackers)
         self._folder = folder
         self._sent: dict[str, Sent] = {}
@@ -133,7 +135,7 @@ class Mirror:
                 return 0
             return sum(sum(self._give(tracker, run) for tracker in self._trackers) > 0 for run in runs)
 
-    def _give(self, tracker: Tracker[object], run: TrackedRun) -> bool:
+    def _give(self, tracker: Tracker[Any], run: TrackedRun) -> bool:
         if tracker.name in self._rests and time.monotonic() < self._rests[tracker.name][0]:
             return False
         try:
@@ -154,15 +156,15 @@ class Mirror:
         except (
             Exception
         ) as error:  # the one place: a library's own, its transport's, the disk's; no run ends by any of them
-            _, rest = self._rests.get(tracker.name, (0.0, _FIRST_REST))
-            self._rests[tracker.name] = time.monotonic() + rest, min(2 * rest, _LONGEST_REST)
+            _, rest = self._rests.get(tracker.name, (0.0, FIRST_REST_SECONDS))
+            self._rests[tracker.name] = time.monotonic() + rest, min(2 * rest, LONGEST_REST_SECONDS)
             self._tell(tracker.name, f"{tracker.name}: {type(error).__name__}: {error}")
             return False
         self._rests.pop(tracker.name, None)
         self._given[tracker.name] += 1
         return True
 
-    def _sent_to(self, tracker: Tracker[object]) -> Sent:
+    def _sent_to(self, tracker: Tracker[Any]) -> Sent:
         if tracker.place not in self._sent:
             self._sent[tracker.place] = Sent(self._folder / f"{tracker.place}-sent.jsonl")
         return self._sent[tracker.place]
