@@ -224,13 +224,14 @@ class Study:
             def on_run(done: int, wanted: int, kind: str) -> None:
                 update(done, wanted, kind)
 
-            for source in filter(is_outside, sweep.teachers()):
+            outside = [source for source in sweep.teachers() if is_outside(source)]
+            for source in outside:
                 results = sweep.told_by(source)
                 record_results(self.ledger, sweep.key, source, results)
                 self.display.line(told_results(source, results))
             if not rounds:
                 for source in sweep.teachers():
-                    if is_outside(source):
+                    if source in outside:
                         continue
                     told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
                     self.display.line(told)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from muscale import Promotion, StudyConfig, StudyFileError
+from muscale import Promotion, Study, StudyConfig, StudyFileError
 from muscale.band import register_band
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.ledger import Ledger
@@ -26,6 +26,7 @@ from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import make_mirror
 from muscale.tracking.wandb_tracker import mode_of
 from muscale.tracking_settings import TrackingSettings
+from tests.muscale.event_files import scalars
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 from tests.muscale.planted_sweep import open_sweep, plant
 
@@ -203,6 +204,26 @@ def test_a_tracker_is_given_everything_once_even_by_another_process(planted: Pla
     places = [(row.at, "val_loss" in row.values) for tracker in (first, later) for row in tracker.rows[key]]
     assert len(places) == len(set(places)) == 20 + 3
     assert [len(tracker.summaries[key]) for tracker in (first, later)] == [1, 1]
+
+
+def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
+    planted.write(1, 400, 400, evaluated=(200, 400))
+    planted.end(3.1)
+    path = planted.ledger.directory / "study.toml"
+    study = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
+    assert study.track().startswith("track: runs with something new to them: tensorboard 2; ")
+    folder = study.directory / "tracking" / "tensorboard"
+    (full,), (whole,) = ((folder / kind).iterdir() for kind in ("full", "study"))
+    found, n_tokens = scalars(full), planted.plan.n_tokens
+    assert found["val_loss", n_tokens] == [pytest.approx(3.1)]
+    assert found["forecast/loss", n_tokens] == pytest.approx([planted.band.loss] * 2), (
+        "beside the curve and the evaluation"
+    )
+    assert b"val_loss = 3.1" in b"".join(file.read_bytes() for file in whole.iterdir()), "where the study stands"
+    again = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
+    assert again.track().startswith("track: runs with something new to them: tensorboard 0; ")
+    study.ledger.close()
+    again.ledger.close()
 
 
 def test_late_evaluations_are_not_lost(planted: Planted, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
 def _load(path: Path) -> dict[str, Any]:
     import yaml
 
+    if not path.is_file():
+        raise StageError(f"import-space: {path}: no such file")
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise StageError(f"import-space: {path}: must be at most {MOST_BYTES:,} bytes, got {size:,}")

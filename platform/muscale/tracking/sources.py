@@ -194,13 +194,12 @@ class WholeStudy:
         self._study = study
 
     def __call__(self) -> Iterator[TrackedRun]:
-        """As it stands now; nothing before its first run."""
+        """As it stands now; nothing before its first run or forecast."""
         study, ledger = self._study, self._study.ledger
-        runs = ledger.runs()
-        if runs.empty:
+        runs, forecast, promotion = ledger.runs(), ledger.latest_forecast(), ledger.latest_result("promotion")
+        if runs.empty and forecast is None:
             return
         name, key = study.config.name, study_key(study.directory)
-        forecast, promotion = ledger.latest_forecast(), ledger.latest_result("promotion")
         summary: dict[str, Any] = {f"n_runs/{p}": int(n) for p, n in runs["purpose"].value_counts().items()}
         files = {REPORT: study.directory / REPORT}
         if verdict := ledger.latest_result("transfer"):
