@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 # Before NumPy is imported: on a busy machine two threads take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["WANDB_MODE"] = "disabled"  # no test is shown to the owner of a key; those of tracking say otherwise
 
 from importlib import import_module
 from types import ModuleType

@@ -26,6 +26,7 @@ from muscale.shape import Shape
 from muscale.strict import StrictTable as _Table
 from muscale.strict import explain, lists_to_tuples, require_parts
 from muscale.sweep_settings import COOLING, SweepSettings
+from muscale.tracking_settings import TrackingSettings
 from muscale.transfer_settings import TransferSettings
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
@@ -130,6 +131,7 @@ class StudyConfig(_Table):
     ablate: AblateSettings = AblateSettings()
     resources: ResourceSettings = ResourceSettings()
     storage: StorageSettings = StorageSettings()
+    tracking: TrackingSettings = TrackingSettings()
 
     @property
     def family(self) -> ModelFamily:

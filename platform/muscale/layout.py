@@ -14,6 +14,7 @@ FULL_RUNS = "full_runs"  # a folder for each plan, and for each stage that goes 
 OBSERVED = "observed"  # a folder for each plan whose run is elsewhere: what its owner tells of it
 BUNDLES = "bundles"  # a folder for each plan that was promoted and preserved
 REPORT = "report.html"
+TRACKING = "tracking"  # what trackers keep here, and what each of them was given
 REHEARSAL = "rehearsal"  # of a full run, in its folder
 METRICS = "metrics.jsonl"  # of a full or an observed run, in its folder
 EVALUATIONS = "evaluations.jsonl"  # of a full run's checkpoints beside its training, in its folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,27 @@ _COLUMNS = ("tokens", "train_loss", "val_loss", "seconds")
 
 
 class MetricsTail:
-    """Reads what is new; a file that was written anew, as after a resumption, is read from its start."""
+    """Reads what is new; a file that was written anew, as after a resumption, is read from its start.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: Of the file, which need not be there yet.
+        columns: To read, `tokens` first.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = _COLUMNS) -> None:
         self.path = path
         self._file: int | None = None  # its inode
         self._read = 0  # bytes
-        self._columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}  # of a run of millions of steps, too
+        self._columns: dict[str, list[Any]] = {name: [] for name in columns}  # of a run of millions of steps, too
         self._table: pd.DataFrame | None = None
 
     def table(self) -> pd.DataFrame:
-        """Columns tokens, train_loss, val_loss, seconds of every whole line so far; NaN where a line has none."""
+        """The columns of every whole line so far; NaN where a line has none."""
         if self.path.exists():
             self._advance()
         if self._table is None:
-            self._table = pd.DataFrame(self._columns).astype({"tokens": int, **dict.fromkeys(_COLUMNS[1:], float)})
+            counted, *measured = self._columns
+            self._table = pd.DataFrame(self._columns).astype({counted: int, **dict.fromkeys(measured, float)})
         return self._table
 
     def _advance(self) -> None:

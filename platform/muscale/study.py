@@ -8,7 +8,7 @@ there are many stages: each method only joins what other modules do.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from muscale.merge import MergeResult, merge
 from muscale.next_stems import NextStems
 from muscale.observe import Observer
 from muscale.open_ledger import open_ledger
+from muscale.outside.results import is_outside, record_results, told_results
 from muscale.overview import overview
 from muscale.planning import Plan
 from muscale.progress import Display, following
@@ -42,8 +43,12 @@ from muscale.search.lessons import told_lessons
 from muscale.search.record import Arrival
 from muscale.sweep import Sweep, collect, run_sweep
 from muscale.sweep_result import SweepResult
+from muscale.tracking.mirror import Mirror, Source
+from muscale.tracking.sources import FullRun, Trials, WholeStudy
+from muscale.tracking.tracked import TrackedRun
+from muscale.tracking.trackers import make_mirror
 from muscale.watch import Watch, Watcher
-from proxy_models.corpus import Corpus, CorpusError
+from proxy_models.corpus import MANIFEST, Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 from scaling.presentation import Result
@@ -191,7 +196,8 @@ class Study(Result):
 
         Args:
             narrower: Once it has done what the study file asks for, search as much again around the best region.
-            learn_from: Further studies of the same corpus and family whose runs inform the searcher: files or directories.
+            learn_from: Further studies of the same corpus and family whose runs inform the searcher: files or directories; or
+                results from outside, as their owner tells them: a table of hyperparameters with loss, an Optuna storage.
 
         Raises:
             StageError: If no trial came to an annealed end.
@@ -224,11 +230,19 @@ class Study(Result):
                     begun.add(kind)
                     update(done, wanted, kind)
 
+            outside = [source for source in sweep.teachers() if is_outside(source)]
+            for source in outside:
+                results = sweep.told_by(source)
+                record_results(self.ledger, sweep.key, source, results)
+                self.display.line(told_results(source, results))
             if not rounds:
                 for source in sweep.teachers():
+                    if source in outside:
+                        continue
                     told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
                     self.display.line(told)
-            result = run_sweep(sweep, on_arrival, on_run, narrower=narrower)
+            with self._mirror.following(self._trials(sweep), WholeStudy(self)):
+                result = run_sweep(sweep, on_arrival, on_run, narrower=narrower)
         if narrower and len(sweep.record().rounds) == max(rounds, 1):
             self.display.line(
                 "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
@@ -375,6 +389,7 @@ class Study(Result):
             guarding(self.ledger, plan.key, config.promote, self.display.line),
             self.display.stage("promote") as update,
             following(metrics, plan.n_tokens, update),
+            self._mirror.following(self._full_run(plan.key), WholeStudy(self)),
         ):
             result = promotion.promote(
                 plan,
@@ -584,7 +599,44 @@ class Study(Result):
                 self.display.line(f"warning: {warning}")
             result = self.promote(plan, force=force)
         self.report()
+        self.track()
         return result
+
+    # Tracking
+
+    @cached_property
+    def _mirror(self) -> Mirror:
+        return make_mirror(self.config.tracking, self.directory)
+
+    def _trials(self, sweep: Sweep) -> Source:
+        return Trials(sweep) if self.config.tracking.trials else lambda: ()
+
+    def _full_run(self, plan: str) -> FullRun:
+        return FullRun(self.ledger, plan, self.config.to_dict(), self.config.tracking.points)
+
+    def export_optuna(self, path: str | Path) -> str:
+        """Write the sweep as a study of Optuna's into a new SQLite file, and say how to look at it; trains nothing.
+
+        Raises:
+            StageError: If the file is there, or the sweep has no trials.
+        """
+        from muscale.outside.optuna_export import export_optuna
+
+        return export_optuna(self.search, Path(path))
+
+    def track(self) -> str:
+        """Give the trackers of [tracking] what is new to them of all that is known, and say what they were given; trains nothing."""
+
+        def everything() -> Iterator[TrackedRun]:
+            if (self.directory / CORPUS / MANIFEST).exists():  # else nothing was searched yet
+                yield from self._trials(self.search)()
+            for folder in sorted((self.directory / FULL_RUNS).glob("*")):
+                yield from self._full_run(folder.name)()
+            yield from WholeStudy(self)()
+
+        with self._mirror.following(lambda: (), everything):
+            pass
+        return str(self._mirror)
 
     def is_complete(self, stage: Literal["transfer", "ladder"]) -> bool:
         """Whether the ledger knows every run of a stage; trains nothing.

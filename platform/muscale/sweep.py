@@ -19,6 +19,7 @@ from muscale.jobs import Job, cluster, dismiss_workers, staying_cluster
 from muscale.lease import expired_leases, held_leases, lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
+from muscale.outside.results import is_outside, outside_results
 from muscale.retention import prune
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
@@ -152,11 +153,19 @@ class Sweep:
     def taught(self) -> pd.DataFrame:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
         settings = self.config.sweep
-        tables = [self.ledger.runs(), *(runs_of(file) for file in self.teachers())]
-        return lessons(tables, self.plan.defaults, settings.space, self.numerics)
+        studies = [file for file in self.teachers() if not is_outside(file)]
+        tables = [self.ledger.runs(), *(runs_of(file) for file in studies)]
+        known = lessons(tables, self.plan.defaults, settings.space, self.numerics)
+        told = [self.told_by(file) for file in self.teachers() if file not in studies]
+        return pd.concat([known, *told], ignore_index=True) if any(map(len, told)) else known
+
+    def told_by(self, file: Path) -> pd.DataFrame:
+        """Results of a table, or of a study of Optuna's, as their owner tells them."""
+        n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
+        return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens)
 
     def teachers(self) -> list[Path]:
-        """Studies that the search learns from; those of the study file relative to it."""
+        """Studies and outside results that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
     def _budget(self, record: Record, part: Round) -> Budget:

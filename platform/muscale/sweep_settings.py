@@ -46,7 +46,7 @@ class SweepSettings(StrictTable):
     max_tokens: PositiveInt | None = None  # the sweep stops before it would go beyond any of these
     max_flops: PositiveFloat | None = None
     max_device_hours: PositiveFloat | None = None
-    learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family: files, directories or ledgers
+    learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or results from outside
     seed: int = 0
     grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
     space: Space = Field(default_factory=mup_adamw)

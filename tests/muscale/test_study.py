@@ -25,6 +25,7 @@ from muscale.prepared import read
 from muscale.promotion import promote
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
+from tests.muscale.event_files import scalars
 
 MakeStudy = Callable[..., Path]
 OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
@@ -80,11 +81,12 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
         kept = segments(ledger)
 
     request.getfixturevalue("ray_cluster")
-    resumed = Study.open(killed, quiet=True)
+    resumed = Study.open(killed, ["tracking.tensorboard=true"], quiet=True)
     promotion = resumed.run(force=True)
     assert kept.items() <= segments(ledger).items()
     check_promotion(resumed, promotion)
     assert check_that_a_promoted_study_speaks_json(capfd, killed, tmp_path) == PROMOTED
+    check_tracked(resumed, promotion)
 
     undisturbed = Study.open(make_study("undisturbed"), quiet=True)
     undisturbed.ladder()
@@ -123,6 +125,26 @@ def check_promotion(study: Study, promotion: Promotion) -> None:
     assert f"{promotion.loss:.4f}" in page
     assert str(study.corpus) in page
     check_gate(study, promotion)
+
+
+def check_tracked(study: Study, promotion: Promotion) -> None:
+    """Every trial, the full run with its forecast and the study as a whole, though drivers before this one were killed."""
+    folder = study.directory / "tracking" / "tensorboard"
+    assert len(list((folder / "trial").iterdir())) == study.config.sweep.trials
+    (full,) = (folder / "full").iterdir()
+    found = scalars(full)
+    end = study.plan().n_tokens
+    assert found["val_loss", end] == [pytest.approx(promotion.loss)]
+    assert found["forecast/loss", end] == pytest.approx([promotion.forecast] * 2), (
+        "beside the training and the evaluation"
+    )
+    curve = sorted(at for name, at in found if name == "train_loss")
+    assert curve[-1] == end
+    assert all(len(found["train_loss", at]) == 1 for at in curve)
+    (whole,) = (folder / "study").iterdir()
+    assert (whole / REPORT).exists()
+    assert (whole / "plan.toml").exists()
+    assert study.track().startswith("track: runs with something new to them: tensorboard ")
 
 
 def check_gate(study: Study, promotion: Promotion) -> None:

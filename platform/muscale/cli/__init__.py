@@ -5,8 +5,8 @@ user can mend, 75 a full run that was told to end (SIGTERM) and has saved, 130 i
 command goes on after both. Nothing heavy is imported before a command runs.
 """
 
-from muscale.cli import bundles, following, full_run, law, ledger, machine, search
+from muscale.cli import bundles, following, full_run, law, ledger, machine, outside, search
 from muscale.cli.application import app
 from muscale.cli.entry import main
 
-__all__ = ["app", "bundles", "following", "full_run", "law", "ledger", "machine", "main", "search"]
+__all__ = ["app", "bundles", "following", "full_run", "law", "ledger", "machine", "main", "outside", "search"]

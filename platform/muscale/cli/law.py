@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending, line
 from muscale.cli.options import Options
-from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.cli.running import refuse_dry_run, result_alone, run_stage, show
 from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
@@ -31,16 +31,51 @@ def ladder(study: Path, *, options: Options = Options()) -> int:
     )
 
 
-@command(LAW, example="muscale fit study.toml --set fit.max_regret=0.01")
-def fit(study: Path, *, options: Options = Options()) -> int:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs.
+@command(LAW, example="muscale fit --rows ladder.csv --n-params 'without embeddings' --compute-flops 1e21")
+def fit(
+    study: Path | None = None,
+    *,
+    rows: Path | None = None,
+    n_params: str | None = None,
+    loss_unit: str = "nats per token",
+    compute_flops: float | None = None,
+    options: Options = Options(),
+) -> int:
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study, or to a table of others' runs.
 
     Args:
         study: The study file.
+        rows: In place of a study, a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss of finished, tuned runs.
+        n_params: What n_params counts in the table; every result says it.
+        loss_unit: Of the table; "bits per token" become nats.
+        compute_flops: A budget: the best size for it by the table's law, and the forecast there.
     """
-    return run_stage(
-        study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: Ending(next=(line("plan", study),))
-    )
+    if rows is not None:
+        return _fit_rows(study, rows, n_params, loss_unit, compute_flops, options)
+    if study is None:
+        raise StudyFileError("fit: give a study file, or a table of runs with --rows")
+    if n_params or compute_flops:
+        raise StudyFileError("fit: --n-params and --compute-flops are for --rows; a study's budget is in its [plan]")
+    ending = Ending(next=(line("plan", study),))
+    return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending)
+
+
+def _fit_rows(
+    study: Path | None, rows: Path, n_params: str | None, loss_unit: str, compute_flops: float | None, options: Options
+) -> int:
+    from muscale.outside.rows_fit import fit_rows
+
+    if study is not None or options.set:
+        raise StudyFileError("fit: --rows needs no study: leave out the study file and --set")
+    if n_params is None:
+        raise StudyFileError(
+            'fit: --rows needs --n-params, what n_params counts, such as "without embeddings" or "total"'
+        )
+    refuse_dry_run("a fit of a table", options)
+    with result_alone(options.json):
+        found = fit_rows(rows, n_params_convention=n_params, loss_unit=loss_unit, compute_flops=compute_flops)
+    show(found, as_json=options.json)
+    return 0
 
 
 @command(LAW, example="muscale plan study.toml --set plan.compute_flops=1e21")

@@ -74,7 +74,8 @@ def sweep(
         narrow: Where nothing of it is left to do, search as much again around the best region, in the same table; else
             only finish it.
         learn_from: Another study of the same corpus and family whose runs inform the searcher: its file, its directory or
-            its ledger.sqlite; may be repeated.
+            its ledger.sqlite; or results from outside: a CSV, Parquet or JSON Lines file with loss and every searched
+            hyperparameter, or a storage of Optuna's. May be repeated.
     """
     if missing := [path for path in learn_from if not path.exists()]:
         raise StudyFileError(f"sweep: --learn-from {missing[0]}: there is no such file or directory")

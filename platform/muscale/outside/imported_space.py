@@ -1,0 +1,150 @@
+"""A search that another tool describes, in the words of a study file, with what has no counterpart there."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from muscale.errors import StageError
+from proxy_models.hyperparameters import Hyperparameters
+from search_spaces import Distribution, Fixed, Ordinal, Space, SpaceError, Uniform
+
+SUFFIXES = (".yaml", ".yml", ".db", ".sqlite", ".sqlite3")
+MOST_STEPS = 64  # of a quantised range that is listed value by value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedSpace:
+    """What a study file would say.
+
+    Attributes:
+        source: What it is from.
+        space: What is searched.
+        settings: Further keys of [sweep].
+        notes: What has no counterpart or was changed, a line each.
+    """
+
+    source: str
+    space: Space
+    settings: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Hyperparameters that no training here has, each with the one that may be meant."""
+        names = [field.name for field in dataclasses.fields(Hyperparameters)]
+        found = []
+        for name in self.space:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                found.append(f"{name} is no hyperparameter here" + (f": --rename {name}={near[0]}?" if near else ""))
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        notes = [*self.notes, *self.unknown]
+        return {"sweep": {**self.settings, "space": self.space.to_dict()}, "notes": notes, "source": self.source}
+
+    def __str__(self) -> str:
+        """TOML to paste into a study file, the notes as comments."""
+        lines = [f"# From {self.source}."]
+        lines += [f"# {line}" for note in (*self.notes, *self.unknown) for line in note.splitlines()]
+        lines += ["[sweep]", tomlkit.dumps(dict(self.settings)).strip(), "", "[sweep.space]"]
+        for name, table in self.space.to_dict().items():
+            inline = tomlkit.inline_table()
+            inline.update({key: _inline(value) for key, value in table.items()})
+            entry = tomlkit.document()
+            entry[name] = inline
+            lines.append(tomlkit.dumps(entry).strip())
+        return "\n".join(line for number, line in enumerate(lines) if line or number > 2)
+
+
+def _inline(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        table.update({key: _inline(entry) for key, entry in value.items()})
+        return table
+    return value
+
+
+def import_space(source: str, rename: Sequence[str] = ()) -> ImportedSpace:
+    """The search that a file describes: a sweep of Weights & Biases (YAML), or a study in Optuna's SQLite storage.
+
+    Args:
+        source: Its path; of a storage with several studies with "#name" behind it.
+        rename: Hyperparameters under other names here, each `theirs=ours`.
+
+    Raises:
+        StageError: Naming the file, the key, the rule and the value.
+    """
+    names = dict(_pairs(rename))
+    path = Path(source.partition("#")[0])
+    if path.suffix not in SUFFIXES:
+        raise StageError(f"import-space: {source}: its name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
+    if path.suffix in (".yaml", ".yml"):
+        from muscale.outside.wandb_sweep import read_sweep
+
+        return read_sweep(path, names)
+    from muscale.outside.optuna_study import open_study, space_of
+
+    return space_of(open_study(source), source, names)
+
+
+def _pairs(rename: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for text in rename:
+        theirs, separator, ours = text.partition("=")
+        if not (theirs and separator and ours):
+            raise StageError(f"import-space: --rename: write theirs=ours, got {text!r}")
+        yield theirs, ours
+
+
+def space_from(source: str, distributions: Mapping[str, Distribution], names: Mapping[str, str]) -> Space:
+    """A space with renamed hyperparameters.
+
+    Raises:
+        StageError: If a name to be replaced is not there, two come to be the same, or nothing is left.
+    """
+    if missing := [name for name in names if name not in distributions]:
+        raise StageError(
+            f"import-space: {source}: --rename {missing[0]}: no such parameter; there are {', '.join(distributions)}"
+        )
+    renamed = {names.get(name, name): distribution for name, distribution in distributions.items()}
+    if len(renamed) < len(distributions):
+        raise StageError(f"import-space: {source}: --rename: two parameters would have one name")
+    try:
+        return Space(renamed)
+    except SpaceError as error:
+        raise StageError(f"import-space: {source}: {error}") from error
+
+
+def listed(values: Sequence[Any]) -> Distribution:
+    """Values without further word: numbers in rising order are taken to have one."""
+    from search_spaces import Choice
+
+    if len(values) == 1:
+        return Fixed(value=values[0])
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if numbers and list(values) == sorted(set(values)):
+        return Ordinal(values=tuple(values))
+    return Choice(values=tuple(values))
+
+
+def stepped(low: float, high: float, step: float, otherwise: Distribution) -> tuple[Distribution, str]:
+    """A range in steps: its values where they are few, else `otherwise`; and what is to be said of it."""
+    count = int((high - low) / step + 1e-9) + 1
+    if count > MOST_STEPS:
+        return otherwise, f"its steps of {step:g} are left out, as there are {count}"
+    values = [low + step * k for k in range(count)]
+    if all(float(v).is_integer() for v in (low, step)):
+        values = [round(v) for v in values]
+    if len(values) < 2:
+        return Fixed(value=values[0]), "its step leaves one value"
+    if isinstance(otherwise, Uniform):
+        return Ordinal(values=tuple(values)), f"its {count} steps are an ordinal's values"
+    return Ordinal(values=tuple(values)), f"its {count} steps are an ordinal's values, equally likely"

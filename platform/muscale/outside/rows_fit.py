@@ -1,0 +1,92 @@
+"""The law of a ladder that was trained elsewhere: a table of runs, without a study."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.errors import StageError
+from scaling import Decision, ScalingError, ScalingFit, decide, fit
+from scaling.law import NATS
+from scaling.runs import read_table
+
+_CLOSE = 2e-3
+"""Relative spread within which a column is taken to be the loss in another unit: four digits are what tables print (assumed)."""
+_PERPLEXITY = ("perplexity", "ppl", "val_ppl", "val_perplexity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsFit:
+    """A fit, what a budget buys by it, and why its losses may be in another unit than they were said to be."""
+
+    fit: ScalingFit
+    decision: Decision | None
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        decided = self.decision.to_dict() if self.decision else None
+        return {"fit": self.fit.to_dict(), "decision": decided, "warnings": list(self.warnings)}
+
+    def __str__(self) -> str:
+        lines = [str(self.fit), *([str(self.decision)] if self.decision else [])]
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def fit_rows(
+    path: Path, *, n_params_convention: str, loss_unit: str = NATS, compute_flops: float | None = None
+) -> RowsFit:
+    """Fit L(N, D) to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
+
+    Args:
+        path: Of the table; see `scaling.fit` for the columns.
+        n_params_convention: What n_params counts, such as "without embeddings".
+        loss_unit: Of the losses; "bits per token" become nats.
+        compute_flops: A budget, for the best size and the forecast there.
+
+    Raises:
+        StageError: Naming the file, the column, the rule and the value.
+    """
+    try:
+        found = fit(path, n_params_convention=n_params_convention, loss_unit=loss_unit)
+        decision = None if compute_flops is None else decide(found, compute_flops)
+    except (ScalingError, ValueError) as error:
+        raise StageError(f"fit: {error}") from error
+    warnings = _unit_doubts(read_table(path), loss_unit)
+    return RowsFit(fit=found, decision=decision, warnings=tuple(warnings))
+
+
+def _unit_doubts(table: pd.DataFrame, loss_unit: str) -> list[str]:
+    """Why losses that are said to be nats may be bits, or the other way round: another column says so."""
+    if loss_unit not in (NATS, "bits per token"):
+        return []
+    in_nats = table["loss"].to_numpy(dtype=float) * (1.0 if loss_unit == NATS else math.log(2))
+    doubts = []
+    for name in table.columns:
+        if name == "loss" or not pd.api.types.is_numeric_dtype(table[name]):
+            continue
+        other = table[name].to_numpy(dtype=float)
+        positive = np.isfinite(other) & (other > 0) & np.isfinite(in_nats) & (in_nats > 0)
+        if positive.sum() < 3:
+            continue
+        if str(name).lower() in _PERPLEXITY:
+            ratio = in_nats[positive] / np.log(other[positive])
+        elif "bits" in str(name).lower():
+            ratio = in_nats[positive] / (other[positive] * math.log(2))
+        elif "nats" in str(name).lower():
+            ratio = in_nats[positive] / other[positive]
+        else:
+            continue
+        typical = float(np.median(ratio))
+        for factor, meant in ((1 / math.log(2), "bits per token"), (math.log(2), NATS)):
+            if abs(typical / factor - 1) < _CLOSE:
+                doubts.append(
+                    f"by the column {name} the losses are {factor:.4f} times what {loss_unit} would be: they seem to be {meant}, "
+                    f'--loss-unit "{meant}"'
+                )
+    return doubts

@@ -1,0 +1,188 @@
+"""Brings trackers up to date with what the study knows, beside the work and never in its way.
+
+What a tracker was given is recorded in the study's directory, so a pass gives it only what is new to it: an interrupted
+study, a server that was away, and `muscale track` afterwards come to the same, and nothing is logged twice. A kill between
+giving and recording is the exception: what was given in that moment is given again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from muscale import json_lines
+from muscale.errors import MuscaleError
+from muscale.lineage import input_key
+from muscale.tracking.secrets import redacted
+from muscale.tracking.tracked import Row, TrackedRun, Tracker
+
+Source = Callable[[], Iterable[TrackedRun]]
+EVERY_SECONDS = 5.0
+PATIENCE_SECONDS = 30.0
+"""That the end of a stage waits for what trackers have not taken yet (assumed)."""
+FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 3600.0
+"""That a tracker is left alone after a failure, doubled at each (assumed)."""
+_log = logging.getLogger(__name__)
+
+
+class Sent:
+    """What one tracker was given, in a file of its own."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._rows: dict[tuple[str, str], set[int]] = {}
+        self._marks: dict[tuple[str, str], str] = {}
+        for record in json_lines.read(file):
+            self._take(record)
+
+    def _take(self, record: dict[str, object]) -> None:
+        run = str(record["run"])
+        match record:
+            case {"stream": str(stream), "at": list(at)}:
+                self._rows.setdefault((run, stream), set()).update(at)
+            case {"mark": str(mark), "value": str(value)}:
+                self._marks[run, mark] = value
+
+    def new_rows(self, run: TrackedRun) -> dict[str, list[Row]]:
+        """By stream, the rows that it was not given."""
+        known = {stream: self._rows.get((run.key, stream), set()) for stream in run.rows}
+        rows = {stream: [row for row in rows if row.at not in known[stream]] for stream, rows in run.rows.items()}
+        return {stream: new for stream, new in rows.items() if new}
+
+    def is_new(self, run: TrackedRun, mark: str, value: str) -> bool:
+        """Whether it was given another value of this, or none."""
+        return self._marks.get((run.key, mark)) != value
+
+    def note(self, run: TrackedRun, rows: dict[str, list[Row]], marks: dict[str, str]) -> None:
+        """Keep that it was given these."""
+        records: list[dict[str, object]] = [
+            {"run": run.key, "stream": stream, "at": [row.at for row in new]} for stream, new in rows.items()
+        ]
+        records += [{"run": run.key, "mark": mark, "value": value} for mark, value in marks.items()]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        json_lines.append(self._file, *records)
+        for record in records:
+            self._take(record)
+
+
+class Mirror:
+    """Trackers, each with what it was given.
+
+    Args:
+        trackers: To bring up to date.
+        folder: For the records of what they were given.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker[Any]], folder: Path) -> None:
+        self._trackers = list(trackers)
+        self._folder = folder
+        self._sent: dict[str, Sent] = {}
+        self._rests: dict[str, tuple[float, float]] = {}  # by name: until when, and how long the next time
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._given: Counter[str] = Counter()  # by name: runs that it had something new of
+
+    @contextmanager
+    def following(self, live: Source, at_end: Source = lambda: ()) -> Iterator[None]:
+        """Bring the trackers up to date while the block works, and once more at its end, for which it waits only so long.
+
+        Args:
+            live: What may change meanwhile.
+            at_end: What is looked at once more at the end.
+        """
+        if not self._trackers:
+            yield
+            return
+        done = threading.Event()
+
+        def follow() -> None:
+            while not done.wait(EVERY_SECONDS):
+                self.bring_up(live)
+            self.bring_up(live)
+            self.bring_up(at_end)
+            self._close()
+
+        thread = threading.Thread(target=follow, name="track", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(0.0 if "slow" in self._told else PATIENCE_SECONDS)
+            if thread.is_alive():
+                self._tell("slow", f"after {PATIENCE_SECONDS:.0f} s it is not done: not waited for any longer")
+
+    def __str__(self) -> str:
+        if not self._trackers:
+            return "track: no tracker is on; set tracking.wandb, tensorboard or mlflow"
+        given = ", ".join(f"{tracker.place} {self._given.get(tracker.name, 0)}" for tracker in self._trackers)
+        return f"track: runs with something new to them: {given}; {self._folder} has what is kept here"
+
+    def bring_up(self, source: Source) -> int:
+        """Give every tracker what is new to it of these runs; returns how many runs had anything new."""
+        with self._lock:
+            try:
+                runs = list(source())
+            except (MuscaleError, OSError) as error:  # the ledger may be away, and what is trained is worth more
+                self._tell("source", f"what there is to track can't be read: {error}")
+                return 0
+            return sum(sum(self._give(tracker, run) for tracker in self._trackers) > 0 for run in runs)
+
+    def _give(self, tracker: Tracker[Any], run: TrackedRun) -> bool:
+        if tracker.name in self._rests and time.monotonic() < self._rests[tracker.name][0]:
+            return False
+        try:
+            sent = self._sent_to(tracker)
+            rows = sent.new_rows(run)
+            summary = input_key(_plain(run.summary), run.ended)
+            marks = {"summary": summary} if sent.is_new(run, "summary", summary) else {}
+            files = {}
+            for name, path in run.files.items():
+                digest = sha256(path.read_bytes()).hexdigest()
+                if sent.is_new(run, name, digest):
+                    files[name], marks[name] = path, digest
+            if not rows and not marks:
+                return False
+            ordered = sorted((row for new in rows.values() for row in new), key=lambda row: row.at)
+            tracker.show(run, ordered, summary="summary" in marks, files=files)
+            sent.note(run, rows, marks)
+        except (
+            Exception
+        ) as error:  # the one place: a library's own, its transport's, the disk's; no run ends by any of them
+            _, rest = self._rests.get(tracker.name, (0.0, FIRST_REST_SECONDS))
+            self._rests[tracker.name] = time.monotonic() + rest, min(2 * rest, LONGEST_REST_SECONDS)
+            self._tell(tracker.name, f"{tracker.name}: {type(error).__name__}: {error}")
+            return False
+        self._rests.pop(tracker.name, None)
+        self._given[tracker.name] += 1
+        return True
+
+    def _sent_to(self, tracker: Tracker[Any]) -> Sent:
+        if tracker.place not in self._sent:
+            self._sent[tracker.place] = Sent(self._folder / f"{tracker.place}-sent.jsonl")
+        return self._sent[tracker.place]
+
+    def _close(self) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # as in `_give`
+                self._tell(tracker.name, f"{tracker.name}: {type(error).__name__}: {error}")
+
+    def _tell(self, about: str, text: str) -> None:
+        """Once for each."""
+        if about not in self._told:
+            self._told.add(about)
+            line = redacted(" ".join(text.split()))
+            _log.warning("tracking: %s; the work goes on, and `muscale track` makes up for it", line)
+
+
+def _plain(values: object) -> object:
+    return repr(values) if not isinstance(values, dict) else {name: _plain(value) for name, value in values.items()}

@@ -1,0 +1,88 @@
+"""MLflow: runs in an experiment, in the store that MLFLOW_TRACKING_URI names, else in an SQLite file of the study's."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from muscale.tracking.tracked import Row, TrackedRun, Tracker, flat
+
+KEY, GROUP = "muscale.run", "muscale.study"
+_LONGEST = 500  # characters of a parameter; MLflow refuses 6000 and more
+_PARAMETERS = 100  # that MLflow takes at once
+_METRICS = 1000  # likewise
+
+
+class MlflowTracker(Tracker[tuple[Any, str]]):
+    """A run of MLflow for each, found again by a tag.
+
+    Args:
+        experiment: Its name.
+        folder: Of the SQLite file and of files that are kept, where no server is named.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, experiment: str, folder: Path) -> None:
+        super().__init__()
+        self._experiment, self._folder = experiment, folder
+        self._client: Any = None
+        self._experiment_id = ""
+
+    def _begin(self, run: TrackedRun) -> tuple[Any, str]:
+        from mlflow.entities import Param
+
+        client = self._connected()
+        known = client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{run.key}'", max_results=1)
+        if known:
+            found: str = known[0].info.run_id
+            client.update_run(found, status="RUNNING")
+            return client, found
+        tags = {KEY: run.key, GROUP: run.group, "kind": run.kind}
+        found = client.create_run(self._experiment_id, run_name=run.name, tags=tags).info.run_id
+        told = [Param(name, str(value)[:_LONGEST]) for name, value in flat(run.config).items()]
+        for first in range(0, len(told), _PARAMETERS):
+            client.log_batch(found, params=told[first : first + _PARAMETERS])
+        return client, found
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+            logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each table of a new file
+            from mlflow import MlflowClient
+
+            uri = os.environ.get("MLFLOW_TRACKING_URI")
+            if uri is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            client = MlflowClient(tracking_uri=uri or f"sqlite:///{self._folder / 'mlflow.db'}")
+            known = client.get_experiment_by_name(self._experiment)
+            place = None if uri else (self._folder / "mlflow-files").as_uri()
+            self._experiment_id = (
+                known.experiment_id if known else client.create_experiment(self._experiment, artifact_location=place)
+            )
+            self._client = client
+        return self._client
+
+    def _log(self, opened: tuple[Any, str], rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric
+
+        client, found = opened
+        metrics = [Metric(name, value, 0, row.at) for row in rows for name, value in row.metrics.items()]
+        for first in range(0, len(metrics), _METRICS):
+            client.log_batch(found, metrics=metrics[first : first + _METRICS])
+
+    def _summarize(self, opened: tuple[Any, str], run: TrackedRun) -> None:
+        client, found = opened
+        for name, value in flat(run.summary).items():
+            client.set_tag(found, f"summary.{name}", str(value)[:_LONGEST])
+
+    def _attach(self, opened: tuple[Any, str], run: TrackedRun, name: str, path: Path) -> None:
+        client, found = opened
+        client.log_artifact(found, str(path))
+
+    def _end(self, opened: tuple[Any, str], how: Literal["finished", "failed"] | None) -> None:
+        client, found = opened
+        client.set_terminated(found, status="FAILED" if how == "failed" else "FINISHED")

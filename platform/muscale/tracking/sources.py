@@ -1,0 +1,232 @@
+"""What is tracked of a study, read off its ledger and files: trials of the sweep, the full run, and the study as a whole.
+
+The metrics, the same in every tracker (docs/tracking.md lists them): tokens, train_loss, val_loss, learning_rate, grad_norm,
+tokens_per_second, forecast/loss, forecast/low, forecast/high, band/expected, band/low, band/high. Losses in nats per token.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.band import Band, registered_band
+from muscale.bundle_files import MANIFEST
+from muscale.layout import BUNDLES, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
+from muscale.ledger import Ledger
+from muscale.lineage import input_key
+from muscale.metrics_tail import MetricsTail
+from muscale.plan_file import path_of
+from muscale.planning import Plan
+from muscale.promotion import Promotion, recorded_promotion
+from muscale.run_records import RunRecords
+from muscale.search.record import Record
+from muscale.sweep import Sweep, annealed_runs
+from muscale.tracking.tracked import Row, TrackedRun
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+_STEPS = ("tokens", "train_loss", "grad_norm", "rate_factor", "seconds")
+_CARD = "README.md"  # of a bundle, whose module needs torch
+_SIDES = ("loss", "low", "high")
+
+
+def study_key(directory: Path) -> str:
+    """What this study's runs are known by, wherever it is called the same; made at first use, and kept in its directory."""
+    file = directory / TRACKING / "study"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(uuid.uuid4().hex[:8])
+    return file.read_text().strip()
+
+
+class Trials:
+    """The trials of a sweep: `val_loss` at each rung, what they were ranked by."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def __call__(self) -> Iterator[TrackedRun]:
+        """As they stand now; those that have arrived nowhere are left out."""
+        sweep, record, name = self._sweep, self._sweep.record(), self._sweep.config.name
+        key, plan = study_key(sweep.ledger.directory), sweep.plan
+        given = plan.defaults.to_dict()
+        annealed = annealed_runs(sweep, record).dropna()
+        longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")["loss"]
+        for trial, values in record.configs.items():
+            if record.last_rung(trial) < 0:
+                continue
+            known = float(longest[trial]) if trial in longest.index else None
+            status = record.status(trial, plan.top)
+            model = plan.numerics.model
+            yield TrackedRun(
+                key=input_key(key, "trial", sweep.key, trial),
+                name=f"{name} trial {trial}",
+                kind="trial",
+                group=f"{name} {key}",
+                config={
+                    **given,
+                    **values,
+                    "trial": trial,
+                    "searched": sorted(values),
+                    "n_params": model.n_params,
+                    "model": model.to_dict(),
+                    "sweep": sweep.key,
+                },
+                rows={"rungs": list(_rung_rows(sweep, record, trial))},
+                summary=_told_trial(record, trial, status, known),
+                ended="failed" if status == "diverged" else "finished" if status == "completed" and known else None,
+            )
+
+
+def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
+    for rung in range(record.last_rung(trial) + 1):
+        if (trial, rung) in record.arrivals and math.isfinite(loss := record.loss(trial, rung)):
+            tokens = sweep.plan.rung_tokens[rung]
+            values = {"tokens": tokens, "val_loss": loss}
+            if sweep.config.sweep.is_population:  # what it was trained with changes from rung to rung
+                held = record.config_at(trial, rung).items()
+                values |= {f"hyperparameters/{name}": v for name, v in held if isinstance(v, int | float)}
+            yield Row(at=tokens, values=values)
+
+
+def _told_trial(record: Record, trial: int, status: str, annealed: float | None) -> dict[str, Any]:
+    tokens, seconds = record.cost(trial)
+    told: dict[str, Any] = {"status": status, "rung": record.last_rung(trial)}
+    told |= {"trained_tokens": tokens, "trained_seconds": seconds}
+    if math.isfinite(loss := record.loss(trial, record.last_rung(trial))):
+        told["val_loss"] = loss
+    return told if annealed is None else told | {"annealed_loss": annealed}
+
+
+class FullRun:
+    """A full run: its training curve in stretches, its evaluations, and the forecast beside both as lines.
+
+    Args:
+        ledger: The study's.
+        plan: Key of a registered plan.
+        config: The study's, as plain values.
+        points: Stretches of the training curve.
+    """
+
+    def __init__(self, ledger: Ledger, plan: str, config: Mapping[str, Any], points: int) -> None:
+        self._ledger, self._plan, self._config, self._points = ledger, plan, config, points
+        self._directory = ledger.directory / FULL_RUNS / plan
+        self._steps = MetricsTail(self._directory / METRICS, _STEPS)
+        self._records = RunRecords(self._directory)
+        self._known: tuple[Plan, Band | None, dict[str, float]] | None = None
+
+    def __call__(self) -> Iterator[TrackedRun]:
+        """As it stands now; nothing before its forecast is registered."""
+        if self._known is None:
+            row = self._ledger.forecast(self._plan)
+            if row is None:
+                return
+            lines = {f"forecast/{side}": float(row[side]) for side in _SIDES}
+            self._known = Plan.from_dict(row["payload"]), registered_band(self._plan, self._ledger), lines
+        plan, band, lines = self._known
+        promotion = recorded_promotion(self._ledger, self._plan)
+        name, key = self._config["name"], study_key(self._ledger.directory)
+        evaluated = self._records.evaluations()
+        failed = (self._directory / FAILURE).exists()
+        yield TrackedRun(
+            key=input_key(key, "full", self._plan),
+            name=f"{name} full run",
+            kind="full",
+            group=f"{name} {key}",
+            config={**self._config, "plan_of_run": plan.to_dict()},
+            rows={
+                "training": list(_stretches(self._steps.table(), plan, lines, self._points)),
+                "evaluations": list(_evaluations(evaluated, band, lines)),
+            },
+            summary=lines | _told_full(promotion, evaluated),
+            ended="finished" if promotion else "failed" if failed else None,
+        )
+
+
+def _stretches(steps: pd.DataFrame, plan: Plan, lines: Mapping[str, float], points: int) -> Iterator[Row]:
+    """Means over whole stretches of the run's tokens: as many rows however long it is, and the same however often it is read."""
+    steps = steps.dropna(subset=["train_loss"])
+    if steps.empty:
+        return
+    tokens = steps["tokens"].to_numpy(dtype=float)
+    number = np.ceil(tokens * points / plan.n_tokens).astype(int)
+    whole = number < number[-1] if tokens[-1] < plan.n_tokens else np.ones(len(number), dtype=bool)
+    before_tokens = before_seconds = 0.0
+    for _, stretch in steps[whole].groupby(number[whole]):
+        end = int(stretch["tokens"].iloc[-1])
+        values = {"tokens": end, "train_loss": float(stretch["train_loss"].mean()), **lines}
+        recipe = next((s.recipe for s in plan.segments if end <= s.end), plan.segments[-1].recipe)
+        values["learning_rate"] = recipe.learning_rate * float(stretch["rate_factor"].iloc[-1])
+        values["grad_norm"] = float(stretch["grad_norm"].mean())
+        seconds = float(stretch["seconds"].iloc[-1])
+        values["tokens_per_second"] = (end - before_tokens) / max(seconds - before_seconds, 1e-9)
+        before_tokens, before_seconds = end, seconds
+        yield Row(at=end, values={name: value for name, value in values.items() if math.isfinite(value)})
+
+
+def _evaluations(evaluated: pd.DataFrame, band: Band | None, lines: Mapping[str, float]) -> Iterator[Row]:
+    sides = band.at(evaluated["tokens"].to_numpy(dtype=float)).to_dict("records") if band else [{}] * len(evaluated)
+    for row, side in zip(evaluated.to_dict("records"), sides, strict=True):
+        values = {"tokens": int(row["tokens"]), "val_loss": float(row["val_loss"]), **lines}
+        values |= {f"band/{name}": value for name, value in side.items()}
+        yield Row(at=int(row["tokens"]), values={name: value for name, value in values.items() if math.isfinite(value)})
+
+
+def _told_full(promotion: Promotion | None, evaluated: pd.DataFrame) -> dict[str, Any]:
+    if promotion is None:
+        return {"val_loss": float(evaluated["val_loss"].iloc[-1])} if len(evaluated) else {}
+    told: dict[str, Any] = {"val_loss": promotion.loss, "residual": promotion.residual, "inside": promotion.inside}
+    told |= {"relative_error": promotion.relative_error, "forced": promotion.forced, "verdict": promotion.verdict}
+    return told | ({"goodput": promotion.goodput.share} if promotion.goodput else {})
+
+
+class WholeStudy:
+    """The study as one run: every run of its ledger as a row, where it stands, and the files to keep."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+
+    def __call__(self) -> Iterator[TrackedRun]:
+        """As it stands now; nothing before its first run or forecast."""
+        study, ledger = self._study, self._study.ledger
+        runs, forecast, promotion = ledger.runs(), ledger.latest_forecast(), ledger.latest_result("promotion")
+        if runs.empty and forecast is None:
+            return
+        name, key = study.config.name, study_key(study.directory)
+        summary: dict[str, Any] = {f"n_runs/{p}": int(n) for p, n in runs["purpose"].value_counts().items()}
+        files = {REPORT: study.directory / REPORT}
+        if verdict := ledger.latest_result("transfer"):
+            summary["verdict"] = verdict["payload"]["verdict"]
+        if forecast:
+            plan = forecast["payload"]
+            summary |= {f"forecast/{side}": forecast[side] for side in _SIDES}
+            summary |= {f"plan/{name}": plan[name] for name in ("n_params", "n_tokens", "compute_flops")}
+            files["plan.toml"] = path_of(study.directory, forecast["plan"])
+            bundle = study.directory / BUNDLES / forecast["plan"]
+            files |= {kept: bundle / kept for kept in (MANIFEST, _CARD)}
+        if promotion:
+            summary["val_loss"] = promotion["payload"]["loss"]
+        yield TrackedRun(
+            key=input_key(key, "study"),
+            name=name,
+            kind="study",
+            group=f"{name} {key}",
+            config=study.config.to_dict(),
+            rows={"runs": list(_run_rows(runs))},
+            summary=summary,
+            files={kept: path for kept, path in files.items() if path.is_file()},
+        )
+
+
+def _run_rows(runs: pd.DataFrame) -> Iterator[Row]:
+    columns = ("n_params", "n_tokens", "compute_flops", "learning_rate", "loss")
+    for number, run in enumerate(runs.to_dict("records")):
+        values = {f"runs/{name}": float(run[name]) for name in columns if math.isfinite(run[name])}
+        yield Row(at=number, values={"number": number, **values})

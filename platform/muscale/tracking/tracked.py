@@ -1,0 +1,136 @@
+"""A run as trackers are shown it, and what a tracker is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+Kind = Literal["study", "trial", "full"]
+Opened = TypeVar("Opened")
+MOST_OPEN = 64
+"""Runs that a tracker holds open at once; one that has waited longest is closed, and gone on with when it is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Metrics at one place of a run.
+
+    Attributes:
+        at: Tokens, or the number of a run; two rows of one stream never have the same.
+        values: By name, `tokens` or `number` with them; finite.
+    """
+
+    at: int
+    values: Mapping[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What is not the place itself."""
+        return {name: value for name, value in self.values.items() if name not in ("tokens", "number")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """All that is known of a run so far.
+
+    Attributes:
+        key: Its own for ever, so that a tracker goes on with the run it has.
+        name: For people.
+        kind: Of the run.
+        group: What runs of one study share.
+        config: What it was begun with, as plain values without secrets.
+        rows: Streams of rows by name, each ascending; one may be ahead of another.
+        summary: Where it stands, as plain values.
+        files: By the names that they are kept under.
+        ended: How, once nothing more will come.
+    """
+
+    key: str
+    name: str
+    kind: Kind
+    group: str
+    config: Mapping[str, Any]
+    rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
+    ended: Literal["finished", "failed"] | None = None
+
+
+class Tracker(ABC, Generic[Opened]):
+    """Where runs are shown. What it is given is new to it; whatever it raises is told once, and tried again later.
+
+    Attributes:
+        name: For messages, and for the record of what it was given.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, Opened] = OrderedDict()
+
+    @property
+    def place(self) -> str:
+        """Name of the record of what it was given: two places have nothing in common."""
+        return self.name
+
+    def show(self, run: TrackedRun, rows: Sequence[Row], *, summary: bool, files: Mapping[str, Path]) -> None:
+        """Add these rows and files to a run and, where it is new, its summary; a run that is not open is begun or gone on with."""
+        opened = self._opened(run)
+        if rows:
+            self._log(opened, rows)
+        if summary:
+            self._summarize(opened, run)
+        for name, path in files.items():
+            self._attach(opened, run, name, path)
+        if run.ended:
+            self._end(self._open.pop(run.key), run.ended)
+
+    def close(self) -> None:
+        """Let go of every open run; each can be gone on with."""
+        while self._open:
+            _, opened = self._open.popitem()
+            self._end(opened, None)
+
+    def _opened(self, run: TrackedRun) -> Opened:
+        if run.key not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                _, oldest = self._open.popitem(last=False)
+                self._end(oldest, None)
+            self._open[run.key] = self._begin(run)
+        self._open.move_to_end(run.key)
+        return self._open[run.key]
+
+    @abstractmethod
+    def _begin(self, run: TrackedRun) -> Opened:
+        """Begin the run, or go on with the one that has its key."""
+
+    @abstractmethod
+    def _log(self, opened: Opened, rows: Sequence[Row]) -> None:
+        """Add rows."""
+
+    @abstractmethod
+    def _summarize(self, opened: Opened, run: TrackedRun) -> None:
+        """Say where the run stands."""
+
+    @abstractmethod
+    def _attach(self, opened: Opened, run: TrackedRun, name: str, path: Path) -> None:
+        """Keep a copy of a file."""
+
+    @abstractmethod
+    def _end(self, opened: Opened, how: Literal["finished", "failed"] | None) -> None:
+        """Close the run; None: it may be gone on with."""
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested plain values by dotted names, for trackers that know no tables; a list as its text."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found

@@ -1,0 +1,359 @@
+"""What trackers are shown of a study, and that each of them is given it once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from muscale import Promotion, Study, StudyConfig, StudyFileError
+from muscale.band import register_band
+from muscale.layout import FULL_RUNS, METRICS
+from muscale.ledger import Ledger
+from muscale.planning import Plan
+from muscale.tracking import mirror as mirroring
+from muscale.tracking.mirror import Mirror
+from muscale.tracking.sources import FullRun, Trials, study_key
+from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
+from muscale.tracking.trackers import make_mirror
+from muscale.tracking.wandb_tracker import mode_of
+from muscale.tracking_settings import TrackingSettings
+from tests.muscale.event_files import scalars
+from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
+from tests.muscale.planted_sweep import open_sweep, plant
+
+MakeStudy = Callable[..., Path]
+
+
+class Listed(Tracker[str]):
+    """A tracker that keeps what it is given, and fails when it is told to."""
+
+    name = "listed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, list[Row]] = {}
+        self.summaries: dict[str, list[Mapping[str, object]]] = {}
+        self.begun: list[str] = []
+        self.ended: list[tuple[str, str | None]] = []
+        self.files: list[str] = []
+        self.failure: Exception | None = None
+
+    def _begin(self, run: TrackedRun) -> str:
+        if self.failure:
+            raise self.failure
+        self.begun.append(run.key)
+        return run.key
+
+    def _log(self, opened: str, rows: Sequence[Row]) -> None:
+        self.rows.setdefault(opened, []).extend(rows)
+
+    def _summarize(self, opened: str, run: TrackedRun) -> None:
+        self.summaries.setdefault(opened, []).append(run.summary)
+
+    def _attach(self, opened: str, run: TrackedRun, name: str, path: Path) -> None:
+        self.files.append(name)
+
+    def _end(self, opened: str, how: Literal["finished", "failed"] | None) -> None:
+        self.ended.append((opened, how))
+
+
+class Planted:
+    """A full run whose metrics a test writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.config = StudyConfig.read(path)
+        self.ledger = Ledger(path.parent / "ledger.sqlite")
+        rows = write_ladder(self.ledger, numerics_of(self.config), self.config, stems=4)
+        self.plan: Plan = registered_plan(path, self.ledger)
+        self.band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
+        self.directory = self.ledger.directory / FULL_RUNS / self.plan.key
+        self.directory.mkdir(parents=True)
+
+    def source(self, points: int = 20) -> FullRun:
+        return FullRun(self.ledger, self.plan.key, self.config.to_dict(), points)
+
+    def write(self, first: int, last: int, of: int, evaluated: Sequence[int] = ()) -> None:
+        """Steps of a run that has so many, its loss falling from 4."""
+        n_tokens = self.plan.n_tokens
+        with (self.directory / METRICS).open("a") as file:
+            for step in range(first, last + 1):
+                row: dict[str, float] = {"tokens": round(n_tokens * step / of), "train_loss": 4 - step / of}
+                row |= {"grad_norm": 1.0, "rate_factor": 0.5, "seconds": step / 10}
+                if step in evaluated:
+                    row["val_loss"] = 4.1 - step / of
+                file.write(json.dumps(row) + "\n")
+
+    def end(self, loss: float) -> None:
+        band = self.band
+        promotion = Promotion(
+            plan=self.plan.key,
+            loss=loss,
+            source_losses={},
+            forecast=band.loss,
+            low=band.low,
+            high=band.high,
+            level=band.level,
+            registered_at="2026-01-01T00:00:00+00:00",
+            started_at="2026-01-01T00:00:01+00:00",
+            finished_at="2026-01-01T00:00:02+00:00",
+            verdict="pass",
+            forced=False,
+            world_size=2,
+            seconds=1.0,
+        )
+        self.ledger.record_result("promotion", self.plan.key, promotion.to_dict())
+
+
+@pytest.fixture
+def planted(make_study: MakeStudy) -> Iterator[Planted]:
+    planted = Planted(make_study())
+    yield planted
+    planted.ledger.close()
+
+
+def test_a_long_curve_is_shown_as_means_of_stretches_the_same_at_every_reading(planted: Planted) -> None:
+    whole, grown = planted.source(), planted.source()
+    seen: list[list[Row]] = []
+    for last in (130, 131, 400):
+        planted.write(1 if last == 130 else last, last, 400) if last < 400 else planted.write(132, 400, 400)
+        (run,) = grown()
+        seen.append(list(run.rows["training"]))
+    (run,) = whole()
+    rows = list(run.rows["training"])
+    assert len(rows) == 20
+    assert rows == seen[2]
+    assert rows[: len(seen[0])] == seen[0] == seen[1], "a stretch is shown once it is whole, and never changes"
+    assert len(seen[0]) == 6
+    assert rows[-1].at == planted.plan.n_tokens
+    assert [row.values["train_loss"] for row in rows] == pytest.approx(
+        [4 - (20 * k + 10.5) / 400 for k in range(20)], rel=1e-3
+    )
+    first = planted.plan.segments[0].recipe.learning_rate
+    assert rows[0].values["learning_rate"] == pytest.approx(first / 2)
+    assert rows[3].values["tokens_per_second"] == pytest.approx(planted.plan.n_tokens / 40, rel=1e-2)
+
+
+def test_the_forecast_is_a_line_beside_the_run(planted: Planted) -> None:
+    planted.write(1, 400, 400, evaluated=(100, 200, 400))
+    (run,) = planted.source()()
+    lines = {f"forecast/{side}": getattr(planted.band, side) for side in ("loss", "low", "high")}
+    rows = [row for stream in run.rows.values() for row in stream]
+    assert all(row.values.items() >= lines.items() for row in rows)
+    evaluations = run.rows["evaluations"]
+    assert [row.values["val_loss"] for row in evaluations] == pytest.approx([3.85, 3.6, 3.1])
+    assert evaluations[-1].values["band/expected"] == pytest.approx(planted.band.loss)
+    assert all(math.isfinite(value) for row in rows for value in row.values.values())
+    assert (run.ended, run.summary["val_loss"]) == (None, pytest.approx(3.1))
+    assert run.config["plan_of_run"]["key"] == planted.plan.key
+    assert run.config["sweep"]["trials"] == planted.config.sweep.trials
+    planted.end(3.1)
+    (run,) = planted.source()()
+    assert run.ended == "finished"
+    assert run.summary["residual"] == pytest.approx(3.1 - planted.band.loss)
+
+
+def test_trials_are_shown_with_what_became_of_them(make_study: MakeStudy) -> None:
+    path = make_study()
+    ledger = Ledger(path.parent / "ledger.sqlite")
+    sweep = open_sweep(path, ledger)
+    plant(sweep)
+    runs = list(Trials(sweep)())
+    assert [run.summary["status"] for run in runs] == ["completed", "stopped", "diverged"], "one has arrived nowhere"
+    first, last = sweep.plan.rung_tokens
+    assert [(row.at, row.values["val_loss"]) for row in runs[0].rows["rungs"]] == [(first, 2.0), (last, 1.8)]
+    assert runs[2].rows["rungs"] == []
+    assert "val_loss" not in runs[2].summary, "a divergence is no number"
+    assert runs[2].ended == "failed"
+    assert (runs[0].config["learning_rate"], runs[0].config["searched"]) == (0.008, ["init_scale", "learning_rate"])
+    assert len({run.key for run in runs}) == 3
+    assert len({run.group for run in runs}) == 1
+    assert [run.key for run in Trials(sweep)()] == [run.key for run in runs], "for ever"
+    ledger.close()
+
+
+def test_the_same_study_in_another_directory_is_another_one(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    here = study_key(tmp_path / "here")
+    assert study_key(tmp_path / "here") == here != study_key(tmp_path / "there")
+
+
+def test_a_tracker_is_given_everything_once_even_by_another_process(planted: Planted, tmp_path: Path) -> None:
+    planted.write(1, 200, 400, evaluated=(100,))
+    first, later = Listed(), Listed()
+    assert Mirror([first], tmp_path / "t").bring_up(planted.source()) == 1
+    mirror = Mirror([later], tmp_path / "t")
+    assert mirror.bring_up(planted.source()) == 0
+    assert later.begun == [], "a tracker is not even started where it has nothing to do"
+    planted.write(201, 400, 400, evaluated=(300, 400))
+    planted.end(3.1)
+    assert mirror.bring_up(planted.source()) == 1
+    assert mirror.bring_up(planted.source()) == 0
+    (key,) = first.rows
+    assert later.begun == [key], "the same run goes on"
+    assert later.ended == [(key, "finished")]
+    places = [(row.at, "val_loss" in row.values) for tracker in (first, later) for row in tracker.rows[key]]
+    assert len(places) == len(set(places)) == 20 + 3
+    assert [len(tracker.summaries[key]) for tracker in (first, later)] == [1, 1]
+
+
+def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
+    planted.write(1, 400, 400, evaluated=(200, 400))
+    planted.end(3.1)
+    path = planted.ledger.directory / "study.toml"
+    study = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
+    assert study.track().startswith("track: runs with something new to them: tensorboard 2; ")
+    folder = study.directory / "tracking" / "tensorboard"
+    (full,), (whole,) = ((folder / kind).iterdir() for kind in ("full", "study"))
+    found, n_tokens = scalars(full), planted.plan.n_tokens
+    assert found["val_loss", n_tokens] == [pytest.approx(3.1)]
+    assert found["forecast/loss", n_tokens] == pytest.approx([planted.band.loss] * 2), (
+        "beside the curve and the evaluation"
+    )
+    assert b"val_loss = 3.1" in b"".join(file.read_bytes() for file in whole.iterdir()), "where the study stands"
+    again = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
+    assert again.track().startswith("track: runs with something new to them: tensorboard 0; ")
+    study.ledger.close()
+    again.ledger.close()
+
+
+def test_late_evaluations_are_not_lost(planted: Planted, tmp_path: Path) -> None:
+    planted.write(1, 400, 400)
+    tracker = Listed()
+    mirror = Mirror([tracker], tmp_path / "t")
+    source = planted.source()
+    mirror.bring_up(source)
+    beside = {"tokens": planted.plan.n_tokens // 2, "val_loss": 3.5}
+    (planted.directory / "evaluations.jsonl").write_text(json.dumps(beside) + "\n")
+    mirror.bring_up(source)
+    (rows,) = tracker.rows.values()
+    assert [row.values["val_loss"] for row in rows if "val_loss" in row.values] == [3.5]
+
+
+def test_a_failing_tracker_is_told_of_once_and_gets_everything_when_it_is_back(
+    planted: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(mirroring, "FIRST_REST_SECONDS", 0.5)
+    monkeypatch.setattr(mirroring, "LONGEST_REST_SECONDS", 0.5)
+    planted.write(1, 200, 400)
+    bad, good = Listed(), Listed()
+    bad.failure = ConnectionError(f"no route to {'k' * 40}")
+    good.name = "good"  # type: ignore[misc]
+    mirror = Mirror([bad, good], tmp_path / "t")
+    with caplog.at_level(logging.WARNING):
+        for last in (201, 202, 240):
+            planted.write(last, last, 400)
+            mirror.bring_up(planted.source())
+    (told,) = caplog.messages
+    assert "listed: ConnectionError: no route to $WANDB_API_KEY; the work goes on" in told
+    assert good.rows, "the other one has what there is"
+    bad.failure = None
+    time.sleep(0.6)
+    mirror.bring_up(planted.source())
+    assert bad.rows == good.rows
+
+
+def test_a_tracker_that_hangs_is_not_waited_for(
+    planted: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    class Hanging(Listed):
+        def _begin(self, run: TrackedRun) -> str:
+            released.wait(60)
+            return super()._begin(run)
+
+    monkeypatch.setattr(mirroring, "PATIENCE_SECONDS", 0.2)
+    planted.write(1, 200, 400)
+    tracker = Hanging()
+    mirror = Mirror([tracker], tmp_path / "t")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with mirror.following(planted.source()):
+                pass
+    assert len(caplog.messages) == 1
+    assert "not waited for any longer" in caplog.messages[0]
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "track":
+            thread.join(30)
+    assert tracker.begun, "what was under way came to its end"
+
+
+def test_what_the_block_raises_passes_and_is_tracked_before(planted: Planted, tmp_path: Path) -> None:
+    tracker = Listed()
+    with pytest.raises(KeyboardInterrupt), Mirror([tracker], tmp_path / "t").following(planted.source()):
+        planted.write(1, 200, 400)
+        raise KeyboardInterrupt
+    assert tracker.rows
+
+
+def test_only_so_many_runs_are_open_at_once(tmp_path: Path) -> None:
+    tracker = Listed()
+    runs = [
+        TrackedRun(
+            key=f"k{n}", name="n", kind="trial", group="g", config={}, rows={"a": [Row(at=n, values={"x": 1.0})]}
+        )
+        for n in range(MOST_OPEN + 3)
+    ]
+    Mirror([tracker], tmp_path / "t").bring_up(lambda: runs)
+    assert tracker.ended == [("k0", None), ("k1", None), ("k2", None)]
+
+
+def test_where_wandb_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    auto = TrackingSettings()
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert mode_of(auto) == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret")
+    assert mode_of(auto) == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example")
+    assert mode_of(auto) == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert mode_of(auto) == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert mode_of(auto) == "off"
+    assert mode_of(TrackingSettings(wandb="offline")) == "offline", "the study file says so"
+
+
+def test_the_table_is_strict(make_study: MakeStudy) -> None:
+    path = make_study()
+    with pytest.raises(
+        StudyFileError, match=r"tracking\.wandb: Input should be 'auto', 'online', 'offline' or 'off', got 'yes'"
+    ):
+        StudyConfig.read(path, ["tracking.wandb=yes"])
+    with pytest.raises(StudyFileError, match=r"tracking\.tensorbord: unknown key .*did you mean tensorboard"):
+        StudyConfig.read(path, ["tracking.tensorbord=true"])
+    with pytest.raises(StudyFileError, match=r"tracking\.points: .*greater than 0, got 0"):
+        StudyConfig.read(path, ["tracking.points=0"])
+
+
+def test_a_tracker_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from muscale.tracking import trackers
+
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(
+        StudyFileError, match=r"tracking\.mlflow: needs the package mlflow: pip install 'muscale\[mlflow\]'"
+    ):
+        make_mirror(TrackingSettings(wandb="off", mlflow=True), tmp_path)
+
+
+def test_nested_values_have_dotted_names() -> None:
+    assert flat({"a": {"b": 1, "c": [1, 2]}, "d": None, "e": True}) == {
+        "a.b": 1,
+        "a.c": "[1, 2]",
+        "d": "None",
+        "e": True,
+    }
+    assert np.isfinite(flat({"x": 1.5})["x"])
