@@ -462,6 +462,32 @@ def generate(
     return 0
 
 
+@app.command
+def ui(
+    study: Path,
+    *,
+    port: int = 8719,
+    allow_actions: Annotated[bool, Parameter(negative=())] = False,
+    options: Options = Options(),
+) -> int:
+    """Show the report as a page of this machine that follows the study while it runs: muscale ui study.toml.
+
+    Args:
+        study: The study file.
+        port: Of the loopback device; 0 takes any that is free.
+        allow_actions: Let the page cancel a trial or the study, for whoever has the access token that is printed.
+    """
+    from contextlib import suppress
+
+    from muscale.live_page import serve
+    from muscale.study import Study
+
+    _refuse_dry_run("a page", options)
+    with suppress(KeyboardInterrupt):  # the way to end it
+        serve(Study.open(study, options.set, quiet=True), port=port, allow_actions=allow_actions)
+    return 0
+
+
 def _refuse_dry_run(what: str, options: Options) -> None:
     if options.dry_run:
         raise StudyFileError(f"--dry-run is for what costs compute or removes something; {what} does neither")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,26 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 
-def gather(study: Study) -> ReportContents:
-    """All that the report shows; what is not known yet is None."""
-    known: dict[str, Any] = {}
+def settled(study: Study) -> dict[str, Any]:
+    """What changes with finished trainings alone: search, transfer, law, and what it tells of the plan."""
+    runs = study.runs()
+    if runs[runs["purpose"] == "sweep"].empty:
+        return {}
+    return _search(copy(study))  # as the study's own later stages must not stand on a sweep that is not done
+
+
+def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportContents:
+    """All that the report shows; what is not known yet is None.
+
+    Args:
+        study: The study.
+        known: As `settled` gives it; worked out if it is left out.
+    """
+    known = dict(settled(study) if known is None else known)
     corpus = study.directory / CORPUS
     check = study.ledger.latest_result("check")
     runs = study.runs()
     written = Corpus.open(corpus) if (corpus / MANIFEST).exists() else None
-    if not runs[runs["purpose"] == "sweep"].empty:
-        known |= _search(copy(study))  # of which later stages must not stand on a sweep that is not done
     known |= _full_run(study, known.pop("planned", None))
     return ReportContents(
         name=study.config.name,

@@ -10,6 +10,7 @@ from muscale.sections import count
 if TYPE_CHECKING:
     from muscale.report import ReportContents
 
+_OPEN = (None, None)
 _ROOM = 0.35  # of the interval, left and right of all that is drawn
 
 
@@ -58,7 +59,7 @@ def ruler(contents: ReportContents) -> dict[str, Any] | None:
     low, high = min(values) - room, max(values) + room
 
     def place(value: float) -> float:
-        return round(100 * (value - low) / (high - low), 2)
+        return round(100 * float((value - low) / (high - low)), 2)
 
     return {
         "low": place(told["low"]),
@@ -127,48 +128,48 @@ def _of_gate(contents: ReportContents) -> list[Tile]:
 
 def lineage(contents: ReportContents) -> list[Step]:
     """From the corpus to the bundle."""
-    sweep, verdict, law, plan = contents.sweep, contents.transfer, contents.fit, contents.plan
-    promotion, forecast, corpus = contents.promotion, contents.forecast, contents.corpus
-    so_far = contents.so_far
+    corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
+    plan, forecast, promotion = contents.plan, contents.forecast, contents.promotion
     return [
         _step(
-            "Corpus", "the-corpus", corpus and f"{count(corpus.n_tokens)} tokens", corpus and f"key {corpus.key[:8]}"
+            "Corpus",
+            "the-corpus",
+            *((f"{count(corpus.n_tokens)} tokens", f"key {corpus.key[:8]}") if corpus else _OPEN),
         ),
-        _step(
-            "Search",
-            "what-was-searched" if sweep or not so_far else "the-search-as-it-goes",
-            sweep and f"trial {sweep.winner}",
-            f"leads {len(sweep.trials)} trials" if sweep else so_far and f"{len(so_far.trials)} trials so far",
-        ),
+        _searched(contents),
         _step(
             "Transfer",
             "does-it-transfer",
-            verdict and verdict.verdict,
-            verdict and "verdict",
-            failed=bool(verdict and verdict.verdict != "pass"),
+            *((verdict.verdict, "verdict") if verdict else _OPEN),
+            failed=verdict is not None and verdict.verdict != "pass",
         ),
         _step(
             "Law",
             "the-law-and-its-data",
-            law and f"{law.n_rows} runs",
-            law and f"of {law.n_stems} stems, {law.status}",
-            failed=bool(law and law.status == "doubtful"),
+            *((f"{law.n_rows} runs", f"of {law.n_stems} stems, {law.status}") if law else _OPEN),
+            failed=law is not None and law.status == "doubtful",
         ),
         _step(
             "Plan",
             "the-plan",
-            forecast and f"{forecast['loss']:.4f}",
-            plan and f"forecast; key {plan.get('key', '')[:8]}",
+            *((f"{forecast['loss']:.4f}", f"forecast; key {plan.get('key', '')[:8]}") if forecast and plan else _OPEN),
         ),
         _step(
             "Full run",
             "the-full-run",
-            promotion and f"{promotion['loss']:.4f}",
-            promotion and ("inside" if promotion["inside"] else "outside"),
-            failed=bool(promotion and not promotion["inside"]),
+            *((f"{promotion['loss']:.4f}", "inside" if promotion["inside"] else "outside") if promotion else _OPEN),
+            failed=promotion is not None and not promotion["inside"],
         ),
-        _step("Bundle", "how-to-reproduce", contents.bundle and "written", contents.bundle and contents.bundle[:8]),
+        _step("Bundle", "how-to-reproduce", *(("written", bundle[:8]) if bundle else _OPEN)),
     ]
+
+
+def _searched(contents: ReportContents) -> Step:
+    if sweep := contents.sweep:
+        return _step("Search", "what-was-searched", f"trial {sweep.winner}", f"leads {len(sweep.trials)} trials")
+    if so_far := contents.so_far:
+        return _step("Search", "the-search-as-it-goes", None, f"{len(so_far.trials)} trials so far")
+    return _step("Search", "what-was-searched", *_OPEN)
 
 
 def _step(title: str, leads_to: str, value: str | None, note: str | None, *, failed: bool = False) -> Step:

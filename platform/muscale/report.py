@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from muscale import figures, glance
 from muscale.law_sections import law_sections
-from muscale.search_sections import search_sections, transfer_sections
+from muscale.search_sections import running_section, search_sections, transfer_sections
 from muscale.sections import Section, as_table, drawn, grouped, page_file, templates
 from muscale.spending import draw_spending, told_spending
 from muscale.watch import place
@@ -74,7 +75,16 @@ def write_report(contents: ReportContents, path: Path) -> Path:
 
 def page(contents: ReportContents, sections: list[Section], **values: Any) -> str:
     """The whole page around its sections; `values` say where its scripts are from and what they may do."""
-    given = {"policy": None, "plotly": None, "script": None, "nonce": None, "live": False, "known": None, **values}
+    given = {
+        "policy": None,
+        "plotly": None,
+        "script": None,
+        "nonce": None,
+        "live": False,
+        "known": None,
+        "actions": False,
+        **values,
+    }
     return (
         templates()
         .get_template("page.html.jinja")
@@ -98,8 +108,23 @@ def policy(scripts: str, *, connect: str = "'none'") -> str:
     )
 
 
-def sections_of(contents: ReportContents) -> list[Section]:
-    """Every part of the page, in order."""
+def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) -> list[Section]:
+    """Every part of the page, in order.
+
+    Args:
+        contents: What is known.
+        memo: Where parts are kept that take long to draw, for the next time that what they show is the same.
+    """
+
+    def kept(make: Callable[..., list[Section]], *shown: Any) -> list[Section]:
+        made: list[Section]
+        before, made = (memo or {}).get(make.__name__, (None, []))
+        if before is None or not all(a is b or _same(a, b) for a, b in zip(before, shown, strict=True)):
+            made = make(*shown)
+        if memo is not None:
+            memo[make.__name__] = (shown, made)
+        return made
+
     return [
         _summary(contents),
         *_plan(contents),
@@ -117,9 +142,10 @@ def sections_of(contents: ReportContents) -> list[Section]:
             result=str(contents.check) if contents.check else None,
             drawings=drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
         ),
-        *search_sections(contents.sweep, contents.so_far),
-        *transfer_sections(contents.transfer),
-        *law_sections(contents.fit, contents.plan, contents.next_runs),
+        *running_section(contents.so_far, contents.sweep),
+        *kept(search_sections, contents.sweep),
+        *kept(transfer_sections, contents.transfer),
+        *kept(law_sections, contents.fit, contents.plan, contents.next_runs),
         Section(
             title="The full run",
             command="promote",
@@ -145,6 +171,11 @@ def sections_of(contents: ReportContents) -> list[Section]:
         ),
         _reproduction(contents.reproduction),
     ]
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether plain values are equal; of others it isn't asked."""
+    return isinstance(before, dict) and bool(before == now)
 
 
 def _summary(contents: ReportContents) -> Section:

@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 SEARCH, TRANSFER = "The search", "Transfer"
 
 
-def search_sections(sweep: SweepResult | None, so_far: SearchSoFar | None = None) -> list[Section]:
-    """What was searched, with a section for each figure for which there is data; what runs, while it runs."""
+def search_sections(sweep: SweepResult | None) -> list[Section]:
+    """What was searched, with a section for each figure for which there is data."""
     about = "Trials at the base shape, compared at rungs; those that went on and the best of each rung were annealed."
-    running = [_running(so_far)] if so_far and (sweep is None or so_far.running) else []
     if sweep is None:
-        missing = None if so_far is None else "It is told once trials came to their annealed end."
-        whole = Section(title="What was searched", command="sweep", group=SEARCH, about=about, missing=missing)
-        return [*running, whole]
+        return [Section(title="What was searched", command="sweep", group=SEARCH, about=about)]
     whole = Section(
         title="What was searched",
         command="sweep",
@@ -53,19 +50,24 @@ def search_sections(sweep: SweepResult | None, so_far: SearchSoFar | None = None
                 missing=f"It can't be told: {reason}.",
             )
         )
-    return [*running, whole, *parts]
+    return [whole, *parts]
 
 
-def _running(so_far: SearchSoFar) -> Section:
-    return Section(
-        title="The search as it goes",
-        command="sweep",
-        group=SEARCH,
-        about="Every trial that was begun, with the loss at the rung it reached; nothing here is annealed yet.",
-        result=str(so_far),
-        drawings=drawn(so_far.plot(), "loss of each trial so far, from rung to rung"),
-        table=as_table(so_far.trials),
-    )
+def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> list[Section]:
+    """What is searched now, until its trials came to their annealed ends."""
+    if so_far is None or (sweep is not None and not so_far.running):
+        return []
+    return [
+        Section(
+            title="The search as it goes",
+            command="sweep",
+            group=SEARCH,
+            about="Every trial that was begun, with the loss at the rung it reached; nothing here is annealed yet.",
+            result=str(so_far),
+            drawings=drawn(so_far.plot(), "loss of each trial so far, from rung to rung"),
+            table=as_table(so_far.trials),
+        )
+    ]
 
 
 def transfer_sections(verdict: Verdict | None) -> list[Section]:

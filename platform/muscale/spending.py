@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -94,7 +95,7 @@ def told_spending(table: pd.DataFrame) -> str | None:
     )
 
 
-def _trainings(connection: sa.Connection) -> tuple[list[dict[str, object]], list[tuple[str, str]]]:
+def _trainings(connection: sa.Connection) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     names = ("key", "line", "parent", "trained_from", "tokens", "seconds", "numerics")
     found = connection.execute(sa.select(*(segments.c[name] for name in names)).order_by(segments.c.key)).mappings()
     noted = connection.execute(sa.select(runs.c.purpose, runs.c.key).order_by(runs.c.key))
@@ -103,5 +104,5 @@ def _trainings(connection: sa.Connection) -> tuple[list[dict[str, object]], list
 
 @cache
 def _n_params(model: str) -> int:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(model).items()}
+    values: dict[str, Any] = json.loads(model)
     return ModelConfig(**values).n_params

@@ -137,8 +137,12 @@
     }
   }
 
+  for (const [id, hash] of JSON.parse(live.dataset.known ?? "[]")) known[id] = hash;
+  look();
+
   // Actions: asked twice, and only with the token.
   const dialog = document.getElementById("confirm"), refusal = document.getElementById("refusal");
+  if (!dialog) return;
   let path = null;
   document.addEventListener("click", (event) => {
     const button = event.target.closest?.("button.act");
@@ -160,6 +164,4 @@
     if (answer?.ok) { dialog.close(); return; }
     refusal.textContent = answer ? (await answer.json()).detail : "the server does not answer";
   });
-  for (const [id, hash] of JSON.parse(live.dataset.known ?? "[]")) known[id] = hash;
-  look();
 })();
