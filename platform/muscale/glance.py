@@ -84,8 +84,8 @@ def _of_plan(contents: ReportContents) -> list[Tile]:
     found = [
         Tile(label="parameters N", value=count(n_params), note=f"{n_params:,} without the embedding table"),
         Tile(label="tokens D", value=count(n_tokens), note=f"{n_tokens:,}"),
-        Tile(label="tokens per parameter", value=f"{n_tokens / n_params:.3g}", note="D/N"),
-        Tile(label="compute", value=f"{plan['compute_flops']:.3g}", note="FLOPs, 6·N·D"),
+        Tile(label="D/N", value=f"{n_tokens / n_params:.3g}", note="tokens per parameter"),
+        Tile(label="compute C", value=f"{plan['compute_flops']:.3g}", note="FLOPs, 6·N·D"),
     ]
     decision = plan.get("decision") or {}
     if decision.get("dollars") is not None:

@@ -55,7 +55,7 @@ class SearchSoFar:
 
 
 def search_so_far(ledger: Ledger, rung_tokens: tuple[int, ...]) -> SearchSoFar | None:
-    """The sweep that was begun last, or None before the first.
+    """The sweep that was begun last, or None before its first trial.
 
     Args:
         ledger: The study's.
@@ -65,6 +65,8 @@ def search_so_far(ledger: Ledger, rung_tokens: tuple[int, ...]) -> SearchSoFar |
     if latest is None:
         return None
     record = Record(ledger, latest["sweep"])
+    if not record.configs:  # between the round's begin and its first suggestion
+        return None
     rows = []
     for trial, config in record.configs.items():
         rung = record.last_rung(trial)

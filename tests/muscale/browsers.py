@@ -59,7 +59,7 @@ def opened(browser: Browser, url: str, *, size: tuple[int, int] = WIDE, dark: bo
         viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
     )
     try:
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)  # milliseconds: on a busy machine plotly.js alone takes 30 s
         tab = context.new_page()
         found = Opened(page=tab)
         tab.on("console", lambda said: found.complaints.append(said.text) if said.type == "error" else None)

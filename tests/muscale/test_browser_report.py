@@ -112,7 +112,7 @@ def test_nothing_overflows_a_telephone_and_its_inks_can_be_read(browser: Browser
     with opened(browser, report, size=NARROW) as narrow:
         assert narrow.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
         for scheme in ("light", "dark"):
-            narrow.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            narrow.page.emulate_media(color_scheme=scheme)
             page, ink = narrow.page.evaluate(
                 "[document.body, document.querySelector('.xtick text')].map((element, i) =>"
                 " getComputedStyle(element)[i ? 'fill' : 'backgroundColor'].match(/\\d+/g).slice(0, 3).map(Number))"

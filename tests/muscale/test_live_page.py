@@ -58,6 +58,12 @@ def test_only_what_changed_has_another_hash(make_study: MakeStudy) -> None:
     assert page.get("/sections/nothing").status_code == 404
 
 
+def test_a_search_that_has_begun_no_trial_yet_is_no_error(make_study: MakeStudy) -> None:
+    study = Study.open(make_study(), quiet=True)
+    Record(study.ledger, "sweep").begin_round("random", SPACE)
+    assert "Nothing here yet" in client(LivePage(study=study)).get("/sections/what-was-searched").text
+
+
 def test_a_policy_lets_only_the_page_s_own_scripts_run(make_study: MakeStudy) -> None:
     study, _ = begun(make_study())
     page = client(LivePage(study=study))
@@ -89,13 +95,14 @@ def test_actions_take_the_token_and_nothing_else(make_study: MakeStudy, path: st
     assert "--allow-actions" in refused.json()["detail"]
     assert "Cancel" not in read_only.get("/").text.partition("</style>")[2]
     acting = client(LivePage(study=study, token=TOKEN))
-    for wrong in (
+    wrong: tuple[dict[bytes, bytes], ...] = (
         {},
-        {"Authorization": TOKEN},
-        {"Authorization": f"Bearer {TOKEN}x"},
-        {"Authorization": "Bearer ü".encode()},
-    ):
-        assert acting.post(path, json={}, headers=wrong).status_code == 401, wrong
+        {b"Authorization": TOKEN.encode()},
+        {b"Authorization": f"Bearer {TOKEN}x".encode()},
+        {b"Authorization": "Bearer ü".encode()},
+    )
+    for headers in wrong:
+        assert acting.post(path, json={}, headers=headers).status_code == 401, headers
     assert acting.post(f"{path}?token={TOKEN}", json={}).status_code == 401
     assert acting.get(path, headers=given).status_code == 405
     assert cancelled_trials(study.ledger, record.sweep) == {}
