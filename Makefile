@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak docs wheel ci-system clean
+.PHONY: study test check soak docs pictures wheel ci-system clean
 
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
@@ -36,10 +36,15 @@ $(INSTALLED): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
 	touch $@
 
+# The pictures of the report in docs/, of the study that `make study` left.
+pictures: $(INSTALLED)
+	$(BIN)/muscale report runs/quickstart/study.toml
+	$(BIN)/python -m tests.pictures runs/quickstart/report.html docs
+
 # Debian packages of the tests; needs root.
 ci-system:
 	apt-get update -qq
-	apt-get install -y -qq --no-install-recommends g++ make postgresql python3-venv
+	apt-get install -y -qq --no-install-recommends chromium g++ make postgresql python3-venv
 
 clean:
 	rm -rf .venv runs dist .mypy_cache .ruff_cache .pytest_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -12,11 +14,15 @@ from muscale.befallen import befallen
 from muscale.calibration import calibrate
 from muscale.checkpoint_evaluation import CheckpointEvaluation
 from muscale.errors import StageError
-from muscale.layout import CORPUS, EVALUATIONS, FULL_RUNS, METRICS
-from muscale.ledger import now
+from muscale.gate import RECORD
+from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
+from muscale.ledger import find, now
 from muscale.report import ReportContents
+from muscale.reproduction import reproduction
 from muscale.run_records import RunRecords
-from muscale.sweep import Sweep, collect
+from muscale.search_so_far import search_so_far
+from muscale.spending import spending
+from muscale.sweep import collect
 from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import MANIFEST, Corpus
 
@@ -25,23 +31,48 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 
-def gather(study: Study) -> ReportContents:
-    """All that the report shows; what is not known yet is None."""
-    known: dict[str, Any] = {}
+def settled(study: Study) -> dict[str, Any]:
+    """What changes with finished trainings alone: search, transfer, law, and what it tells of the plan."""
+    runs = study.runs()
+    if runs[runs["purpose"] == "sweep"].empty:
+        return {}
+    return _search(copy(study))  # as the study's own later stages must not stand on a sweep that is not done
+
+
+def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportContents:
+    """All that the report shows; what is not known yet is None.
+
+    Args:
+        study: The study.
+        known: As `settled` gives it; worked out if it is left out.
+    """
+    known = dict(settled(study) if known is None else known)
     corpus = study.directory / CORPUS
     check = study.ledger.latest_result("check")
     runs = study.runs()
-    if not runs[runs["purpose"] == "sweep"].empty:
-        known |= _search(study)
+    written = Corpus.open(corpus) if (corpus / MANIFEST).exists() else None
     known |= _full_run(study, known.pop("planned", None))
     return ReportContents(
         name=study.config.name,
         config=study.config.to_dict(),
         created_at=now(),
-        corpus=Corpus.open(corpus) if (corpus / MANIFEST).exists() else None,
+        corpus=written,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,
         runs=runs,
+        so_far=search_so_far(study.ledger, study.config.rung_tokens()),
         calibration=calibrate(study.ledger),
+        spending=spending(study.ledger),
+        reproduction=reproduction(
+            study.path,
+            study.overrides,
+            study.ledger.identity(),
+            {
+                "corpus": written.key if written else None,
+                "plan": known["plan"]["key"] if known.get("plan") else None,
+                "bundle": known.get("bundle"),
+            },
+            _environments(study),
+        ),
         **known,
     )
 
@@ -50,8 +81,7 @@ def _search(study: Study) -> dict[str, Any]:
     """Sweep, transfer, law and what it tells of the plan, as far as their runs are complete."""
     known: dict[str, Any] = {}
     try:
-        sweep = collect(Sweep(config=study.config, ledger=study.ledger, numerics=study.numerics))
-        known.update(sweep=sweep)
+        known["sweep"] = study._swept = study._swept or collect(study.search)
         if study.is_complete("transfer"):
             known.update(transfer=study.transfer())
         if study.is_complete("ladder"):
@@ -82,6 +112,9 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     }
     if promotion:
         known["promotion"] = promotion
+    gates = study.ledger.read(find, "results", {"stage": RECORD}, ["-created_at"])
+    known["gate"] = next((row["payload"] for row in gates if row["payload"]["plan"] == forecast["plan"]), None)
+    known["bundle"] = forecast["plan"] if (study.directory / BUNDLES / forecast["plan"]).exists() else None
     known["band"] = registered_band(forecast["plan"], study.ledger)
     known["befallen"] = pd.DataFrame([event.to_dict() for event in befallen(study.ledger, forecast["plan"])])
     directory = study.directory / FULL_RUNS / forecast["plan"]
@@ -91,3 +124,15 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     if beside := json_lines.read(directory / EVALUATIONS):
         known["evaluated"] = CheckpointEvaluation.from_dict(beside[-1])
     return known
+
+
+def _environments(study: Study) -> tuple[str, ...]:
+    """Where the ledger's trainings ran, a line each with how many."""
+    counts: dict[str, int] = {}
+    for environment in study.runs()["environment"]:
+        versions = ", ".join(
+            f"{name} {environment[name]}" for name in ("python", "torch", "muscale") if name in environment
+        )
+        line = f"{environment.get('device', 'a device of an earlier version')}: {versions}"
+        counts[line] = counts.get(line, 0) + 1
+    return tuple(f"{n} runs on {line}" for line, n in counts.items())

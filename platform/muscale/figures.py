@@ -11,7 +11,9 @@ import plotly.graph_objects as go
 if TYPE_CHECKING:
     from muscale.band import Band
 
-_BAND = "rgba(128,132,136,0.25)"
+_BAND = "rgba(42,111,151,0.22)"
+_QUIET, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
+_SHOWN_FROM = 0.05  # of the run: the fall before that would leave no room for what counts
 
 
 def curve_data(metrics: pd.DataFrame, every: int = 500) -> pd.DataFrame:
@@ -55,14 +57,16 @@ def draw_curve(
         figure.add_scatter(
             x=band["tokens"], y=band["high"], fill="tonexty", fillcolor=_BAND, name="band, held-out", **edge
         )
-        dotted = {"dash": "dot", "width": 1}
+        dotted = {"dash": "dot", "width": 1, "color": _HELD_OUT}
         figure.add_scatter(x=band["tokens"], y=band["expected"], mode="lines", line=dotted, name="expected")
     if len(data):
-        figure.add_scatter(x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1})
+        figure.add_scatter(
+            x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1, "color": _QUIET}
+        )
     if evaluations is not None:
         for places, name, color in (
-            (("inside", "before the band"), "held-out loss", "#1f77b4"),
-            (("above", "below"), "outside the band", "#d62728"),
+            (("inside", "before the band"), "held-out loss", _HELD_OUT),
+            (("above", "below"), "outside the band", _OUTSIDE),
         ):
             shown = evaluations[evaluations["place"].isin(places)]
             if len(shown):
@@ -70,10 +74,27 @@ def draw_curve(
                 figure.add_scatter(x=shown["tokens"], y=shown["loss"], mode="markers", marker=marker, name=name)
     spread = {"array": [forecast["high"] - forecast["loss"]], "arrayminus": [forecast["loss"] - forecast["low"]]}
     name = f"forecast, {forecast['level']:.0%} interval"
-    figure.add_scatter(x=[end], y=[forecast["loss"]], error_y=spread, mode="markers", name=name)
+    figure.add_scatter(
+        x=[end],
+        y=[forecast["loss"]],
+        error_y=spread,
+        mode="markers",
+        marker={"color": _FORECAST, "symbol": "diamond", "size": 10},
+        name=name,
+    )
     if measured is not None:
-        marker = {"symbol": "x", "size": 10}
+        marker = {"symbol": "x", "size": 10, "color": _OUTSIDE}
         figure.add_scatter(x=[end], y=[measured], mode="markers", marker=marker, name="measured, held-out")
     figure.update_xaxes(title="training tokens")
-    figure.update_yaxes(title="loss, nats per token")
+    figure.update_yaxes(title="loss, nats per token", range=_shown(data, forecast, measured, end))
     return figure
+
+
+def _shown(data: pd.DataFrame, forecast: dict[str, float], measured: float | None, end: float) -> list[float] | None:
+    """What of the losses is shown at first: all but those of the run's first steps; None before there are others."""
+    later = data.loc[data["tokens"] >= _SHOWN_FROM * end, "train_loss"]
+    if later.empty:
+        return None
+    values = [*later, forecast["low"], forecast["high"], *([] if measured is None else [measured])]
+    room = 0.05 * (max(values) - min(values))
+    return [min(values) - room, max(values) + room]

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from muscale.cancels import cancellable
 from muscale.config import ResourceSettings
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
@@ -74,7 +75,7 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
     if not unknown:
         return
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
-    with cluster(resources):
+    with cluster(resources), cancellable(ledger):
         try:
             for chain, outcome in _train(groups, ledger, resources):
                 ledger.insert(runs, **wanted[chain.key].row(outcome))

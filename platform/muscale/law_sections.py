@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from muscale.sections import Section, as_table, drawn
-from scaling import Forecast, ScalingFit
+from scaling import Forecast, ScalingError, ScalingFit, fit_isoflops
 
 if TYPE_CHECKING:
     from muscale.next_stems import NextStems
 
 _WITHIN = 0.005  # of the loss: the band of sizes, where a plan says no other
+_BUDGETS = 4  # isoFLOPs that are drawn by the law
+_GRIDS = 3  # from which a power through their minima is shown at all: through two points any goes
+_RESAMPLINGS = 200
+GROUP = "The law"
 
 
 def law_sections(
@@ -29,6 +34,7 @@ def law_sections(
     whole = Section(
         title="The law and its data",
         command="fit",
+        group=GROUP,
         about="Only annealed runs near their own best rate tell the law.",
         result=str(fit) if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
@@ -61,10 +67,12 @@ def law_sections(
     return [
         whole,
         *(_figure(*part, "fit") for part in figures),
+        _isoflops(fit, plan),
         *_of_plan(fit, plan, target),
         Section(
             title="What to run next",
             command="plan",
+            group=GROUP,
             about="Runs that the family can build and the corpus can feed, which would shrink the forecast's interval most.",
             result=further.advice if further else None,
             table=as_table(further.table if further else None),
@@ -81,6 +89,7 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
     sizes = Section(
         title="What another size would cost",
         command="plan",
+        group=GROUP,
         about="The forecast over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
         drawings=drawn(
             fit.plot_sizes([flops], within),
@@ -91,6 +100,7 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
     variants = Section(
         title="What each fit says",
         command="plan",
+        group=GROUP,
         about="The forecast is a mean of several fits; how far they lie apart is part of its interval.",
         drawings=drawn(
             fit.plot_variants(target), "the loss of the full run by each fit behind the forecast", wide=True
@@ -100,4 +110,32 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
 
 
 def _figure(title: str, about: str, figure: go.Figure, command: str) -> Section:
-    return Section(title=title, command=command, about=about, drawings=drawn(figure, title.lower()))
+    return Section(title=title, command=command, group=GROUP, about=about, drawings=drawn(figure, title.lower()))
+
+
+def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:
+    """Loss over size at fixed budgets by the law; and by parabolas through the runs, where the ladder has such grids."""
+    flops = (6.0 * fit.rows["n_params"] * fit.rows["n_tokens"]).astype(float)
+    last = max(flops.max(), plan["compute_flops"] if plan else 0.0)
+    budgets = [float(budget) for budget in np.geomspace(flops.median(), last, _BUDGETS)]
+    drawings = drawn(fit.plot_sizes(budgets, _WITHIN), "loss over size at fixed budgets, by the law")
+    try:
+        powers = fit_isoflops(
+            fit.rows, n_params_convention=fit.n_params_convention, loss_unit=fit.loss_unit, n_bootstrap=_RESAMPLINGS
+        )
+        if len(powers.points) < _GRIDS:
+            raise ScalingError(f"{len(powers.points)} budgets have a minimum among their sizes, {_GRIDS} are wanted")
+        result, beside = (
+            str(powers),
+            drawn(powers.plot(), "parabolas of loss over size through the runs of each budget"),
+        )
+    except (ScalingError, ValueError) as error:
+        result, beside = f"no parabolas beside the law, as the ladder is no isoFLOP grid: {error}", ()
+    return Section(
+        title="IsoFLOPs",
+        command="fit",
+        group=GROUP,
+        about="What each size comes to at fixed budgets, from the middle of the ladder to the plan; the lowest point is the best.",
+        result=result,
+        drawings=(*drawings, *beside),
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from muscale.befallen import Event, befallen
+from muscale.cancels import cancellable
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.gate import Gate, forced_lines
@@ -178,7 +179,8 @@ def promote(
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
-    outcome = launch(run, config.promote, config.resources, name=plan.key)
+    with cancellable(ledger):
+        outcome = launch(run, config.promote, config.resources, name=plan.key)
     past = forced_lines(ledger, plan.key)
     promotion = Promotion(
         plan=plan.key,

@@ -1,23 +1,23 @@
-"""The report: one self-contained page of what a study knows."""
+"""The report: one self-contained page of what a study knows. `muscale.live_page` shows the same page while it runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
-from importlib import resources
+import base64
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from muscale import figures
+from muscale import figures, glance
 from muscale.law_sections import law_sections
-from muscale.planning import told, told_decision
-from muscale.sections import Section, as_table, drawn
-from muscale.sweep_figures import figures_of
+from muscale.search_sections import running_section, search_sections, transfer_sections
+from muscale.sections import Section, as_table, drawn, grouped, page_file, templates
+from muscale.spending import draw_spending, told_spending
 from muscale.watch import place
 from scaling import ScalingFit, Verdict
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from muscale.calibration import Calibration
     from muscale.checkpoint_evaluation import CheckpointEvaluation
     from muscale.next_stems import NextStems
+    from muscale.reproduction import Reproduction
+    from muscale.search_so_far import SearchSoFar
     from muscale.sweep_result import SweepResult
     from proxy_models.coordinate_check import CoordinateCheck
     from proxy_models.corpus import Corpus
@@ -41,12 +43,14 @@ class ReportContents:
     runs: pd.DataFrame
     corpus: Corpus | None = None
     check: CoordinateCheck | None = None
+    so_far: SearchSoFar | None = None
     sweep: SweepResult | None = None
     transfer: Verdict | None = None
     fit: ScalingFit | None = None
     next_runs: NextStems | None = None
     plan: dict[str, Any] | None = None
     forecast: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None
     promotion: dict[str, Any] | None = None
     curve: pd.DataFrame | None = None
     evaluations: pd.DataFrame | None = None
@@ -54,27 +58,76 @@ class ReportContents:
     band: Band | None = None
     calibration: Calibration | None = None
     befallen: pd.DataFrame | None = None
+    bundle: str | None = None
+    spending: pd.DataFrame = field(default_factory=pd.DataFrame)
+    reproduction: Reproduction | None = None
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"moment": _moment, "told": told, "told_decision": told_decision}
-    template = environment.from_string((resources.files("muscale") / "report.html.jinja").read_text())
-    page = template.render(contents=contents, sections=_sections(contents), plotly=get_plotlyjs())
+    scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
+    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(page)
+    unfinished.write_text(page(contents, sections_of(contents), policy=policy(hashes), **scripts))
     unfinished.replace(path)
     return path
 
 
-def _moment(stamp: str) -> str:
-    """A time of the ledger as people write it, to the second."""
-    return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M:%S} UTC"
+def page(contents: ReportContents, sections: list[Section], **values: Any) -> str:
+    """The whole page around its sections; `values` say where its scripts are from and what they may do."""
+    given = {
+        "policy": None,
+        "plotly": None,
+        "script": None,
+        "nonce": None,
+        "live": False,
+        "known": None,
+        "actions": False,
+        **values,
+    }
+    return (
+        templates()
+        .get_template("page.html.jinja")
+        .render(
+            contents=contents, sections=sections, groups=list(grouped(sections)), style=page_file("report.css"), **given
+        )
+    )
 
 
-def _sections(contents: ReportContents) -> list[Section]:
+def policy(scripts: str, *, connect: str = "'none'") -> str:
+    """The page's content security policy: nothing is loaded from elsewhere, and no scripts run but the page's own.
+
+    Args:
+        scripts: Hashes or a nonce of the page's scripts.
+        connect: What these may fetch.
+    """
+    # plotly.js sets style attributes, and compiles the drawing of parallel coordinates, hence unsafe-inline and unsafe-eval.
+    return (
+        f"default-src 'none'; script-src 'unsafe-eval' {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) -> list[Section]:
+    """Every part of the page, in order.
+
+    Args:
+        contents: What is known.
+        memo: Where parts are kept that take long to draw, for the next time that what they show is the same.
+    """
+
+    def kept(make: Callable[..., list[Section]], *shown: Any) -> list[Section]:
+        made: list[Section]
+        before, made = (memo or {}).get(make.__name__, (None, []))
+        if before is None or not all(a is b or _same(a, b) for a, b in zip(before, shown, strict=True)):
+            made = make(*shown)
+        if memo is not None:
+            memo[make.__name__] = (shown, made)
+        return made
+
     return [
+        _summary(contents),
+        *_plan(contents),
         Section(
             title="The corpus",
             command="check",
@@ -89,22 +142,26 @@ def _sections(contents: ReportContents) -> list[Section]:
             result=str(contents.check) if contents.check else None,
             drawings=drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
         ),
-        *_search(contents.sweep),
-        *_transfer(contents.transfer),
-        *law_sections(contents.fit, contents.plan, contents.next_runs),
+        *running_section(contents.so_far, contents.sweep),
+        *kept(search_sections, contents.sweep),
+        *kept(transfer_sections, contents.transfer),
+        *kept(law_sections, contents.fit, contents.plan, contents.next_runs),
         Section(
             title="The full run",
             command="promote",
+            group="The full run",
             about="The forecast was registered before the first step and can't be changed, and so was the band on the way to it.",
             result="\n".join(str(told) for told in (contents.band, contents.evaluated) if told),
             drawings=drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
             table=as_table(_source_losses(contents)),
         ),
-        *_befallen(contents.befallen),
+        _befallen(contents),
         *_calibration(contents.calibration),
+        _spending(contents.spending),
         Section(
             title="Every run",
             command="run",
+            group="The books",
             about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text.",
             table=as_table(
                 contents.runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
@@ -112,75 +169,39 @@ def _sections(contents: ReportContents) -> list[Section]:
                 else None
             ),
         ),
+        _reproduction(contents.reproduction),
     ]
 
 
-def _search(sweep: SweepResult | None) -> list[Section]:
-    """What was searched, and a section for each figure for which there is data."""
-    about = "Trials at the base shape, compared at rungs; those that went on and the best of each rung were annealed."
-    if sweep is None:
-        return [Section(title="What was searched", command="sweep", about=about)]
-    whole = Section(
-        title="What was searched",
-        command="sweep",
-        about=about,
-        result=str(sweep),
-        drawings=drawn(sweep.plot_survivors(), "loss of each trial from rung to rung"),
-        table=as_table(sweep.trials),
+def _same(before: Any, now: Any) -> bool:
+    """Whether plain values are equal; of others it isn't asked."""
+    return isinstance(before, dict) and bool(before == now)
+
+
+def _summary(contents: ReportContents) -> Section:
+    told, state = glance.headline(contents)
+    return Section(
+        title="Summary",
+        command="run",
+        about="",
+        template="summary.html.jinja",
+        values={
+            "contents": contents,
+            "headline": told,
+            "state": state,
+            "ruler": glance.ruler(contents),
+            "tiles": glance.tiles(contents),
+            "steps": glance.lineage(contents),
+        },
     )
-    parts = [
-        Section(title=title, command="sweep", about=about, drawings=drawn(figure, title.lower()), table=as_table(table))
-        for title, about, figure, table in figures_of(sweep)
-    ]
-    return [whole, *parts]
 
 
-def _transfer(verdict: Verdict | None) -> list[Section]:
-    """The verdict with its drifts, a section for each scale and hyperparameter, and the laws in the tokens."""
-    about = "Under muP the best rate stays put while the model gets wider; the verdict gates promotion."
-    horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
-    laws = [
-        Section(
-            title="Best rate against training tokens",
-            command="transfer",
-            about="muP says nothing about longer training; this law carries the rate across tokens.",
-            result=str(horizon) if horizon else missing.get("horizon law"),
-            drawings=drawn(horizon and horizon.plot(), "best learning rate against training tokens"),
-        )
-    ]
-    if batch or "batch law" in missing:
-        laws.append(
-            Section(
-                title="Best batch against training tokens",
-                command="transfer",
-                about="At equal tokens, the rate tuned for each batch; the best batch follows the tokens, not the size.",
-                result=str(batch) if batch else missing.get("batch law"),
-                drawings=drawn(batch and batch.plot(), "best batch against training tokens"),
-                table=as_table(batch.cells if batch else None),
-            )
-        )
-    if verdict is None:
-        return [Section(title="Loss against learning rate, per width", command="transfer", about=about), *laws]
-    several = len(verdict.transfers) > 1
-    panels = [
-        Section(
-            title=f"Loss against {'learning rate' if found.over == 'rate' else found.over}, per {found.along}",
-            command="transfer",
-            about="Dotted: the runs, with the range over seeds; solid: the parabola; stars: the optima.",
-            drawings=drawn(found.plot(), f"loss against {found.over} for each {found.along}"),
-            table=as_table(found.table().reset_index()),
-        )
-        for found in verdict.transfers
-    ]
-    summary = Section(
-        title="Does it transfer?",
-        command="transfer",
-        about=about,
-        result=str(verdict),
-        drawings=drawn(verdict.plot_drifts() if several else None, "drift of each optimum with its interval"),
-        table=as_table(verdict.table()),
-    )
-    return [summary, *panels, *laws]
+def _plan(contents: ReportContents) -> list[Section]:
+    about = "Size, tokens and hyperparameters of the full run, each with the rule that carried it there."
+    if contents.plan is None:
+        return [Section(title="The plan", command="plan", about=about)]
+    values = {"plan": contents.plan, "gate": contents.gate}
+    return [Section(title="The plan", command="plan", about=about, template="plan.html.jinja", values=values)]
 
 
 def _corpus_lines(contents: ReportContents) -> list[str]:
@@ -204,18 +225,17 @@ def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
     return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
 
 
-def _befallen(events: pd.DataFrame | None) -> list[Section]:
-    """Where there was anything."""
-    if events is None or events.empty:
-        return []
-    return [
-        Section(
-            title="What befell the full run",
-            command="promote",
-            about="Alarms, batches left out, returns to a checkpoint and restarts, in order of time.",
-            table=as_table(events),
-        )
-    ]
+def _befallen(contents: ReportContents) -> Section:
+    events, begun = contents.befallen, contents.curve is not None or contents.promotion is not None
+    quiet = "nothing: no alarm, no batch left out, no return to a checkpoint, no restart" if begun else None
+    return Section(
+        title="What befell the full run",
+        command="promote",
+        group="The full run",
+        about="Alarms, batches left out, returns to a checkpoint and restarts, in order of time.",
+        result=quiet if events is None or events.empty else None,
+        table=as_table(events),
+    )
 
 
 def _calibration(found: Calibration | None) -> list[Section]:
@@ -226,10 +246,37 @@ def _calibration(found: Calibration | None) -> list[Section]:
         Section(
             title="Did forecasts hold?",
             command="promote",
+            group="The full run",
             about="Every full run that ended, its residual in units of the forecast's own scale. Asserted: as its owner tells.",
             table=as_table(found.table.drop(columns="study")),
         )
     ]
+
+
+def _spending(table: pd.DataFrame) -> Section:
+    return Section(
+        title="What it cost",
+        command="run",
+        group="The books",
+        about="Compute and time by purpose; what several runs share is counted once, at the first that wanted it.",
+        result=told_spending(table) if len(table) else None,
+        drawings=drawn(draw_spending(table) if len(table) else None, "shares of compute and time by purpose"),
+        table=as_table(table),
+    )
+
+
+def _reproduction(found: Reproduction | None) -> Section:
+    about = "The commands, what determines the result, and the study file as it was read."
+    if found is None:
+        return Section(title="How to reproduce", command="run", group="The books", about=about)
+    return Section(
+        title="How to reproduce",
+        command="run",
+        group="The books",
+        about=about,
+        template="reproduction.html.jinja",
+        values={"found": found},
+    )
 
 
 def _curve(contents: ReportContents) -> go.Figure | None:
@@ -247,3 +294,7 @@ def _curve(contents: ReportContents) -> go.Figure | None:
         band=figures.band_data(contents.band),
         evaluations=place(contents.evaluations, contents.band),
     )
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -19,6 +19,7 @@ import pandas as pd
 from muscale import ablation, data, ladder, next_stems, plan_file, planning, promotion, transfer
 from muscale.band import Band, register_band, registered_band
 from muscale.calibration import Calibration, calibrate
+from muscale.cancels import cancellable
 from muscale.config import Overrides, StudyConfig
 from muscale.costs import estimate
 from muscale.errors import BundleError, StageError
@@ -72,6 +73,8 @@ class Study(Result):
         self.config = config
         self.directory = directory
         self.display = display
+        self.path: Path | None = None
+        self.overrides: tuple[str, ...] = ()
         self._swept: SweepResult | None = None
 
     @cached_property
@@ -95,6 +98,7 @@ class Study(Result):
         """
         path = Path(path)
         study = cls(StudyConfig.read(path, overrides), path.resolve().parent, Display(quiet=quiet))
+        study.path, study.overrides = path.resolve(), tuple(overrides)
         study._claim(where=path)
         return study
 
@@ -584,7 +588,7 @@ class Study(Result):
             from proxy_models.compilation import missing_compiler
 
             missing_compiler(self.config.resources.device)  # logged here, as workers' logs are not shown
-        with staying_cluster():
+        with staying_cluster(), cancellable(self.ledger):
             self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
             self.display.line(str(self.corpus))
             self.display.line(str(self.check()))

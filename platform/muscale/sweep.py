@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from muscale.cancels import cancellable
 from muscale.config import StudyConfig
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
@@ -193,7 +194,8 @@ class Sweep:
         endings = []
         for rung in range(self.plan.top + 1):
             if self.plan.has_branch(rung):
-                arrived = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+                alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+                arrived = [trial for trial in alive if trial not in record.cancelled]
                 gone = {trial for trial in arrived if (trial, rung) in record.went_on}
                 endings += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
         return [self._ending(record, trial, rung) for trial, rung in endings]
@@ -294,7 +296,8 @@ def _search(sweep: Sweep, engine: Engine) -> None:
             "device": resources.device,
             "package": package_fingerprint(),
         }
-        run_legs(engine, TrialLeg, parameters, resources)
+        with cancellable(sweep.ledger):
+            run_legs(engine, TrialLeg, parameters, resources)
 
 
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:

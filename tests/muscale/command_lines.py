@@ -12,7 +12,20 @@ from muscale.cli.application import app
 from muscale.cli.entry import run
 
 _TRAINED = ("sweep", "transfer", "ladder", "fit", "plan", "promote", "run")
-_KEPT = ("bundle", "verify", "generate", "export", "report", "runs", "calibration", "gc", "merge", "watch")
+_KEPT = (
+    "bundle",
+    "verify",
+    "generate",
+    "export",
+    "report",
+    "runs",
+    "calibration",
+    "gc",
+    "merge",
+    "watch",
+    "track",
+    "export-optuna",
+)
 PROMOTED = frozenset((*_TRAINED, *_KEPT))
 """The commands whose --json is tried on a promoted study; the others need none."""
 
@@ -79,4 +92,7 @@ def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str],
     assert told_json(capture, "generate", bundle, "--prompt", "a", "--tokens", "3")["prompt"] == "a"
     assert Path(told_json(capture, "export", bundle, spare / "llama", "--to", "llama")["model"]).exists()
     assert told_json(capture, "merge", one, "--from", study.parent)["source"]
-    return {*told, "gc", "transfer", "promote", "run", "watch", "verify", "generate", "export", "merge"}
+    assert told_json(capture, "track", one)
+    assert told_json(capture, "export-optuna", one, spare / "sweep.db")
+    others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "merge", "track", "export-optuna")
+    return {*told, "gc", *others}

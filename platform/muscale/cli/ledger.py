@@ -1,8 +1,9 @@
-"""Commands of the ledger: runs, report, merge, gc."""
+"""Commands of the ledger: runs, report, ui, merge, gc."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from cyclopts import Parameter
 
 from muscale.cli.application import KEEP, LOOK, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import Options, Words
+from muscale.cli.options import Flag, Options, Settings, Words
 from muscale.cli.running import refuse_dry_run, run_stage
 from muscale.errors import StudyFileError
 
@@ -89,6 +90,24 @@ def report(study: Path, *, options: Options = Options()) -> int:
         return {"report": str(path)} if options.json else path
 
     return run_stage(study, options, written, None, ending=lambda _, path: Ending(wrote={"report": path}))
+
+
+@command(LOOK, example="muscale ui study.toml --allow-actions")
+def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Settings = ()) -> int:
+    """Show the report as a page of this machine that follows the study while it runs, until Ctrl-C.
+
+    Args:
+        study: The study file.
+        port: Of the loopback device; 0 takes any that is free.
+        allow_actions: Let the page cancel a trial or the study, for whoever has the access token that is printed.
+        set: Replace a setting of the study file, `table.key=value`; may be repeated.
+    """
+    from muscale.live_page import serve
+    from muscale.study import Study
+
+    with suppress(KeyboardInterrupt):  # the way to end it
+        serve(Study.open(study, set, quiet=True), port=port, allow_actions=allow_actions)
+    return 0
 
 
 @command(KEEP, example="muscale merge study.toml --from ../colleague")

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
 Words = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
+Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 Paths = Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)]
 
 
@@ -25,6 +26,6 @@ class Options:
         dry_run: Print what the stage would cost at most, and train nothing.
     """
 
-    set: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = ()
+    set: Settings = ()
     json: AsJson = False
     dry_run: Annotated[bool, Parameter(name="--dry-run", negative=(), show_default=False)] = False

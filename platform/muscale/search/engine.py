@@ -72,6 +72,7 @@ class Engine:
         """What to train next, or None if there is nothing to begin now."""
         if self.is_stopping:
             return None
+        self.record.heed_cancels()
         return self._next_leg() or self._next_ending()
 
     def arrived(self, arrival: Arrival) -> None:
@@ -80,6 +81,11 @@ class Engine:
         if (arrival.trial, arrival.rung) not in self.record.arrivals:
             self.record.arrive(arrival)
             self._on_arrival(arrival)
+
+    def ends(self, what: Leg | Ending) -> bool:
+        """Whether a leg that came to a rung ends there, wherever it was going: all are stopping, or its trial was cancelled."""
+        self.record.heed_cancels()
+        return self.is_stopping or (isinstance(what, Leg) and what.trial in self.record.cancelled)
 
     def landed(self, what: Leg | Ending) -> None:
         """Note that a leg or an ending is over."""
@@ -125,6 +131,8 @@ class Engine:
             not self._flying and not self._queue and not self.record.open
         ):  # a leg that failed is flown by the next run first
             self._queue.extend(ending for ending in self._endings() if ending not in self.failures)
+        while self._queue and self._queue[0].trial in self.record.cancelled:
+            self._queue.popleft()
         if not self._queue:
             return None
         ending = self._queue.popleft()

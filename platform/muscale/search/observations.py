@@ -44,7 +44,12 @@ class KnownOf:
     @cached_property
     def pending(self) -> list[Config]:
         """Configurations of the trials that have arrived nowhere."""
-        return [config for trial, config in self._record.configs.items() if self._record.last_rung(trial) < 0]
+        record = self._record
+        return [
+            config
+            for trial, config in record.configs.items()
+            if record.last_rung(trial) < 0 and trial not in record.cancelled
+        ]
 
     @cached_property
     def observations(self) -> list[Observation]:

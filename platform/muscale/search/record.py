@@ -1,7 +1,7 @@
 """The record of one sweep: every suggestion, every result at a rung, every decision, as the ledger has them.
 
-Only the driver that holds the sweep's lease writes it. Nothing in it is ever changed: what a trial's status is follows from
-its rows, so a record read again is the record that was left.
+Only the driver that holds the sweep's lease writes it; others may ask that a trial ends (`muscale.cancels`). Nothing in it
+is ever changed: what a trial's status is follows from its rows, so a record read again is the record that was left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
+from muscale.cancels import cancelled_trials
 from muscale.ledger import Ledger
 from muscale.search.path import Path, path_from_json, path_of, path_to_json
 from search_spaces import Config, Space
@@ -55,6 +56,7 @@ class Record:
         self.donors: dict[tuple[int, int], int] = {}
         self.arrivals: dict[tuple[int, int], Arrival] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
+        self.cancelled: dict[int, str] = {}  # trials of which nothing more is trained, and why
         self.went_on: set[tuple[int, int]] = set()  # (trial, rung) from which it went on to another
         self.n_went_on: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all arrivals
@@ -70,6 +72,14 @@ class Record:
                 self._gone_on(row["trial"], row["rung"], row["until"], path_from_json(row["path"]), row["donor"])
             else:
                 self._arrived(Arrival(**{name: row[name] for name in Arrival.__dataclass_fields__}))
+        self.heed_cancels()
+
+    def heed_cancels(self) -> None:
+        """Read which trials were asked to end since: nothing more is trained of them, what was measured stays."""
+        for trial, reason in cancelled_trials(self._ledger, self.sweep).items():
+            if trial not in self.cancelled and trial in self.configs:
+                self.cancelled[trial] = reason
+                self.open.pop(trial, None)
 
     def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
         """Note that from the next trial on a space is searched, and what was cut for it."""
@@ -139,10 +149,12 @@ class Record:
         return sum(arrival.tokens for arrival in arrivals), sum(arrival.seconds for arrival in arrivals)
 
     def status(self, trial: int, top: int) -> str:
-        """`running`, `diverged`, `completed`, or `stopped` where it was not told to go on."""
+        """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where it was not told to go on."""
         if trial in self.open:
             return "running"
-        return "diverged" if self.diverged(trial) else "completed" if self.last_rung(trial) == top else "stopped"
+        if self.diverged(trial) or self.last_rung(trial) == top:
+            return "diverged" if self.diverged(trial) else "completed"
+        return "cancelled" if trial in self.cancelled else "stopped"
 
     @staticmethod
     def _round(row: dict[str, Any]) -> Round:

@@ -103,7 +103,7 @@ class MedianStopping:
         """A trial that may go on, or else a new one."""
         for rung in reversed(range(self.top)):
             ranking = [(loss, trial) for loss, trial in record.ranking(rung) if math.isfinite(loss)]
-            waiting = [trial for _, trial in ranking if (trial, rung) not in record.went_on]
+            waiting = [t for _, t in ranking if (t, rung) not in record.went_on and t not in record.cancelled]
             if not waiting:
                 continue
             means = {trial: statistics.fmean(record.losses(trial, rung)) for _, trial in ranking}
@@ -153,9 +153,10 @@ class Hyperband:
         """The best of those that came to the bracket's current rung, once all of them have."""
         field = list(members)
         for here in range(rung, self.top):
-            if not all((trial, here) in record.arrivals for trial in field if not record.diverged(trial)):
+            live = [trial for trial in field if trial not in record.cancelled]
+            if not all((trial, here) in record.arrivals for trial in live if not record.diverged(trial)):
                 return None
-            ranked = sorted((record.loss(trial, here), trial) for trial in field if (trial, here) in record.arrivals)
+            ranked = sorted((record.loss(trial, here), trial) for trial in live if (trial, here) in record.arrivals)
             kept = [trial for loss, trial in ranked if math.isfinite(loss)][: max(1, int(len(field) / self.eta))]
             for trial in kept:
                 if (trial, here) not in record.went_on:
@@ -165,8 +166,9 @@ class Hyperband:
 
 
 def _next_of(record: Record, rung: int, n: int) -> int | None:
-    """The best of the first n at a rung that has not gone on from there, or None."""
-    for loss, trial in record.ranking(rung)[:n]:
+    """The best of the first n at a rung that has not gone on from there, or None; cancelled ones leave their place."""
+    ranking = [(loss, trial) for loss, trial in record.ranking(rung) if trial not in record.cancelled]
+    for loss, trial in ranking[:n]:
         if (trial, rung) not in record.went_on and math.isfinite(loss):
             return trial
     return None

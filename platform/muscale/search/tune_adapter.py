@@ -75,6 +75,10 @@ class Legs(_WithEngine, Searcher):
             case other:
                 self._engine.failed(what, f"{type(other).__name__}: {other}")
 
+    def flown(self, trial_id: str) -> Leg | Ending:
+        """What a trial of Tune's trains."""
+        return self._flying[trial_id]
+
     def on_trial_failing(self, trial_id: str, error: Exception) -> None:
         """Note what `on_trial_complete` is not told, of which it is the next to hear."""
         self._errors[trial_id] = error
@@ -87,7 +91,7 @@ class Legs(_WithEngine, Searcher):
 
 
 class UntilStopped(_WithEngine, FIFOScheduler):
-    """Lets every leg end where it is going, or at its next rung once the sweep is stopping."""
+    """Lets every leg end where it is going, or at its next rung once the sweep is stopping or its trial is cancelled."""
 
     def __init__(self, engine: Engine, legs: Legs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,7 +99,9 @@ class UntilStopped(_WithEngine, FIFOScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the leg goes on."""
-        return str(TrialScheduler.STOP if self._engine.is_stopping else TrialScheduler.CONTINUE)
+        return str(
+            TrialScheduler.STOP if self._engine.ends(self._legs.flown(trial.trial_id)) else TrialScheduler.CONTINUE
+        )
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Tell the legs what went wrong, which Tune hands to nobody but its own folder."""

@@ -94,7 +94,7 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
         loss = loss_at(leg, rung)
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
         engine.arrived(Arrival(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
-        if loss is None or rung == leg.until:
+        if loss is None or rung == leg.until or engine.ends(leg):
             engine.landed(leg)
         else:
             heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))
@@ -138,6 +138,43 @@ def planted() -> Callable[..., Planted]:
     return lambda **values: Planted(**values)
 
 
+def planted_result(
+    ledger: Ledger,
+    config: StudyConfig,
+    name: str,
+    *,
+    losses: Planted | None = None,
+    repeats: int = 3,
+    runs: pd.DataFrame | None = None,
+) -> SweepResult:
+    """What a sweep of planted losses comes to."""
+    losses = losses or Planted()
+    settings, model = config.sweep, config.model
+    engine = _engine(ledger, settings, name)
+    _fly(engine, losses.stable)
+    record, tokens = engine.record, engine.budget.rung_tokens
+    plan = TrialPlan(
+        numerics=Numerics(model=model, base=model, corpus_key="c", seed=0, evaluation_tokens=1),
+        defaults=replace(config.hyperparameters, schedule=settings.schedule or config.hyperparameters.schedule),
+        n_tokens=tokens[-1],
+        rung_tokens=tokens,
+    )
+    rows = []
+    for rung, at in enumerate(tokens):
+        finite = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+        chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
+        rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
+    annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
+    leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.leaders, "loss")["trial"].tolist()
+    again = [
+        (t, seed, losses.annealed(record.config_at(t, plan.top), plan.top, seed))
+        for t in leading
+        for seed in range(1, repeats + 1)
+    ]
+    repeated = pd.DataFrame(again, columns=["trial", "seed", "loss"])
+    return make_result(config, plan, record, annealed, repeated, runs)
+
+
 @pytest.fixture
 def search(ledger: Ledger, make_study: Callable[..., Path]) -> Callable[..., SweepResult]:
     """Searches planted losses, annealed and repeated ones too, and makes the result that a sweep would."""
@@ -147,31 +184,8 @@ def search(ledger: Ledger, make_study: Callable[..., Path]) -> Callable[..., Swe
     def searched(
         *overrides: str, losses: Planted | None = None, repeats: int = 3, runs: pd.DataFrame | None = None
     ) -> SweepResult:
-        losses, name = losses or Planted(), f"s{next(numbers)}"
+        name = f"s{next(numbers)}"
         config = StudyConfig.read(make_study(name), [*PLANTED, *overrides])
-        settings, model = config.sweep, config.model
-        engine = _engine(ledger, settings, name)
-        _fly(engine, losses.stable)
-        record, tokens = engine.record, engine.budget.rung_tokens
-        plan = TrialPlan(
-            numerics=Numerics(model=model, base=model, corpus_key="c", seed=0, evaluation_tokens=1),
-            defaults=replace(config.hyperparameters, schedule=settings.schedule or config.hyperparameters.schedule),
-            n_tokens=tokens[-1],
-            rung_tokens=tokens,
-        )
-        rows = []
-        for rung, at in enumerate(tokens):
-            finite = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
-            chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
-            rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
-        annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
-        leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.leaders, "loss")["trial"].tolist()
-        again = [
-            (t, seed, losses.annealed(record.config_at(t, plan.top), plan.top, seed))
-            for t in leading
-            for seed in range(1, repeats + 1)
-        ]
-        repeated = pd.DataFrame(again, columns=["trial", "seed", "loss"])
-        return make_result(config, plan, record, annealed, repeated, runs)
+        return planted_result(ledger, config, name, losses=losses, repeats=repeats, runs=runs)
 
     return searched

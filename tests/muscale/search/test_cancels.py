@@ -1,0 +1,110 @@
+"""A cancelled trial is trained no further, by any rule and by no later run; a cancelled study ends as at Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from muscale import StageError
+from muscale.cancels import cancel_study, cancel_trial, cancellable
+from muscale.ledger import Ledger
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg
+from muscale.search.record import Record
+from muscale.sweep_settings import Scheduler, SweepSettings
+from search_spaces import Space, Uniform
+
+MakeEngine = Callable[..., Engine]
+Fly = Callable[..., list[Leg]]
+SPACE = Space({"learning_rate": Uniform(low=0.0, high=1.0)})
+
+
+def settings(**values: Any) -> SweepSettings:
+    return SweepSettings(**{"trials": 12, "n_tokens": 8000, "rungs": 3, "space": SPACE, "searcher": "random", **values})
+
+
+@pytest.mark.parametrize("scheduler", ["none", "asha", "median", "hyperband"])
+def test_nothing_more_is_trained_of_a_cancelled_trial(
+    make_engine: MakeEngine, fly: Fly, ledger: Ledger, scheduler: Scheduler
+) -> None:
+    engine = make_engine(settings(scheduler=scheduler))
+    worst = 0.0
+
+    def loss_at(leg: Leg, rung: int) -> float:
+        """The first trial is the best at every rung, so any rule would send it on."""
+        nonlocal worst
+        worst += 0.001
+        if leg.trial == 0:
+            cancel_trial(ledger, "s", 0, "it is in the way")
+            assert engine.ends(leg), "wherever it was going, it ends at this rung"
+            return 1.0
+        return 2.0 + worst
+
+    first = engine.next()
+    assert isinstance(first, Leg)
+    engine.landed(first)
+    fly(engine, loss_at)
+    assert engine.is_finished
+    assert engine.record.last_rung(0) == 0
+    assert (0, 0) not in engine.record.went_on
+    again = make_engine(settings(scheduler=scheduler))
+    assert again.is_finished, "a later run has nothing to do either"
+    assert again.record.cancelled == {0: "it is in the way"}
+    assert max(again.record.last_rung(trial) for trial in again.record.configs) == 2, "others came to the end"
+
+
+def test_one_that_never_arrived_is_cancelled_too(make_engine: MakeEngine, fly: Fly, ledger: Ledger) -> None:
+    engine = make_engine(settings(scheduler="asha"))
+    leg = engine.next()
+    assert isinstance(leg, Leg)
+    cancel_trial(ledger, "s", leg.trial, "")
+    again = make_engine(settings(scheduler="asha"))
+    legs = fly(again, lambda leg, rung: 2.0 + leg.trial)
+    assert leg.trial not in {one.trial for one in legs}
+    assert again.record.status(leg.trial, 2) == "cancelled"
+    assert len(again.record.configs) == 12, "the budget counts suggestions ever made"
+
+
+def test_a_request_stands_as_it_was_made_first(make_engine: MakeEngine, ledger: Ledger) -> None:
+    engine = make_engine(settings())
+    engine.next()
+    cancel_trial(ledger, "s", 0, "first")
+    cancel_trial(ledger, "s", 0, "second")
+    assert Record(ledger, "s").cancelled == {0: "first"}
+    with pytest.raises(StageError, match="sweep s has no trial 7"):
+        cancel_trial(ledger, "s", 7, "")
+    with pytest.raises(StageError, match="at most 200 characters, got 201"):
+        cancel_trial(ledger, "s", 0, "x" * 201)
+
+
+def test_a_study_s_request_interrupts_who_is_at_work_and_nobody_later(ledger: Ledger) -> None:
+    cancel_study(ledger, "an older one")
+    asking = threading.Timer(0.2, cancel_study, (ledger, "enough"))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), cancellable(ledger):
+        asking.start()
+        time.sleep(20)
+    asking.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    with cancellable(ledger), cancellable(ledger):
+        time.sleep(1.5)  # longer than between two looks
+
+
+def test_a_thread_that_can_t_be_interrupted_is_left_alone(ledger: Ledger) -> None:
+    ended = []
+
+    def work() -> None:
+        with cancellable(ledger):
+            cancel_study(ledger, "enough")
+            time.sleep(1.5)
+        ended.append(True)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert ended == [True]
