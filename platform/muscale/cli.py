@@ -479,7 +479,7 @@ def ui(
     """
     from contextlib import suppress
 
-    from muscale.live_page import serve
+    from muscale.live_server import serve
     from muscale.study import Study
 
     _refuse_dry_run("a page", options)
