@@ -1,60 +1,42 @@
-"""The report as a live page on this machine's loopback device: what changes in the ledger appears by itself.
+"""The report as a live page: what changes in the ledger appears by itself.
 
-A thread looks at the ledger, and makes the page's parts anew when something changed; the server only hands out what it made
-last. The page is read-only. Started with actions, it may also ask that a trial or the study ends (`muscale.cancels`), which
-takes an access token in a header: no page of elsewhere can send one, and none stands in an address.
+A thread looks at the ledger, and makes the page's parts anew when something changed; the server (`muscale.live_server`) only
+hands out what it made last. The study is only read, but for requests that something ends (`muscale.cancels`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-import json
 import logging
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
-from plotly.offline import get_plotlyjs
-from pydantic import BaseModel, Field
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from muscale.cancels import LONGEST_REASON, STUDY, TRIAL, cancel_study, cancel_trial
+from muscale.cancels import STUDY, TRIAL, cancel_study, cancel_trial
 from muscale.contents import gather, settled
 from muscale.errors import MuscaleError, StageError
 from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
 from muscale.lease import all_leases, is_dead, process_of
 from muscale.ledger import Ledger, find
-from muscale.report import ReportContents, page, policy, sections_of
+from muscale.report import ReportContents, sections_of
 from muscale.search_so_far import search_so_far
-from muscale.sections import Section, grouped, page_file, templates
+from muscale.sections import Section
 from muscale.tables import metadata
 
 if TYPE_CHECKING:
     from muscale.study import Study
 
-HOST = "127.0.0.1"
 LOOK_SECONDS = 1.0
 _WATCHED = ("segments", "runs", "trials", "rungs", "decisions", "results", "forecasts", "rounds")
 _SETTLES = ("segments", "runs", "trials", "rungs", "decisions", "rounds", "forecasts")
 _REST = 4.0  # times what a look took, so that looking takes a fifth of a core at most from whoever trains
 _RECENT_SECONDS = 120.0
 _log = logging.getLogger(__name__)
-
-
-class Reason(BaseModel):
-    """Why something is cancelled."""
-
-    reason: str = Field(default="", max_length=LONGEST_REASON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,130 +182,6 @@ def _afresh(study: Study) -> Study:
     if "corpus" in study.__dict__:
         fresh.__dict__["corpus"] = study.corpus
     return fresh
-
-
-def live_app(live: LivePage) -> FastAPI:
-    """The server of a live page; without a documentation of its own, as that would be loaded from elsewhere."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A name that leads here from elsewhere (DNS rebinding) is refused.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-
-    @app.middleware("http")
-    async def _harden(request: Request, call_next: Any) -> Response:
-        response: Response = await call_next(request)
-        response.headers.setdefault("Cache-Control", "no-cache")
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Referrer-Policy"] = "no-referrer"
-        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
-        response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
-        return response
-
-    @app.get("/")
-    def _page() -> Response:
-        now, nonce = live.snapshot, secrets.token_urlsafe(16)
-        text = page(
-            now.contents,
-            list(now.sections),
-            live=True,
-            nonce=nonce,
-            known=json.dumps(now.known),
-            actions=live.token is not None,
-        )
-        rules = policy(f"'nonce-{nonce}'", connect="'self'") + "; frame-ancestors 'none'"
-        return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
-
-    @app.get("/sections")
-    def _sections(request: Request) -> Response:
-        now = live.snapshot
-        tag = f'"{now.tag}-{len(now.contents.runs)}"'
-        if request.headers.get("If-None-Match") == tag:
-            return Response(status_code=304, headers={"ETag": tag})
-        written = f"live from the ledger · {len(now.contents.runs)} runs in the ledger"
-        body = json.dumps({"sections": now.known, "written": written})
-        return Response(body, media_type="application/json", headers={"ETag": tag})
-
-    @app.get("/sections/{ident}")
-    def _section(ident: str) -> Response:
-        found = next((section for section in live.snapshot.sections if section.ident == ident), None)
-        if found is None:
-            raise HTTPException(404, f"no section is called {ident!r}")
-        return Response(found.markup, media_type="text/html")
-
-    @app.get("/contents")
-    def _contents() -> Response:
-        text = (
-            templates().get_template("contents.html.jinja").render(groups=list(grouped(list(live.snapshot.sections))))
-        )
-        return Response(text, media_type="text/html")
-
-    @app.get("/plotly.js")
-    def _plotly(request: Request) -> Response:
-        return _script(request, _plotly_js())
-
-    @app.get("/report.js")
-    def _report(request: Request) -> Response:
-        return _script(request, page_file("report.js"))
-
-    @app.post("/cancel/trial/{trial}")
-    def _cancel_trial(request: Request, trial: int, why: Reason) -> dict[str, str]:
-        _require_token(request, live.token)
-        try:
-            live.cancel_trial(trial, why.reason or "no reason given")
-        except StageError as error:
-            raise HTTPException(409, str(error)) from None
-        return {"detail": f"trial {trial} was asked to end"}
-
-    @app.post("/cancel/study")
-    def _cancel_study(request: Request, why: Reason) -> dict[str, str]:
-        _require_token(request, live.token)
-        live.cancel_study(why.reason or "no reason given")
-        return {"detail": "the study was asked to end"}
-
-    return app
-
-
-def serve(study: Study, *, port: int, allow_actions: bool) -> None:
-    """Serve the page until this process is interrupted; prints its address, and the token where actions are allowed.
-
-    Raises:
-        StageError: If the port is taken.
-    """
-    try:
-        bound = socket.create_server((HOST, port))
-    except OSError as error:
-        raise StageError(f"ui: --port {port}: {error.strerror}; another port, or 0 for any that is free") from None
-    with bound:
-        token = secrets.token_urlsafe(24) if allow_actions else None
-        live = LivePage(study=study, token=token)
-        print(f"{study.config.name}: http://{HOST}:{bound.getsockname()[1]}/", flush=True)  # noqa: T201
-        told = f"access token for actions: {token}" if token else "read-only; --allow-actions lets it cancel"
-        print(f"{told}. Ctrl-C ends the page, not the study.", flush=True)  # noqa: T201
-        live.look()
-        server = uvicorn.Server(
-            uvicorn.Config(live_app(live), log_level="warning", lifespan="off", server_header=False)
-        )
-        with live.looking():
-            server.run(sockets=[bound])
-
-
-def _require_token(request: Request, token: str | None) -> None:
-    if token is None:
-        raise HTTPException(403, "this page is read-only: start it with `muscale ui --allow-actions`")
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-        raise HTTPException(401, "the access token is not the one that was printed", {"WWW-Authenticate": "Bearer"})
-
-
-def _script(request: Request, text: str) -> Response:
-    tag = f'"{hashlib.sha256(text.encode()).hexdigest()[:16]}"'
-    if request.headers.get("If-None-Match") == tag:
-        return Response(status_code=304, headers={"ETag": tag})
-    return Response(text, media_type="text/javascript", headers={"ETag": tag})
-
-
-@cache
-def _plotly_js() -> str:
-    return str(get_plotlyjs())
 
 
 def _counts(connection: sa.Connection) -> dict[str, tuple[int, str]]:

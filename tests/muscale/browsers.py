@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -22,6 +22,7 @@ FLAGS = (
     "--disable-sync",
 )
 DRAWN = "document.documentElement.dataset.drawn === 'all'"
+PATIENCE = 120_000  # milliseconds: on a busy machine plotly.js alone takes 30 s
 WIDE, NARROW = (1280, 900), (390, 844)
 
 
@@ -32,6 +33,7 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         reason = "needs Chromium: Debian's package chromium (`make ci-system`)"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         try:
@@ -59,7 +61,7 @@ def opened(browser: Browser, url: str, *, size: tuple[int, int] = WIDE, dark: bo
         viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
     )
     try:
-        context.set_default_timeout(120_000)  # milliseconds: on a busy machine plotly.js alone takes 30 s
+        context.set_default_timeout(PATIENCE)
         tab = context.new_page()
         found = Opened(page=tab)
         tab.on("console", lambda said: found.complaints.append(said.text) if said.type == "error" else None)

@@ -13,7 +13,8 @@ import uvicorn
 from playwright.sync_api import Browser, expect
 
 from muscale.cancels import cancelled_trials
-from muscale.live_page import HOST, LivePage, live_app
+from muscale.live_page import LivePage
+from muscale.live_server import HOST, live_app
 from muscale.search.record import Record
 from tests.muscale.browsers import Opened, chromium, opened
 from tests.muscale.conftest import MICRO, write_text
@@ -44,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Live
 
 @contextmanager
 def serving(live: LivePage) -> Iterator[str]:
-    """As `live_page.serve` does it, in a thread."""
+    """As `live_server.serve` does it, in a thread."""
     with socket.create_server((HOST, 0)) as bound, live.looking():
         server = uvicorn.Server(uvicorn.Config(live_app(live), log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

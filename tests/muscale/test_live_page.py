@@ -11,7 +11,8 @@ from fastapi.testclient import TestClient
 
 from muscale import StageError, Study
 from muscale.cancels import cancelled_trials
-from muscale.live_page import LivePage, live_app
+from muscale.live_page import LivePage
+from muscale.live_server import live_app
 from muscale.search.record import Arrival, Record
 from search_spaces import LogUniform, Space
 

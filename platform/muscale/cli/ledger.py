@@ -102,7 +102,7 @@ def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Setti
         allow_actions: Let the page cancel a trial or the study, for whoever has the access token that is printed.
         set: Replace a setting of the study file, `table.key=value`; may be repeated.
     """
-    from muscale.live_page import serve
+    from muscale.live_server import serve
     from muscale.study import Study
 
     with suppress(KeyboardInterrupt):  # the way to end it
