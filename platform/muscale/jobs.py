@@ -26,6 +26,7 @@ from proxy_models.hyperparameters import Hyperparameters
 
 _staying: ContextVar[ExitStack | None] = ContextVar("staying", default=None)
 _workers: list[Any] = []  # at rest between the stages of one study
+_hired_for: list[Any] = []  # its directory and [resources]: another study's results belong into another ledger
 _IDLE_SECONDS = 20.0  # that workers without work are kept warm for the next stage while others are at work
 _RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
 
@@ -124,7 +125,7 @@ def _train(
 
 
 def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
-    """So many workers, those of the stage before first: their models are warm."""
+    """So many workers, those of the study's stage before first: their models are warm."""
     import ray
 
     from muscale.actor import TrainingActor
@@ -136,6 +137,9 @@ def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
         max_task_retries=_RESTARTS,
     )(TrainingActor)
     settings = (ledger, resources.compile, resources.threads, resources.device, package_fingerprint())
+    if _hired_for != (wanted := [ledger.directory, resources]):
+        dismiss_workers()
+        _hired_for[:] = wanted
     while len(_workers) < count:
         _workers.append(remote.remote(*settings))
     return _workers[:count]

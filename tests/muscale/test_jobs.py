@@ -1,0 +1,25 @@
+"""Workers that stay between stages: warm for one study, and never another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muscale import Study, transfer
+from muscale.jobs import finish, staying_cluster
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_results_are_entered_where_they_belong_whoever_trained_before(make_study: Callable[[str], Path]) -> None:
+    studies = [Study.open(make_study(name), quiet=True) for name in ("one", "another")]
+    with staying_cluster():
+        for study in studies:
+            config, numerics = study.config, study.numerics
+            (job, *_) = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))
+            assert study.ledger.outcome(job.chain) is None
+            finish([job], study.ledger, config.resources, lambda *_: None)
+            assert study.ledger.outcome(job.chain) is not None
+            assert len(study.runs()) == 1
