@@ -2,35 +2,49 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 
 # Before NumPy is imported: on a busy machine two threads take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"  # no test is shown to the owner of a key; those of tracking say otherwise
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from muscale.compat import mend_torchvision
 from proxy_models.compilation import missing_compiler
 
 
-def shared_by(item: pytest.Item) -> str:
-    """What a test shares with others: a Ray, a pool of ranks, or its file's fixtures."""
-    fixtures = getattr(item, "fixturenames", ())
-    if "ray_cluster" in fixtures or item.get_closest_marker("cluster"):
+class Shares(LoadScopeScheduling):  # type: ignore[misc]
+    """Where several processes run the tests, files that need a Ray go to one, those that need a pool of ranks to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return shared_by(nodeid.partition("::")[0])
+
+
+@cache
+def shared_by(file: str) -> str:
+    """What the tests of a file share with those of others, else the file itself."""
+    text = (Path(__file__).parents[1] / file).read_text()
+    if "mark.cluster" in text or "ray_cluster" in text:
         return "ray"
-    return "ranks" if "gloo_ranks" in fixtures else item.path.stem
+    return "ranks" if "gloo_ranks" in text else file
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return Shares(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes run the tests, those that share something go to one; Ray's first, as they take longest."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(shared_by(item)))
-    items.sort(key=lambda item: shared_by(item) != "ray")
+    """Those with a Ray first: they take longest."""
+    items.sort(key=lambda item: shared_by(item.nodeid.partition("::")[0]) != "ray")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
