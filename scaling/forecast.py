@@ -16,6 +16,7 @@ out; `tests/benchmarks/forecast.py` holds them against every ladder that it has,
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from scaling.checks import positive
 from scaling.forms.form import Array
-from scaling.law import NATS, compute_flops
+from scaling.law import NATS, Law, compute_flops
 from scaling.presentation import Result, counted, lines
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ MAX_DECADES_BEYOND = 1.75
 RATIO_MARGIN = 2.0
 """Declared support: at most so many decades above the largest run, and D/N within this factor of the runs'
 (measured)."""
+MAX_FORM_GAP = 1.5
+"""Half-widths of the 90 % interval by which the fitted form alone may lie beside the forecast. Of 440 held-out runs of public
+ladders that were supported, the farthest lay 1.3 beside it; of a ladder of small models in the middle of a transition, whose forecast
+missed by 4.8 %, 3.7 (measured)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +121,10 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
         level=level,
         log_scale=scale,
         extrapolation=float(compute_flops(n_params, n_tokens)) / fit.compute_range[1],
-        reasons=reasons_against(fit, n_params, n_tokens),
+        reasons=(
+            *reasons_against(fit, n_params, n_tokens),
+            *_torn_between_forms(fit.law, n_params, n_tokens, loss, scale),
+        ),
         law_loss=float(fit.predict(n_params, n_tokens)),
         n_params_convention=fit.n_params_convention,
         loss_unit=fit.loss_unit,
@@ -170,3 +178,13 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
             f"at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
     return tuple(reasons)
+
+
+def _torn_between_forms(law: Law, n_params: float, n_tokens: float, loss: float, scale: float) -> Iterator[str]:
+    """Where the fitted form alone says something else altogether: the runs then tell no form, whatever the variants agree on."""
+    gap = math.log(float(law.loss(n_params, n_tokens)) / loss)
+    if abs(gap) > MAX_FORM_GAP * interval_factor(0.9) * scale:
+        yield (
+            f"the law fitted ({law.form.name}) alone says {loss * math.exp(gap):.4g}, {math.expm1(gap):+.0%}, more than "
+            f"{MAX_FORM_GAP:g} half-widths of the 90% interval away: the runs do not tell the form, longer or larger ones would"
+        )

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -43,6 +45,19 @@ def test_intervals_grow_with_level_and_distance(result: ScalingFit) -> None:
     assert far.log_scale > near.log_scale
     assert result.forecast(3e8, 6e9, level=0.95).high > near.high
     assert far.extrapolation == pytest.approx(far.compute_flops / result.compute_range[1])
+
+
+def test_a_forecast_that_the_fitted_form_contradicts_is_not_supported(result: ScalingFit) -> None:
+    """The variants share a form: that they agree says nothing where another one lies far away."""
+    target = 3e8, 6e9
+    law = replace(result.law, parameters={**result.law.parameters, "E": 1.1 * result.law["E"]})
+    assert result.forecast(*target).supported
+    assert result.forecast(*target).loss == replace(result, law=law).forecast(*target).loss
+    (reason,) = replace(result, law=law).forecast(*target).reasons
+    assert re.match(
+        r"the law fitted \(chinchilla\) alone says .*, \+\d+%, more than 1.5 half-widths of the 90% interval away",
+        reason,
+    )
 
 
 def test_coverage_where_the_form_is_true(ladder: Ladder, planted: Law) -> None:
