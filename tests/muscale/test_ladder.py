@@ -59,7 +59,7 @@ def test_the_ladder_is_tuned_for_the_middle_of_its_branches(
     assert len(jobs) == 2 * len(config.ladder.stems)
     by_length = {job.chain.last.end: job for job in jobs}
     rate = {end: job.hyperparameters.learning_rate for end, job in by_length.items()}
-    assert rate[32768] == pytest.approx(rate[16384] * 2**-EXPONENT, rel=0.03)
+    assert rate[32768] == pytest.approx(rate[16384] * 2**-EXPONENT, rel=0.05)  # the prior draws it towards .1
     off = [
         np.log2(by_length[end].chain.last.recipe.weight_decay_tau(end) / config.hyperparameters.weight_decay_tau)
         for end in (32768, 23296)

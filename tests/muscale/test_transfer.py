@@ -178,10 +178,10 @@ def test_a_fault_is_told_with_file_key_rule_and_value(make_study: MakeStudy, ove
         StudyConfig.read(make_study(), [override])
 
 
-def test_the_quickstart_s_grid_is_that_of_rates_at_three_widths() -> None:
+def test_the_quickstart_s_grid_is_of_rates_at_three_widths_and_two_further_lengths() -> None:
     config = StudyConfig.read(Path(str(resources.files("muscale") / "quickstart.toml")))
     costs = estimate(config).set_index("stage").loc["transfer"]
-    assert (costs["runs"], costs["n_tokens"]) == (49, 13_253_632)
+    assert (costs["runs"], costs["n_tokens"]) == (5 * 7, 7 * (3 + 2 + 4) * 262_144)
 
 
 @pytest.mark.cluster
