@@ -57,7 +57,7 @@ class LadderSettings(_Table):
     """[ladder]: the runs that the law is fitted from."""
 
     stems: tuple[Stem, ...] = Field(min_length=1)
-    seed: int = 0
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem is run with each
 
 
 class FitSettings(_Table):

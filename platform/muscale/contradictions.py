@@ -46,6 +46,8 @@ def contradictions(config: StudyConfig) -> list[str]:
         if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
             problems.append(f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}')
     problems += config.transfer.contradictions(h, model.context_length)
+    if len(set(config.ladder.seeds)) != len(config.ladder.seeds):
+        problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
     shapes = [("check.widths", Shape(width=width)) for width in config.check.widths]
     shapes += [("transfer.widths", Shape(width=width)) for width in config.transfer.widths]
     shapes += [("ladder.stems", stem) for stem in config.ladder.stems]

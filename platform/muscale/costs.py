@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -34,8 +36,8 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
     rows.append(("transfer", len(grid), *_trained(grid)))
     steps = []
-    for stem in config.ladder.stems:
-        member = Numerics(**{**numerics.__dict__, "model": stem.of(config.family)})
+    for stem, seed in product(config.ladder.stems, config.ladder.seeds):
+        member = replace(numerics, model=stem.of(config.family), seed=seed)
         lengths = ladder.stem_lengths(stem)
         jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
         steps += [job.chain for job in jobs]

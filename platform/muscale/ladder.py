@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def design(config: StudyConfig) -> pd.DataFrame:
     """The runs of [ladder], a row each, as `scaling.simulate` takes them: n_params, n_tokens, stem."""
     rows = [
         (stem.of(config.family).n_params, length, number)
-        for number, stem in enumerate(config.ladder.stems)
+        for number, (stem, _) in enumerate(product(config.ladder.stems, config.ladder.seeds))
         for length in stem_lengths(stem)
     ]
     return pd.DataFrame(rows, columns=["n_params", "n_tokens", "stem"])
@@ -84,17 +85,17 @@ def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hy
 def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw) -> list[Job]:
     """The ladder: each stem tuned for the geometric mean of its branches' lengths, so that none is far from its own."""
     jobs = []
-    for stem in config.ladder.stems:
+    for stem, seed in product(config.ladder.stems, config.ladder.seeds):
         lengths = stem_lengths(stem)
         middle = float(np.exp(np.mean(np.log(lengths))))
-        member = replace(numerics, model=stem.of(config.family), seed=config.ladder.seed)
+        member = replace(numerics, model=stem.of(config.family), seed=seed)
         jobs += branches(
             member,
             tuned_for(best, horizon, middle),
             lengths,
             tuned_at=middle,
             purpose="ladder",
-            label=str(stem),
+            label=str(stem) if len(config.ladder.seeds) == 1 else f"{stem}, seed {seed}",
         )
     return jobs
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from muscale.sections import Section, as_table, drawn
+from muscale.sections import Drawing, Section, as_table, drawn
 from scaling import Forecast, ScalingError, ScalingFit, fit_isoflops
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _WITHIN = 0.005  # of the loss: the band of sizes, where a plan says no other
 _BUDGETS = 4  # isoFLOPs that are drawn by the law
 _GRIDS = 3  # from which a power through their minima is shown at all: through two points any goes
 _RESAMPLINGS = 200
+_PROFILED = {"E": "the irreducible loss E", "params_exponent": "the exponent of the best size"}
 GROUP = "The law"
 
 
@@ -67,6 +68,7 @@ def law_sections(
     return [
         whole,
         *(_figure(*part, "fit") for part in figures),
+        _profiles(fit),
         _isoflops(fit, plan),
         *_of_plan(fit, plan, target),
         Section(
@@ -111,6 +113,28 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
 
 def _figure(title: str, about: str, figure: go.Figure, command: str) -> Section:
     return Section(title=title, command=command, group=GROUP, about=about, drawings=drawn(figure, title.lower()))
+
+
+def _profiles(fit: ScalingFit) -> Section:
+    """Where the runs bound the law's floor and its split of compute; E most often is what they bound least."""
+    results: list[str] = []
+    drawings: tuple[Drawing, ...] = ()
+    for name, called in _PROFILED.items():
+        try:
+            profile = fit.profile(name)
+        except ScalingError as error:
+            results.append(f"no profile of {called}: {error}")
+        else:
+            results.append(str(profile))
+            drawings += drawn(profile.plot(), f"profile likelihood of {called}")
+    return Section(
+        title="How far the law can move before it fits worse",
+        command="fit",
+        group=GROUP,
+        about="Each point is the best fit with that value held. A side that stays low is one on which the runs set no bound.",
+        result="\n\n".join(results),
+        drawings=drawings,
+    )
 
 
 def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:

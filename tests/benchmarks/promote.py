@@ -41,12 +41,8 @@ from tests.benchmarks.kept_runs import do_missing, final_loss
 
 QUICKSTART = Path("platform/muscale/quickstart.toml")
 RATIO = 10.2  # of the largest ladder run's compute
-OCTAVES = (
-    -0.75,
-    0.0,
-    0.75,
-    1.5,
-)  # of the grid; asymmetric, as in its first version two of three optima lay .4 to 1.3 above
+OCTAVES = (-1.0, -0.5, 0.0, 0.5, 1.0)  # of the grid
+LADDER_SEEDS = 2
 STEMS = (
     (16, 512),
     (16, 1024),
@@ -99,12 +95,12 @@ def write_study(folder: Path, case: str, seed: int) -> Path:
     values["name"] = case
     values["model"] |= {"d_model": 32} | CASES[case].get("model", {})
     values["ladder"] = {
-        "seed": seed,
+        "seeds": [seed + k for k in range(LADDER_SEEDS)],
         "stems": [{"width": width, "n_tokens": 1024 * thousands} for width, thousands in STEMS],
     }
     values["sweep"]["seed"], values["transfer"]["seeds"] = seed, [seed]
     values["sweep"]["trials"] = 16
-    values["transfer"] |= {"widths": [16, 32, 64], "horizons": [1.0, 4.0, 8.0]}
+    values["transfer"] |= {"widths": [32, 48, 64], "horizons": [1.0, 8.0]}
     values["promote"]["seed"] = seed
     values["check"] = {"widths": [16, 32, 64, 128]}
     values["plan"] = {"compute_flops": 1e18} | CASES[case].get("plan", {})

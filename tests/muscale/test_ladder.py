@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig, ladder, transfer
+from muscale.costs import estimate
+from muscale.errors import StudyFileError
 from muscale.jobs import Job
 from muscale.lineage import segment_to_dict, stems
 from muscale.promotion import Promotion
@@ -65,6 +67,23 @@ def test_the_ladder_is_tuned_for_the_middle_of_its_branches(
         for end in (32768, 23296)
     ]
     assert off == pytest.approx([-0.25, 0.25], abs=0.02)
+
+
+def test_every_stem_is_run_with_each_seed(
+    make_study: Callable[..., Path], numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    config = StudyConfig.read(make_study("seeds"), ["ladder.seeds=[3, 4]"])
+    once = StudyConfig.read(make_study("seed"), ["ladder.seeds=[3]"])
+    jobs = ladder.ladder_jobs(config, numerics, config.hyperparameters, horizon)
+    assert len(jobs) == 2 * len(ladder.ladder_jobs(once, numerics, once.hyperparameters, horizon))
+    assert {job.chain.numerics.seed for job in jobs} == {3, 4}
+    assert len(stems([job.chain for job in jobs])) == 2 * len(config.ladder.stems)
+    assert len({job.label for job in jobs}) == len(jobs)
+    assert ladder.design(config)["stem"].nunique() == 2 * len(config.ladder.stems)
+    twice, one = (estimate(each).set_index("stage").loc["ladder", "compute_flops"] for each in (config, once))
+    assert twice == 2 * one
+    with pytest.raises(StudyFileError, match=r"ladder\.seeds: must all differ, got \[3, 3\]"):
+        StudyConfig.read(make_study("same"), ["ladder.seeds=[3, 3]"])
 
 
 def test_a_stem_may_have_a_depth_of_its_own(

@@ -159,3 +159,10 @@ def test_a_plan_registered_before_decisions_were_kept_is_still_shown(tmp_path: P
     plan = make_plan(config, config.hyperparameters, planted_horizon(), law).to_dict()
     text = page(tmp_path, fit=law, plan={name: value for name, value in plan.items() if name != "decision"})
     assert "What another size would cost" in text
+
+
+def test_a_profile_is_drawn_of_the_floor_and_of_the_split_of_compute(tmp_path: Path) -> None:
+    text = page(tmp_path, fit=planted_fit())
+    section = text[text.index("How far the law can move") :]
+    assert "profile likelihood of the irreducible loss E" in section
+    assert "profile likelihood of the exponent of the best size" in section
