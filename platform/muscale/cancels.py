@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from muscale.errors import MuscaleError, StageError
+from muscale.interrupts import heard
 from muscale.ledger import Ledger, find
 
 TRIAL, STUDY = "cancel_trial", "cancel_study"
@@ -85,7 +86,8 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
     _listening.add(name)
     ear.start()
     try:
-        yield
+        with heard():
+            yield
     finally:
         done.set()
         _listening.discard(name)

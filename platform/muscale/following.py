@@ -19,6 +19,7 @@ from rich.text import Text
 
 from muscale.alarms import Alarm, known_alarms, raise_alarms
 from muscale.errors import LedgerUnavailableError, PreemptedError, StageError
+from muscale.interrupts import heard
 from muscale.ledger import Ledger
 from muscale.promote_settings import PromoteSettings
 from muscale.watch import Watch, Watcher, told_evaluation
@@ -144,10 +145,6 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, tell: Callabl
         StageError: If the run was stopped.
     """
     done, stopped = threading.Event(), list[Alarm]()
-    # A shell's background job ignores SIGINT, and so would all that it starts.
-    deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if deaf and settings.on_alarm == "stop":
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def guard() -> None:
         watcher, old = None, set[str]()
@@ -173,7 +170,8 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, tell: Callabl
     thread = threading.Thread(target=guard, name="guard full run", daemon=True)
     thread.start()
     try:
-        yield
+        with heard():
+            yield
     except (KeyboardInterrupt, PreemptedError):  # the second where workers were told, and have saved
         if stopped:
             raise StageError(
@@ -184,5 +182,3 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, tell: Callabl
     finally:
         done.set()
         thread.join()
-        if deaf:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)

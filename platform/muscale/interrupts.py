@@ -32,6 +32,19 @@ def interrupted_later() -> Iterator[None]:
 
 
 @contextmanager
+def heard() -> Iterator[None]:
+    """Within it, SIGINT interrupts the main thread also where it is ignored, as in a shell's background jobs and all they start."""
+    deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if deaf:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if deaf:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
 def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
     """An interruption ends the block as KeyboardInterrupt, and the handlers are afterwards what they were.
 

@@ -82,15 +82,19 @@ def test_a_request_stands_as_it_was_made_first(make_engine: MakeEngine, ledger: 
         cancel_trial(ledger, "s", 0, "x" * 201)
 
 
-def test_a_study_s_request_interrupts_who_is_at_work_and_nobody_later(ledger: Ledger) -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background job"])
+def test_a_study_s_request_interrupts_who_is_at_work_and_nobody_later(ledger: Ledger, handler: signal.Handlers) -> None:
     cancel_study(ledger, "an older one")
     asking = threading.Timer(0.2, cancel_study, (ledger, "enough"))
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), cancellable(ledger):
-        asking.start()
-        time.sleep(20)
-    asking.join()
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), cancellable(ledger):
+            asking.start()
+            time.sleep(20)
+        asking.join()
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     with cancellable(ledger), cancellable(ledger):
         time.sleep(1.5)  # longer than between two looks
 
