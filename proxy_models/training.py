@@ -115,6 +115,7 @@ class Trainer:
         averages: Sequence[Average] = (),
         observation: Observation = _NO_OBSERVATION,
         on_step: Callable[[int, float], None] | None = None,
+        moves: Callable[[], None] | None = None,
     ) -> SegmentResult:
         """Train one segment from `state` (None: from the initial values) and evaluate at its end.
 
@@ -126,6 +127,7 @@ class Trainer:
             averages: Also evaluate these averages.
             observation: What else to measure along the way.
             on_step: Called now and then with (tokens seen, training loss).
+            moves: Called at every step that this thread took or, on a GPU, launched.
 
         Raises:
             ValueError: If the state does not end where the segment starts or was trained under another table, an
@@ -145,7 +147,7 @@ class Trainer:
                 for average in wanted
             ]
             recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics))
-            divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step)
+            divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step, moves)
         seconds = recorder.seconds
         end: TrainState | None = None
         loss: float | None = None
@@ -205,6 +207,7 @@ class Trainer:
         sums: Sequence[RunningAverage],
         recorder: Recorder,
         on_step: Callable[[int, float], None] | None,
+        moves: Callable[[], None] | None,
     ) -> Divergence | None:
         """Take the steps of the segment, to its end or to a divergence."""
         stream = training_stream(
@@ -219,6 +222,8 @@ class Trainer:
                 recorder.add(after, loss, norm, rate_factor)
             for running in sums:
                 running.add(tokens, batch)
+            if moves:
+                moves()
             if stepper.divergence:
                 return stepper.divergence
             if (number + 1 - first) % WAIT_EVERY == 0 or after == segment.end:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ray import tune
 
+from muscale.config import ResourceSettings
 from muscale.fingerprint import require_same_package
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
@@ -14,7 +15,6 @@ from muscale.search.leg import Ending, Leg, leg_from_json
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.trial import TrialPlan
 from muscale.worker import Worker
-from proxy_models.compilation import Compile
 
 if TYPE_CHECKING:
     from muscale.sweep_settings import RankBy
@@ -25,10 +25,8 @@ WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 class TrainingActor:
     """A worker in a process of its own."""
 
-    def __init__(self, ledger: Ledger, compiled: Compile, threads: int, device: str, package: str) -> None:
-        require_same_package(package)
-        torch.set_num_threads(threads)
-        self._worker = Worker(ledger, compiled=compiled, device=device)
+    def __init__(self, ledger: Ledger, resources: ResourceSettings, package: str) -> None:
+        self._worker = _worker(ledger, resources, package)
 
     def reach(self, chain: Chain) -> Outcome:
         """Train the chain to its end."""
@@ -45,16 +43,12 @@ class TrialLeg(tune.Trainable):
         plan: TrialPlan,
         rank_by: RankBy,
         ledger: Ledger,
-        compiled: Compile,
-        threads: int,
-        device: str,
+        resources: ResourceSettings,
         package: str,
     ) -> None:
         """Start a leg in a fresh process."""
-        require_same_package(package)
-        torch.set_num_threads(threads)
         self._plan, self._rank_by = plan, rank_by
-        self._worker = Worker(ledger, compiled=compiled, device=device)
+        self._worker = _worker(ledger, resources, package)
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -97,3 +91,11 @@ class TrialLeg(tune.Trainable):
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Nothing: the ledger keeps the state."""
+
+
+def _worker(ledger: Ledger, resources: ResourceSettings, package: str) -> Worker:
+    """The process's worker, if it computes with the driver's code."""
+    require_same_package(package)
+    torch.set_num_threads(resources.threads)
+    stall_seconds = 60 * resources.stall_minutes
+    return Worker(ledger, compiled=resources.compile, device=resources.device, stall_seconds=stall_seconds)

@@ -74,6 +74,7 @@ class ResourceSettings(_Table):
     workers: PositiveInt = 2  # trainings at a time
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
+    stall_minutes: PositiveFloat = 30.0  # without a step, after which a training's process is ended; inf: never
     compile: Compile = (
         False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
     )

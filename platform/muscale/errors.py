@@ -1,4 +1,4 @@
-"""The exceptions a user of muscale may meet; all others are faults of ours."""
+"""The exceptions a user of muscale may meet, all others being faults of ours, and what the errors of libraries say."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ class RunSelectionError(MuscaleError):
 
 class PreemptedError(MuscaleError):
     """A run that was told to leave its machine: it has saved, and the same command goes on with it (exit code 75)."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the statement and the stack that libraries put below it."""
+    return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
+
+
+def last_line(error: Exception) -> str:
+    """The end of an error of Ray's, which begins with the ids of what died and ends with the reason."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -7,20 +7,21 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from muscale import stalls
 from muscale.cancels import cancellable
 from muscale.config import ResourceSettings
-from muscale.errors import StageError
+from muscale.errors import StageError, first_line, last_line
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import interrupted_later
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain, stems
-from muscale.storage import first_line
 from muscale.tables import runs
 from proxy_models.hyperparameters import Hyperparameters
 
@@ -93,6 +94,7 @@ def _train(
 ) -> Iterator[tuple[Chain, Outcome]]:
     import ray
 
+    begun = time.time()
     actors = _hire(min(resources.workers, len(groups)), ledger, resources)
     # Work is for actors that run: where the cluster has fewer devices than workers, the others may never begin.
     starting = {actor.__ray_ready__.remote(): actor for actor in actors}
@@ -112,7 +114,8 @@ def _train(
         try:
             outcome = ray.get(done)
         except ray.exceptions.ActorDiedError as error:
-            raise StageError(f"a worker died: {str(error).strip().splitlines()[-1]}") from error
+            hint = stalls.hint(ledger.directory, begun)
+            raise StageError(f"a worker died: {last_line(error)}{hint}") from error
         if done in starting:
             idle.append(starting.pop(done))
             continue
@@ -136,7 +139,7 @@ def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
         max_restarts=_RESTARTS,
         max_task_retries=_RESTARTS,
     )(TrainingActor)
-    settings = (ledger, resources.compile, resources.threads, resources.device, package_fingerprint())
+    settings = (ledger, resources, package_fingerprint())
     if _hired_for != (wanted := [ledger.directory, resources]):
         dismiss_workers()
         _hired_for[:] = wanted

@@ -9,6 +9,7 @@ CORPUS = "corpus"  # token files and manifest
 CORPORA = "corpora"  # a folder for each further corpus that a full run goes on with
 STATES = "states"  # training states that others start from
 CURVES = "curves"  # what was measured at every step of a segment
+STALLS = "stalls"  # what trainings were doing that were ended as they took no step
 PLANS = "plans"  # a file for each plan
 FULL_RUNS = "full_runs"  # a folder for each plan, and for each stage that goes on from one: checkpoints and metrics
 OBSERVED = "observed"  # a folder for each plan whose run is elsewhere: what its owner tells of it

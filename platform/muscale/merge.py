@@ -22,12 +22,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from muscale.differing import Conflict, first_difference, same, shown
-from muscale.errors import StudyDirectoryError
+from muscale.errors import StudyDirectoryError, first_line
 from muscale.layout import CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, differences, find, insert_once
 from muscale.open_ledger import read_place
 from muscale.postgresql import PostgresStorage
-from muscale.storage import first_line, require_schema, sqlite_schema
+from muscale.storage import require_schema, sqlite_schema
 from muscale.tables import segments, trials
 from proxy_models.content_key import content_key
 from scaling.presentation import Result

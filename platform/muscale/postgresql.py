@@ -15,8 +15,8 @@ from typing import Any, Concatenate
 
 import sqlalchemy as sa
 
-from muscale.errors import LedgerUnavailableError, StudyDirectoryError
-from muscale.storage import P, Storage, T, first_line, persist, require_schema
+from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
+from muscale.storage import P, Storage, T, persist, require_schema
 from muscale.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import psutil
 import sqlalchemy as sa
 
-from muscale.errors import LedgerUnavailableError, StudyDirectoryError
+from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
 from muscale.tables import SCHEMA, metadata
 
 P = ParamSpec("P")
@@ -198,11 +198,6 @@ def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception]
                 _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))
         time.sleep(pause)
         pause = min(_LONGEST_PAUSE, 2 * pause)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the statement and the stack that libraries put below it."""
-    return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
 
 
 def file_system(path: Path) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from muscale.errors import StudyDirectoryError
+from muscale.errors import StudyDirectoryError, first_line
 from muscale.findings import Finding
 from muscale.postgresql import URL_VARIABLE, shown, url_from_environment
-from muscale.storage import NETWORK_FILE_SYSTEMS, file_system, first_line
+from muscale.storage import NETWORK_FILE_SYSTEMS, file_system
 
 if TYPE_CHECKING:
     from muscale.config import StorageSettings

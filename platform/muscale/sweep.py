@@ -291,13 +291,11 @@ def _search(sweep: Sweep, engine: Engine) -> None:
             "plan": sweep.plan,
             "rank_by": sweep.config.sweep.rank_by,
             "ledger": sweep.ledger,
-            "compiled": resources.compile,
-            "threads": resources.threads,
-            "device": resources.device,
+            "resources": resources,
             "package": package_fingerprint(),
         }
         with cancellable(sweep.ledger):
-            run_legs(engine, TrialLeg, parameters, resources)
+            run_legs(engine, TrialLeg, parameters, resources, sweep.ledger.directory)
 
 
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from muscale.environment import device_name, environment
-from muscale.layout import CORPUS, CURVES, STATES
+from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.lease import lease, record_segment
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain
+from muscale.stalls import ended_where_stalled
 from proxy_models.averaging import Tail
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
@@ -27,8 +28,11 @@ _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may hav
 class Worker:
     """Trains chains of one study in this process, on one device; keeps its models warm from one to the next."""
 
-    def __init__(self, ledger: Ledger, *, compiled: Compile, device: str = "cpu") -> None:
+    def __init__(
+        self, ledger: Ledger, *, compiled: Compile, device: str = "cpu", stall_seconds: float = math.inf
+    ) -> None:
         self.ledger = ledger
+        self.stall_seconds = stall_seconds  # without a step, after which this process ends itself
         self.directory = ledger.directory
         self.trainer = Trainer(Corpus.open(self.directory / CORPUS), device=device, compile=compiled)
 
@@ -56,9 +60,11 @@ class Worker:
             state = self._state(chain.parent)
         start = state.tokens if state else 0
         remainder = replace(chain.last, start=start)
-        return start, self.trainer.train(
-            chain.numerics, remainder, state, averaged=_is_averaged(chain), on_step=on_step
-        )
+        told = self.directory / STALLS / f"{chain.key}.txt"
+        with ended_where_stalled(told, self.stall_seconds, f"segment {chain.key}") as moves:
+            return start, self.trainer.train(
+                chain.numerics, remainder, state, averaged=_is_averaged(chain), on_step=on_step, moves=moves
+            )
 
     def _nearest_state(self, chain: Chain) -> TrainState | None:
         """The last kept state on the chain's own line that its training can go on from."""

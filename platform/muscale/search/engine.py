@@ -91,12 +91,12 @@ class Engine:
         """Note that a leg or an ending is over."""
         self._flying.discard(_name(what))
 
-    def lost(self, what: Leg | Ending) -> None:
+    def lost(self, what: Leg | Ending, why: str) -> None:
         """Note that a leg or an ending lost its worker: it is flown again, but not for ever."""
         self.landed(what)
         self._losses[_name(what)] += 1
         if self._losses[_name(what)] == _ATTEMPTS:
-            self.failed(what, f"its worker was lost {_ATTEMPTS} times")
+            self.failed(what, f"its worker was lost {_ATTEMPTS} times: {why}")
         elif isinstance(what, Ending):
             self._queue.append(what)
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from muscale.errors import MuscaleError
+from muscale.errors import MuscaleError, last_line
 from muscale.search.leg import Ending, Leg, leg_to_json
 from muscale.search.record import Arrival
 
@@ -65,9 +65,9 @@ class Legs(_WithEngine, Searcher):
             return
         match self._errors.pop(trial_id):
             case RayActorError() as lost if not lost.actor_init_failed:
-                self._engine.lost(what)
+                self._engine.lost(what, last_line(lost))
             case RayActorError() as unborn:  # no other worker will begin either
-                self._engine.refuse(what, f"a worker can't start: {str(unborn).strip().splitlines()[-1]}")
+                self._engine.refuse(what, f"a worker can't start: {last_line(unborn)}")
             case RayTaskError(cause=MuscaleError() as ours):
                 self._engine.refuse(what, str(ours))
             case RayTaskError(cause=cause):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from muscale import stalls
 from muscale.config import ResourceSettings
 from muscale.errors import StageError
 from muscale.interrupts import interrupted_later, interruptible
@@ -27,8 +29,17 @@ _TUNE = {
 }
 
 
-def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resources: ResourceSettings) -> None:
+def run_legs(
+    engine: Engine, trainable: Any, parameters: dict[str, Any], resources: ResourceSettings, directory: Path
+) -> None:
     """Run the engine until it has no more legs. The first Ctrl-C lets the legs at work come to their next rung.
+
+    Args:
+        engine: What is to be run.
+        trainable: Tune's, which takes `parameters` at its setup.
+        parameters: The same for every leg.
+        resources: Of one training, and how many there are at a time.
+        directory: The study's, where trainings that hung are told of.
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
@@ -42,7 +53,7 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
         from muscale.search.tune_adapter import METRIC, MODE, Legs, UntilStopped
 
     devices = {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker}
-    legs = Legs(engine)
+    legs, begun = Legs(engine), time.time()
     with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(trainable, **parameters), devices),
@@ -70,7 +81,8 @@ def run_legs(engine: Engine, trainable: Any, parameters: dict[str, Any], resourc
     if engine.failures:
         n, (what, why) = len(engine.failures), next(iter(engine.failures.items()))
         trial = what.trial if isinstance(what, Ending) else what
-        raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}")
+        stalled = stalls.hint(directory, begun)
+        raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}{stalled}")
 
 
 def _stop(engine: Engine) -> None:

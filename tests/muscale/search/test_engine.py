@@ -161,14 +161,14 @@ def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine
         return leg
 
     for _ in range(2):
-        engine.lost(flown(0))
+        engine.lost(flown(0), "it was shot")
     leg = flown(0)
     engine.arrived(Arrival(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
-    engine.lost(leg)
+    engine.lost(leg, "it was shot")
     for _ in range(2):
-        engine.lost(flown(1))
+        engine.lost(flown(1), "it was shot")
     assert engine.next() is None
-    assert engine.failures == {0: "its worker was lost 3 times"}
+    assert engine.failures == {0: "its worker was lost 3 times: it was shot"}
 
 
 def test_nothing_is_begun_once_no_worker_can_train(make_engine: MakeEngine) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray import tune
 
 from muscale.config import ResourceSettings
 from muscale.errors import PackageMismatchError, StageError
+from muscale.layout import STALLS
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg, leg_from_json
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.search.tune_run import run_legs
+from muscale.stalls import ended_where_stalled
 from muscale.sweep_settings import SweepSettings
 from search_spaces import LogUniform, Space
 
@@ -48,6 +52,11 @@ class Planted(tune.Trainable):
         if leg.trial == 1 and rung == 1:
             if self._befalls == "raises":
                 raise OSError("no space left on device")
+            if self._befalls == "asks for too much memory":
+                torch.empty(2**60, dtype=torch.uint8)
+            if self._befalls == "hangs":
+                with ended_where_stalled(self._folder / STALLS / "it.txt", 1.0, "segment 1-1"):
+                    time.sleep(3600)
             if self._befalls == "refuses":
                 raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
         self._rung += 1
@@ -78,7 +87,7 @@ class Planted(tune.Trainable):
 def fly(make_engine: MakeEngine, tmp_path: Path) -> Callable[[str], Engine]:
     def flown(befalls: str) -> Engine:
         engine = make_engine(SETTINGS)
-        run_legs(engine, Planted, {"befalls": befalls, "folder": tmp_path}, ONE)
+        run_legs(engine, Planted, {"befalls": befalls, "folder": tmp_path}, ONE, tmp_path)
         return engine
 
     return flown
@@ -90,9 +99,22 @@ def test_a_worker_that_dies_between_two_trials_costs_neither(fly: Callable[[str]
     assert set(engine.record.arrivals) == {(trial, rung) for trial in range(TRIALS) for rung in range(RUNGS)}
 
 
-def test_a_trial_that_fails_holds_up_no_other(fly: Callable[[str], Engine], make_engine: MakeEngine) -> None:
-    with pytest.raises(StageError, match="^sweep: 1 trial failed; trial 1: OSError: no space left on device$"):
-        fly("raises")
+@pytest.mark.parametrize(
+    ("befalls", "reason"),
+    [
+        ("raises", r"OSError: no space left on device"),
+        (
+            "asks for too much memory",
+            r"RuntimeError: .* can't allocate memory: you tried to allocate 1152921504606846976 .*",
+        ),
+        ("hangs", r"its worker was lost 3 times: .*; it was ended as it took no step, .*/stalls/it\.txt tells where"),
+    ],
+)
+def test_a_trial_that_fails_holds_up_no_other(
+    fly: Callable[[str], Engine], make_engine: MakeEngine, befalls: str, reason: str
+) -> None:
+    with pytest.raises(StageError, match=rf"^sweep: 1 trial failed; trial 1: {reason}$"):
+        fly(befalls)
     record = make_engine(SETTINGS).record
     assert set(record.open) == {1}
     assert len(record.arrivals) == TRIALS * RUNGS - 1

@@ -1,0 +1,75 @@
+"""A training that hangs is ended from within: its driver hears of a worker's death, and of nothing that never comes.
+
+Judged is progress and not time alone: a run may take as long as it likes while it takes steps.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from muscale.layout import STALLS
+
+_TICKS = 20  # looks in the time allowed
+_LONGEST_TICK = 5.0  # seconds
+_AT_MOST = 2.0  # ticks that one look counts: a process that was stopped, or a machine that slept, made no steps either
+
+
+@contextmanager
+def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Callable[[], None]]:
+    """Kill this process once it makes no progress for `seconds` of its own time; yields what tells of progress.
+
+    Args:
+        path: Where is written what each of its threads was doing then.
+        seconds: Allowed between two signs of progress; infinite: never ended.
+        what: Is being done, for whoever reads it.
+    """
+    moved, done = threading.Event(), threading.Event()
+    tick = min(seconds / _TICKS, _LONGEST_TICK)
+
+    def watch() -> None:
+        idle, before = 0.0, time.monotonic()
+        while not done.wait(tick):
+            now = time.monotonic()
+            idle = 0.0 if moved.is_set() else idle + min(now - before, _AT_MOST * tick)
+            moved.clear()
+            before = now
+            if idle > seconds and not done.is_set():
+                _tell(path, f"{what} took no step for {seconds:g} s, and its process {os.getpid()} was ended at:\n\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if math.isinf(seconds):
+        yield moved.set
+        return
+    watcher = threading.Thread(target=watch, name="stalls", daemon=True)
+    watcher.start()
+    try:
+        yield moved.set
+    finally:
+        done.set()
+        watcher.join()
+
+
+def hint(directory: Path, since: float) -> str:
+    """What to add to the news of a worker's death: where the newest stall since `since`, in the system's seconds, is told."""
+    paths = sorted(directory.joinpath(STALLS).glob("*.txt"), key=lambda path: path.stat().st_mtime)
+    return (
+        f"; it was ended as it took no step, {paths[-1]} tells where"
+        if paths and paths[-1].stat().st_mtime >= since
+        else ""
+    )
+
+
+def _tell(path: Path, first: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        file.write(first)
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
