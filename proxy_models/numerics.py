@@ -12,7 +12,7 @@ from proxy_models.parametrization import DecayScaling, OptimizerName, Parametriz
 
 SEMANTICS = 1
 """Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of
-a sum): results of another number are not reused."""
+a sum): results of another number are not reused. tests/muscale/golden.json holds what must be the same under one number."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What matrices are multiplied in; weights and moments are fp32 always, and fp16 scales the loss."""
