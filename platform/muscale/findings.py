@@ -48,5 +48,5 @@ class Diagnosis:
             if finding.do:
                 lines.append(f"{'':7}  {'':{wide}}  → {finding.do}")
         count = {status: sum(f.status == status for f in self.findings) for status in ("ok", "warning", "fail")}
-        lines.append(f"{count['ok']} ok, {count['warning']} warnings, {count['fail']} fail")
+        lines.append(f"ok: {count['ok']}, warnings: {count['warning']}, failed: {count['fail']}")
         return "\n".join(lines)

@@ -126,9 +126,13 @@ def write_study(directory: Path, source: Path | None = None, name: str | None = 
 
 
 def _with_value(text: str, key: str, value: str) -> str:
-    """The file with the first such key's string replaced; what stands behind it stays."""
+    """The file with the first such key's string replaced; a comment behind it stays in its column where there is room."""
     quoted = f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    return re.sub(rf'^{key} = "[^"]*"', lambda _: quoted, text, count=1, flags=re.MULTILINE)
+
+    def put(found: re.Match[str]) -> str:
+        return f"{quoted} ".ljust(len(found[0]) - 1) + "#" if found[1] else quoted
+
+    return re.sub(rf'^{key} = "[^"]*"( *#)?', put, text, count=1, flags=re.MULTILINE)
 
 
 def _write(path: Path, text: str) -> None:

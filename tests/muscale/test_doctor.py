@@ -189,6 +189,6 @@ def test_a_diagnosis_shows_what_to_do_and_fails_with_one_finding() -> None:
     told = str(Diagnosis(findings=(well, ill))).splitlines()
     assert told[0].split() == ["ok", "a", "good"]
     assert told[2].strip() == "→ mend it"
-    assert told[-1] == "1 ok, 0 warnings, 1 fail"
+    assert told[-1] == "ok: 1, warnings: 0, failed: 1"
     assert Diagnosis(findings=(well,)).passed
     assert not Diagnosis(findings=(well, ill)).passed
