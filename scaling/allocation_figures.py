@@ -147,7 +147,7 @@ def allocation_data(fit: "ScalingFit", level: float = 0.9, *, alone: bool = Fals
 def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
     """A panel for each quantity: the best against compute with its interval, dashed beyond the runs, and single optima."""
     titles = {
-        "n_params": params_title(n_params_convention, "<br>"),
+        "n_params": params_title(n_params_convention, 24),
         "n_tokens": TOKENS,
         "tokens_per_param": RATIO,
     }

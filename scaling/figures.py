@@ -235,9 +235,9 @@ def loss_title(loss_unit: str) -> str:
     return f"loss ({loss_unit})"
 
 
-def params_title(n_params_convention: str, between: str = " ") -> str:
-    """Of an axis of N; of a panel among others it needs two lines, with `<br>` between."""
-    return f"parameters N{between}({n_params_convention})"
+def params_title(n_params_convention: str, width: int = 34) -> str:
+    """Of an axis of N, in lines of so many characters: a telephone has room for 34, a panel above others for 24."""
+    return "<br>".join(textwrap.wrap(f"parameters N ({n_params_convention})", width))
 
 
 def log_axis(values: "pd.Series[float]") -> dict[str, Any]:

@@ -172,14 +172,17 @@ def _grids(compute: Array, n_params: Array) -> tuple[list[_Grid], list[str]]:
     """Runs of one budget each, and why some are left out."""
     order = np.argsort(compute, kind="stable").astype(np.int64)
     ends = np.flatnonzero(np.diff(np.log10(compute[order])) > SAME_BUDGET) + 1
-    grids, left_out = [], []
+    grids, small = [], []
     for rows in np.split(order, ends):
         budget = float(np.exp(np.log(compute[rows]).mean()))
-        if (sizes := len(np.unique(n_params[rows]))) < MIN_SIZES:
-            left_out.append(f"{budget:.3g} FLOPs: {sizes} sizes, at least {MIN_SIZES} are wanted")
+        if len(np.unique(n_params[rows])) < MIN_SIZES:
+            small.append(budget)
         else:
             grids.append(_Grid(budget, rows))
-    return grids, left_out
+    if not small:
+        return grids, []
+    which = f"{small[0]:.3g}" if len(small) == 1 else f"{len(small)} budgets of {small[0]:.3g} to {small[-1]:.3g}"
+    return grids, [f"{which} FLOPs: fewer than {MIN_SIZES} sizes"]
 
 
 def _powers(

@@ -96,7 +96,7 @@ def test_what_has_no_minimum_among_its_sizes_is_left_out() -> None:
     result = two(runs)
     assert len(result.points) == 3
     assert "1e+18 FLOPs: no minimum among the sizes" in result.warnings
-    assert "3e+18 FLOPs: 3 sizes, at least 4 are wanted" in result.warnings
+    assert "3e+18 FLOPs: fewer than 4 sizes" in result.warnings
     with pytest.raises(ScalingError, match="need two budgets with a minimum among their sizes, got 1"):
         two(isoflops(EVEN).iloc[:7])
 

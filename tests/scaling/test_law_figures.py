@@ -139,7 +139,7 @@ def test_allocation_alone_is_the_law_s_within_the_draws_interval(result: Scaling
     assert (of(params, "fitted")["compute_flops"] <= result.compute_range[1] * (1 + 1e-9)).all()
     assert axis_titles(result.plot_allocation()) == [
         *(None, None, "training compute 6·N·D (FLOPs)"),
-        *("parameters N<br>(total)", "training tokens D", "tokens per parameter D/N"),
+        *("parameters N (total)", "training tokens D", "tokens per parameter D/N"),
     ]
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
         allocation_data(result, level=90)

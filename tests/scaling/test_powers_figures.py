@@ -137,7 +137,7 @@ def test_the_lines_are_the_powers(approach: str, parabolas: ComputePowers, envel
     assert line[["value", "low", "high"]].iloc[-1].tolist() == pytest.approx(last[["estimate", "low", "high"]].tolist())
     counted = result.n_params_convention
     figure = result.plot_powers()
-    assert figure.layout.yaxis.title.text == f"parameters N<br>({counted})"
+    assert figure.layout.yaxis.title.text.replace("<br>", " ") == f"parameters N ({counted})"
     assert figure.layout.yaxis2.title.text == "training tokens D"
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
         result.plot_powers(level=90)
