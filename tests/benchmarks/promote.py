@@ -183,7 +183,7 @@ def report(case: str, study: Study, plan: Plan, rows: pd.DataFrame, spread: floa
     losses = own[own["octave"] == 0].sort_values("seed")["loss"]
     inside = "inside" if forecast.low <= measured <= forecast.high else "OUTSIDE"
     print(f"\n{case}: width {study.config.model.d_model} -> {plan.model.d_model}, N = {plan.n_params:,}, ", end="")
-    print(f"D = {plan.n_tokens:,}, {plan.compute_flops / largest:.1f} x the largest ladder run")
+    print(f"D = {plan.n_tokens:,}, {plan.compute_flops / largest:.1f} x the largest run fitted")
     print(
         f"  forecast        {forecast.loss:.4f} [{forecast.low:.4f}, {forecast.high:.4f}], measured {measured:.4f}: "
         f"{inside}, error {1 - forecast.loss / measured:+.2%}; by seed",
