@@ -498,14 +498,19 @@ class Study(Result):
             plan: Key of the plan that the run follows, by default the one registered last.
 
         Raises:
-            StageError: If no forecast is registered.
+            StageError: If no forecast is registered, or the plan's run is this study's own.
         """
         row = self.ledger.forecast(plan) if plan else self.ledger.latest_forecast()
         if row is None:
             raise StageError(
                 "observe: no forecast is registered, so nothing can be held against it; run `muscale plan` first"
             )
-        return Observer(self.ledger, Plan.from_dict(row["payload"]), source)
+        observed = Plan.from_dict(row["payload"])
+        if self.ledger.result("promotion_started", observed.key):
+            raise StageError(
+                f"observe: plan {observed.key} was promoted in this study; `muscale watch` shows its own run"
+            )
+        return Observer(self.ledger, observed, source)
 
     def observe(
         self, rows: Sequence[Mapping[str, float]], *, source: str = "a table", plan: str | None = None

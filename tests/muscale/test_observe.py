@@ -229,3 +229,12 @@ def test_a_notebook_s_rows_are_watched_alike(elsewhere: Elsewhere) -> None:
     assert study.watch().tokens == watch.tokens
     assert study.calibration().table.empty
     study.ledger.close()
+
+
+def test_a_plan_that_was_promoted_here_has_its_own_run(elsewhere: Elsewhere) -> None:
+    elsewhere.ledger.record_result("promotion_started", elsewhere.plan.key, {"at": "2026-01-02T03:04:05+00:00"})
+    study = Study.open(elsewhere.study, quiet=True)
+    with pytest.raises(StageError, match=f"^observe: plan {elsewhere.plan.key} was promoted in this study"):
+        study.observe([{"tokens": 1, "val_loss": 1.0}])
+    assert not elsewhere.observer.directory.exists()
+    study.ledger.close()
