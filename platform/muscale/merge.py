@@ -12,10 +12,10 @@ import os
 import shutil
 import socket
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from muscale.differing import Conflict, first_difference, same, shown
 from muscale.errors import StudyDirectoryError, first_line
 from muscale.layout import CURVES, LEDGER, STATES
 from muscale.ledger import Ledger, differences, find, insert_once
+from muscale.migrations import is_older, migrate
 from muscale.open_ledger import read_place
 from muscale.postgresql import PostgresStorage
-from muscale.storage import require_schema, sqlite_schema
+from muscale.storage import copy_sqlite, read_only, sqlite_schema
 from muscale.tables import segments, trials
 from proxy_models.content_key import content_key
 from scaling.presentation import Result
@@ -211,17 +212,36 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
         raise StudyDirectoryError(f"{path}: lies on {place['host']}; merge there, or copy it from there")
     if not path.is_file():
         raise StudyDirectoryError(f"{path}: no such ledger")
-    log = path.with_name(f"{path.name}-wal")
-    unwritten = log.exists() and log.stat().st_size > 0
-    # A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
-    uri = f"{path.as_uri()}?mode=ro" + ("" if unwritten else "&immutable=1")
+    with _of_this_schema(path) as current, _connected(path, current) as connection:
+        _told(path, connection.exec_driver_sql, "BEGIN")  # one snapshot for all that is read
+        yield str(path), lambda function, *args, **kwargs: _told(path, function, connection, *args, **kwargs)
+
+
+@contextmanager
+def _of_this_schema(path: Path) -> Iterator[Path]:
+    """The file, or a migrated copy of one of an older version, which stays as it is."""
+    with _connected(path, path) as connection:
+        found = _told(path, sqlite_schema, connection)
+    if not is_older(str(path), found):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="muscale-") as folder:
+        copy = Path(folder) / path.name
+        copy_sqlite(path, copy)
+        engine = sa.create_engine(f"sqlite:///{copy}", poolclass=sa.pool.NullPool)
+        with engine.begin() as connection:
+            migrate(connection, str(path), found)
+        yield copy
+
+
+@contextmanager
+def _connected(path: Path, file: Path) -> Iterator[sa.Connection]:
+    """A connection that only reads a file; `path` is what messages call it."""
+    uri = read_only(file)
     engine = sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(uri, uri=True), poolclass=sa.pool.StaticPool)
-    told = partial(_told, path)
     try:
-        with told(engine.connect) as connection:
-            told(connection.exec_driver_sql, "BEGIN")  # one snapshot for all that is read
-            require_schema(str(path), told(sqlite_schema, connection))
-            yield str(path), lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
+        with _told(path, engine.connect) as connection:
+            yield connection
     finally:
         engine.dispose()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA = 3  # raise it when a table or what a column holds changes: an older ledger is then refused
+SCHEMA = 4  # raise it when a table, an index or what a column holds changes, with a revision in `migrations/versions`
 
 
 class _JsonText(sa.TypeDecorator[Any]):
@@ -110,6 +110,7 @@ rungs = sa.Table(
     sa.Column("seconds", sa.Float, nullable=False),
     sa.Column("loss", sa.Float),  # that trials are ranked by; null after a divergence
     sa.Column("created_at", sa.String, nullable=False),
+    sa.Index("ix_rungs_sequence", "sweep", "sequence"),  # the last one is asked for with every result
 )
 
 decisions = sa.Table(
@@ -123,6 +124,7 @@ decisions = sa.Table(
     sa.Column("path", JSON, nullable=False),  # [first rung, configuration] pairs
     sa.Column("donor", sa.Integer),  # the trial whose state it goes on from, where that is another's
     sa.Column("created_at", sa.String, nullable=False),
+    sa.Index("ix_decisions_sequence", "sweep", "sequence"),
 )
 
 runs = sa.Table(
@@ -140,6 +142,7 @@ runs = sa.Table(
     sa.Column("hyperparameters", JSON, nullable=False),
     sa.Column("label", sa.String, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
+    sa.Index("ix_runs_key", "key"),  # of whatever purpose
 )
 
 results = sa.Table(
@@ -149,6 +152,7 @@ results = sa.Table(
     sa.Column("key", sa.String, primary_key=True),  # hash of all inputs
     sa.Column("payload", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
+    sa.Index("ix_results_created_at", "stage", "created_at"),  # the latest of a stage
 )
 
 forecasts = sa.Table(

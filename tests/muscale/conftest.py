@@ -144,6 +144,11 @@ class PostgresServer:
     def url(self) -> str:
         return f"postgresql://muscale:{self.password}@127.0.0.1:{self.port}/postgres"
 
+    @property
+    def pid(self) -> int:
+        """Of the process that started all others of the server."""
+        return int((self._data / "postmaster.pid").read_text().split()[0])
+
     def start(self) -> None:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
         self._call("pg_ctl", "-w", "-o", options, "-l", str(self._data / "log"), "start")
