@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import sqlalchemy as sa
 
 from muscale import json_lines
 from muscale.band import registered_band
@@ -16,13 +18,15 @@ from muscale.checkpoint_evaluation import CheckpointEvaluation
 from muscale.errors import StageError
 from muscale.gate import RECORD
 from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
-from muscale.ledger import find, now
+from muscale.ledger import NESTED, find, now
 from muscale.report import ReportContents
 from muscale.reproduction import reproduction
 from muscale.run_records import RunRecords
 from muscale.search_so_far import search_so_far
 from muscale.spending import spending
 from muscale.sweep import collect
+from muscale.tables import runs as run_table
+from muscale.tables import segments
 from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import MANIFEST, Corpus
 
@@ -33,8 +37,7 @@ if TYPE_CHECKING:
 
 def settled(study: Study) -> dict[str, Any]:
     """What changes with finished trainings alone: search, transfer, law, and what it tells of the plan."""
-    runs = study.runs()
-    if runs[runs["purpose"] == "sweep"].empty:
+    if not study.ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
         return {}
     return _search(copy(study))  # as the study's own later stages must not stand on a sweep that is not done
 
@@ -49,7 +52,7 @@ def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportConten
     known = dict(settled(study) if known is None else known)
     corpus = study.directory / CORPUS
     check = study.ledger.latest_result("check")
-    runs = study.runs()
+    runs = study.ledger.runs(without=NESTED)
     written = Corpus.open(corpus) if (corpus / MANIFEST).exists() else None
     known |= _full_run(study, known.pop("planned", None))
     return ReportContents(
@@ -129,10 +132,18 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
 def _environments(study: Study) -> tuple[str, ...]:
     """Where the ledger's trainings ran, a line each with how many."""
     counts: dict[str, int] = {}
-    for environment in study.runs()["environment"]:
+    for environment, n in study.ledger.read(_trained_on):
         versions = ", ".join(
             f"{name} {environment[name]}" for name in ("python", "torch", "muscale") if name in environment
         )
         line = f"{environment.get('device', 'a device of an earlier version')}: {versions}"
-        counts[line] = counts.get(line, 0) + 1
+        counts[line] = counts.get(line, 0) + n
     return tuple(f"{n} runs on {line}" for line, n in counts.items())
+
+
+def _trained_on(connection: sa.Connection) -> list[tuple[dict[str, Any], int]]:
+    """Every environment that runs ended in, and how many did."""
+    text = sa.type_coerce(segments.c.environment, sa.Text)  # else each row's JSON is read
+    query = sa.select(text, sa.func.count()).join(run_table, run_table.c.key == segments.c.key).group_by(text)
+    first = sa.func.min(run_table.c.created_at)
+    return [(json.loads(told), n) for told, n in connection.execute(query.order_by(first, text))]

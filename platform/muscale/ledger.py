@@ -8,7 +8,7 @@ is what resuming means. Every method is one transaction, and may be run again wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -48,6 +48,11 @@ _OUTCOME = (
     "segment",
     "environment",
 )
+
+
+NESTED = ("hyperparameters", "source_losses", "numerics", "segment", "environment")
+"""Columns of the table of runs that are JSON."""
+KEYS_AT_ONCE = 500  # in one statement
 
 
 def now() -> str:
@@ -162,13 +167,24 @@ class Ledger:
 
     def outcome(self, chain: Chain) -> Outcome | None:
         """How the chain ended, or None where that is not known; one that diverged on the way ended there."""
-        row = self.segment(chain.key) or next(
-            (r for r in self.line(chain.line) if r["diverged_because"] and r["tokens"] <= chain.last.end), None
-        )
-        if row:
-            return Outcome(**{field.name: row[field.name] for field in fields(Outcome)})
-        before = self.outcome(chain.parent) if chain.parent else None
-        return before if before and before.diverged else None
+        return self.outcomes([chain]).get(chain.key)
+
+    def outcomes(self, chains: Iterable[Chain]) -> dict[str, Outcome]:
+        """How those of the chains ended that did, by the chain's key."""
+        beginnings = {chain.key: [*_beginnings(chain)] for chain in chains}
+        parts = [part for some in beginnings.values() for part in some]
+        keys, lines = (dict.fromkeys(names) for names in ((p.key for p in parts), (p.line for p in parts)))
+        ended, diverged = self.read(_outcomes, [*keys], [*lines])
+        found = {}
+        for key, (whole, *before) in beginnings.items():
+            for part in (whole, *before):
+                on_line = (row for row in diverged.get(part.line, ()) if row.tokens <= part.last.end)
+                outcome = ended.get(part.key) or next(on_line, None)
+                if outcome and (part is whole or outcome.diverged):
+                    found[key] = outcome
+                if outcome:
+                    break
+        return found
 
     def forget_states(self, keys: Sequence[str]) -> None:
         """Note that the training states of these segments are no longer kept."""
@@ -182,13 +198,22 @@ class Ledger:
         """Every training that was repeated to get a pruned state back, in order of time."""
         return self.read(find, "retrained", {}, ["created_at"])
 
-    def runs(self) -> pd.DataFrame:
+    def runs(self, *, without: Collection[str] = (), but_of: Collection[str] = ()) -> pd.DataFrame:
         """Every run with its result: a row each, oldest first.
 
         `loss` is the validation loss in nats per token at the annealed end, NaN where the run diverged; `source_losses` are
         those of a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
+
+        Args:
+            without: Columns to leave out: of many runs, nested ones take most of the time (`NESTED`).
+            but_of: Purposes whose runs are left out.
         """
-        return runs_table(self.read(find_runs))
+        return runs_table(self.read(find_runs, sorted(without), sorted(but_of)), without)
+
+    def least_losses(self) -> dict[str, tuple[int, float]]:
+        """How many runs each purpose has, and their least loss, NaN where all diverged."""
+        found = self.read(_least_losses)
+        return {purpose: (n, math.nan if loss is None else loss) for purpose, n, loss in found}
 
     # Sweeps
 
@@ -226,8 +251,7 @@ class Ledger:
 
     def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
         """The losses of those of these segments that are recorded as runs, NaN where one diverged."""
-        wanted = set(keys)
-        found = {key: loss for key, loss in self.read(_run_losses) if key in wanted}
+        found = dict(self.read(_run_losses, list(keys)))
         return {key: math.nan if loss is None else loss for key, loss in found.items()}
 
     # Forecasts
@@ -239,6 +263,14 @@ class Ledger:
     def forecast(self, plan: str) -> dict[str, Any] | None:
         """The forecast registered for a plan, or None; the database refuses to change or delete one."""
         return next(iter(self.read(find, "forecasts", {"plan": plan})), None)
+
+
+def _beginnings(chain: Chain) -> Iterator[Chain]:
+    """The chain, the one before its last segment, and so on to the first."""
+    part: Chain | None = chain
+    while part:
+        yield part
+        part = part.parent
 
 
 def stamped(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,9 +287,9 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     )
 
 
-def runs_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:
     """What `find_runs` found, as the table that `Ledger.runs` describes."""
-    table = pd.DataFrame(rows, columns=[*runs.c.keys(), *_OUTCOME])
+    table = pd.DataFrame(rows, columns=[column.name for column in _run_columns(without)])
     table["loss"] = table["loss"].astype(float)
     table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
     return table
@@ -334,19 +366,53 @@ def _forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
         connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
 
 
-def find_runs(connection: sa.Connection) -> list[dict[str, Any]]:
-    """Every run with its result, oldest first."""
+def find_runs(
+    connection: sa.Connection, without: Sequence[str] = (), but_of: Sequence[str] = ()
+) -> list[tuple[Any, ...]]:
+    """Every run with its result, oldest first: the columns of `runs_table`."""
     query = (
-        sa.select(runs, *(segments.c[name] for name in _OUTCOME))
-        .join(segments, runs.c.key == segments.c.key)
+        sa.select(*_run_columns(without))
+        .join_from(runs, segments, runs.c.key == segments.c.key)
+        .where(runs.c.purpose.not_in(but_of))
         .order_by(runs.c.created_at, runs.c.key)
     )
-    return [dict(row) for row in connection.execute(query).mappings()]
+    return [tuple(row) for row in connection.execute(query)]
 
 
-def _run_losses(connection: sa.Connection) -> list[tuple[str, float | None]]:
+def _least_losses(connection: sa.Connection) -> list[tuple[str, int, float | None]]:
+    query = sa.select(runs.c.purpose, sa.func.count(), sa.func.min(segments.c.loss)).group_by(runs.c.purpose)
+    return [tuple(row) for row in connection.execute(query.join(segments, runs.c.key == segments.c.key))]
+
+
+def _run_columns(without: Collection[str]) -> list[sa.Column[Any]]:
+    return [column for column in (*runs.c, *(segments.c[name] for name in _OUTCOME)) if column.name not in without]
+
+
+def by_key(connection: sa.Connection, query: sa.Select[Any], column: sa.Column[Any], keys: Sequence[str]) -> list[Any]:
+    """The rows of a query whose column is one of these keys, however many they are."""
+    found: list[Any] = []
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+        found += connection.execute(query.where(column.in_(keys[start : start + KEYS_AT_ONCE])))
+    return found
+
+
+def _outcomes(
+    connection: sa.Connection, keys: Sequence[str], lines: Sequence[str]
+) -> tuple[dict[str, Outcome], dict[str, list[Outcome]]]:
+    """Segments by key, and those that diverged by line, the longest first."""
+    names = [field.name for field in fields(Outcome)]
+    query = sa.select(*(segments.c[name] for name in names), segments.c.line)
+    diverged = query.where(segments.c.diverged_because.is_not(None)).order_by(segments.c.tokens.desc())
+    by_line: dict[str, list[Outcome]] = {}
+    for *values, line in by_key(connection, diverged, segments.c.line, lines):
+        by_line.setdefault(line, []).append(Outcome(**dict(zip(names, values, strict=True))))
+    ended = by_key(connection, query, segments.c.key, keys)
+    return {row.key: Outcome(**dict(zip(names, row[:-1], strict=True))) for row in ended}, by_line
+
+
+def _run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[str, float | None]]:
     query = sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key)
-    return [(key, loss) for key, loss in connection.execute(query)]
+    return [(key, loss) for key, loss in by_key(connection, query, segments.c.key, keys)]
 
 
 def _add_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:

@@ -20,12 +20,12 @@ def overview(study: Study) -> str:
 
 def _told(study: Study) -> Iterator[tuple[str, str]]:
     yield "study", f"{study.config.name}, in {study.directory}"
-    runs, check = study.runs(), study.ledger.latest_result("check")
+    runs, check = study.ledger.least_losses(), study.ledger.latest_result("check")
     yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"
     for purpose, name in _STAGES.items():
-        if len(found := runs[runs["purpose"] == purpose]):
-            best = found["loss"].min()  # NaN where all diverged
-            yield name, f"{len(found)} finished" + (f", least loss {best:.4f} nats per token" if best == best else "")
+        if purpose in runs:
+            n, best = runs[purpose]  # NaN where all diverged
+            yield name, f"{n} finished" + (f", least loss {best:.4f} nats per token" if best == best else "")
     forecast = study.ledger.latest_forecast()
     if forecast is None:
         yield "forecast", "not yet"

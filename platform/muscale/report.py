@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from muscale import figures, glance
 from muscale.law_sections import law_sections
 from muscale.search_sections import running_section, search_sections, transfer_sections
-from muscale.sections import Section, as_table, drawn, grouped, page_file, templates
+from muscale.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
 from muscale.spending import draw_spending, told_spending
 from muscale.watch import place
 from scaling import ScalingFit, Verdict
@@ -162,12 +162,9 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             title="Every run",
             command="run",
             group="The books",
-            about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text.",
-            table=as_table(
-                contents.runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
-                if len(contents.runs)
-                else None
-            ),
+            about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text. Of many, "
+            "the latest; `muscale runs` has all.",
+            table=as_table(_latest(contents.runs) if len(contents.runs) else None),
         ),
         _reproduction(contents.reproduction),
     ]
@@ -277,6 +274,12 @@ def _reproduction(found: Reproduction | None) -> Section:
         template="reproduction.html.jinja",
         values={"found": found},
     )
+
+
+def _latest(runs: pd.DataFrame) -> pd.DataFrame:
+    """What is shown of the runs: all, oldest first, or of too many the latest first."""
+    table = runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
+    return table if len(table) <= MAX_ROWS else table.iloc[::-1]
 
 
 def _curve(contents: ReportContents) -> go.Figure | None:

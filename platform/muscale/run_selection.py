@@ -15,6 +15,7 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from muscale.errors import RunSelectionError
+from muscale.ledger import NESTED
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -27,7 +28,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _TERM = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|=|<|>)\s*(.*?)\s*", re.DOTALL)
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
-_NESTED = ("hyperparameters", "source_losses", "numerics", "segment", "environment")
 _RULE = "a term is COLUMN, one of = != < <= > >=, and a value, such as loss<2 or purpose=ladder"
 
 
@@ -53,7 +53,7 @@ class Selection:
         Raises:
             RunSelectionError: Naming the option, the rule and the value, and for a column that there is not, the nearest.
         """
-        plain = runs.drop(columns=[name for name in (*_NESTED, "diverged_because") if name in runs])
+        plain = runs.drop(columns=[name for name in (*NESTED, "diverged_because") if name in runs])
         wide = widened(runs)
         for term in (part for text in self.where for part in _terms(text)):
             wide = wide[_holds(wide, term)]
@@ -73,7 +73,7 @@ class Selection:
 
 def widened(runs: pd.DataFrame) -> pd.DataFrame:
     """The table of runs with a column for each hyperparameter that has none yet, and without nested values."""
-    plain = runs.drop(columns=[name for name in _NESTED if name in runs])
+    plain = runs.drop(columns=[name for name in NESTED if name in runs])
     values = pd.DataFrame(list(runs["hyperparameters"]), index=runs.index) if len(runs) else pd.DataFrame()
     return plain.join(values[[name for name in values.columns if name not in plain]])
 

@@ -26,6 +26,8 @@ _LAYOUT = {
     "autosize": True,
 }
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
+MAX_ROWS = 1000
+"""Of a table on the page: one of a hundred thousand rows takes minutes to write, and no browser scrolls it."""
 _HEIGHT = 420  # pixels, where a figure does not say
 
 
@@ -133,9 +135,11 @@ def escaped(json: str) -> str:
 
 
 def as_table(table: pd.DataFrame | None) -> str | None:
-    """The table as markup; pandas escapes what it holds."""
+    """The table as markup, of a long one its first rows; pandas escapes what it holds."""
     if table is None or table.empty:
         return None
+    if len(table) > MAX_ROWS:
+        return f"{as_table(table.head(MAX_ROWS))}<p>{MAX_ROWS:,} of {len(table):,} rows</p>"
     whole = [name for name, column in table.items() if pd.api.types.is_integer_dtype(column)]
     markup = str(
         table.to_html(

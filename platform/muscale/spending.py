@@ -40,9 +40,7 @@ def spending(ledger: Ledger) -> pd.DataFrame:
         {
             "purpose": owners.get(row["line"], "sweep"),
             "n_tokens": row["tokens"] - row["trained_from"],
-            "compute_flops": 6.0
-            * _n_params(json.dumps(row["numerics"]["model"]))
-            * (row["tokens"] - row["trained_from"]),
+            "compute_flops": 6.0 * _n_params(row["numerics"]) * (row["tokens"] - row["trained_from"]),
             "seconds": row["seconds"],
         }
         for row in trained
@@ -96,13 +94,17 @@ def told_spending(table: pd.DataFrame) -> str | None:
 
 
 def _trainings(connection: sa.Connection) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    names = ("key", "line", "parent", "trained_from", "tokens", "seconds", "numerics")
-    found = connection.execute(sa.select(*(segments.c[name] for name in names)).order_by(segments.c.key)).mappings()
+    names = ("key", "line", "parent", "trained_from", "tokens", "seconds")
+    query = sa.select(
+        *(segments.c[name] for name in names), sa.type_coerce(segments.c.numerics, sa.Text).label("numerics")
+    )
+    found = connection.execute(query.order_by(segments.c.key)).mappings()
     noted = connection.execute(sa.select(runs.c.purpose, runs.c.key).order_by(runs.c.key))
     return [dict(row) for row in found], [(purpose, key) for purpose, key in noted]
 
 
 @cache
-def _n_params(model: str) -> int:
-    values: dict[str, Any] = json.loads(model)
+def _n_params(numerics: str) -> int:
+    """Of a segment's numerics as they stand in the ledger: few for however many rows."""
+    values: dict[str, Any] = json.loads(numerics)["model"]
     return ModelConfig(**values).n_params

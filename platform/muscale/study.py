@@ -653,11 +653,11 @@ class Study(Result):
         Raises:
             StageError: If the sweep before it has no result yet.
         """
-        best = collect(self.search).best
+        best = (self._swept or collect(self.search)).best
         jobs = transfer.jobs(transfer.members(self.config, self.numerics, best))
         if stage == "ladder" and self.is_complete("transfer"):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
-        return all(self.ledger.outcome(job.chain) for job in jobs)
+        return len(self.ledger.outcomes(job.chain for job in jobs)) == len({job.chain.key for job in jobs})
 
     def bundle(self, *, average: int = 1, stage: str | None = None) -> Bundle:
         """Everything of the run promoted last in one directory that needs the study no more; trains nothing.

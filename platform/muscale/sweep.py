@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -93,14 +93,14 @@ class Sweep:
     numerics: Numerics
     learn_from: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def key(self) -> str:
         """What makes two sweeps the same search."""
         settings = self.config.to_dict()["sweep"]
         searched = {name: value for name, value in settings.items() if name not in _HOW_MUCH}
         return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched)
 
-    @property
+    @cached_property
     def plan(self) -> TrialPlan:
         """The trial that every suggestion is put into."""
         return trial_plan(self.config, self.numerics)
@@ -137,11 +137,10 @@ class Sweep:
         for kind, find in wanted:
             jobs = find()
             noted = self.ledger.run_losses([job.chain.key for _, job in jobs])
-            unknown = []
-            for ending, job in jobs:
-                if job.chain.key in noted:
-                    continue
-                if outcome := self.ledger.outcome(job.chain):
+            unknown, left = [], [(ending, job) for ending, job in jobs if job.chain.key not in noted]
+            ended = self.ledger.outcomes(job.chain for _, job in left)
+            for ending, job in left:
+                if outcome := ended.get(job.chain.key):
                     self.ledger.insert(runs, **job.row(outcome))
                 else:
                     unknown.append(ending)
@@ -307,13 +306,18 @@ def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
 
-def leading(sweep: Sweep, record: Record) -> list[tuple[int, int]]:
+def leading(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None) -> list[tuple[int, int]]:
     """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
 
     With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
+
+    Args:
+        sweep: The search.
+        record: What the ledger has of it.
+        annealed: As `annealed_runs` gives them; asked for if they are left out.
     """
     settings = sweep.config.sweep
-    runs = annealed_runs(sweep, record).dropna()
+    runs = (annealed_runs(sweep, record) if annealed is None else annealed).dropna()
     longest = runs[runs["n_tokens"] == runs["n_tokens"].max()]
     seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
     score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
@@ -328,11 +332,13 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
         StageError: If no trial came to an annealed end.
     """
     record = record or sweep.record()
-    repetitions = sweep.repetitions(record, leading(sweep, record))
-    ended = [(ending, outcome) for ending, job in repetitions if (outcome := sweep.ledger.outcome(job.chain))]
+    annealed = annealed_runs(sweep, record)
+    repetitions = sweep.repetitions(record, leading(sweep, record, annealed))
+    outcomes = sweep.ledger.outcomes(job.chain for _, job in repetitions)
+    ended = [(ending, outcomes[job.chain.key]) for ending, job in repetitions if job.chain.key in outcomes]
     repeated = pd.DataFrame(
         [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
         columns=["trial", "seed", "loss"],
     )
-    annealed = annealed_runs(sweep, record)
-    return make_result(sweep.config, sweep.plan, record, annealed, repeated, sweep.ledger.runs())
+    runs_beside = sweep.ledger.runs(but_of=("sweep", "full"))
+    return make_result(sweep.config, sweep.plan, record, annealed, repeated, runs_beside)

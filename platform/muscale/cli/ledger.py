@@ -44,6 +44,7 @@ def runs(
         compare: Keys of two runs, or their beginnings: print what differs, and both losses.
         export: Also write the table into this file, .csv or .parquet; every column where none are named.
     """
+    from muscale.ledger import NESTED
     from muscale.run_comparison import RunComparison
     from muscale.run_selection import Selection, save, widened
 
@@ -57,9 +58,9 @@ def runs(
     wrote: dict[str, Path] = {}
 
     def table(opened: Study) -> Any:
-        known = opened.runs()
         if compare:
-            return RunComparison.of(known, *compare)
+            return RunComparison.of(opened.runs(), *compare)
+        known = opened.ledger.runs(without=set(NESTED) - {"hyperparameters"})
         if (again := opened.ledger.retrained()) and not options.json:
             tokens = sum(row["tokens"] for row in again)
             print(f"{len(again)} times a pruned state was trained again, {tokens:,} tokens in all", file=sys.stderr)

@@ -7,7 +7,7 @@ is ever changed: what a trial's status is follows from its rows, so a record rea
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class Record:
         self._last: dict[int, int] = {}
         self._turns: dict[int, list[tuple[int, Path]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
+        self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may be told to go on
+        self._is_read = False  # until then rankings are not sorted
         for row in ledger.trials(sweep):
             self._started(row["number"], row["config"], row["until"])
         events = [*((row["sequence"], row) for row in ledger.rungs(sweep))]
@@ -72,6 +74,10 @@ class Record:
                 self._gone_on(row["trial"], row["rung"], row["until"], path_from_json(row["path"]), row["donor"])
             else:
                 self._arrived(Arrival(**{name: row[name] for name in Arrival.__dataclass_fields__}))
+        for rung, ranking in self._ranking.items():
+            ranking.sort()
+            self._waiting[rung] = [(loss, trial) for loss, trial in ranking if self._waits(loss, trial, rung)]
+        self._is_read = True
         self.heed_cancels()
 
     def heed_cancels(self) -> None:
@@ -80,6 +86,8 @@ class Record:
             if trial not in self.cancelled and trial in self.configs:
                 self.cancelled[trial] = reason
                 self.open.pop(trial, None)
+                for rung in self._waiting:
+                    self._waits_no_more(trial, rung)
 
     def begin_round(self, searcher: str, space: Space, narrowed: dict[str, Any] | None = None) -> None:
         """Note that from the next trial on a space is searched, and what was cut for it."""
@@ -139,6 +147,16 @@ class Record:
         """(loss, trial) of all that arrived at a rung, best first; divergences last."""
         return self._ranking.get(rung, [])
 
+    def waiting(self, rung: int) -> list[tuple[float, int]]:
+        """(loss, trial) of those of a rung's ranking that have a loss, were not cancelled and have not gone on from there."""
+        return self._waiting.get(rung, [])
+
+    def place(self, trial: int, rung: int) -> int:
+        """How many that were not cancelled stand before a trial in a rung's ranking."""
+        here = (self.loss(trial, rung), trial)
+        gone = sum((self.loss(c, rung), c) < here for c in self.cancelled if (c, rung) in self.arrivals)
+        return bisect_left(self.ranking(rung), here) - gone
+
     def losses(self, trial: int, rung: int) -> list[float]:
         """The losses of a trial at the rungs up to this one where it arrived."""
         return [self.loss(trial, r) for r in range(rung + 1) if (trial, r) in self.arrivals]
@@ -173,7 +191,13 @@ class Record:
         self.tokens += arrival.tokens
         self.seconds += arrival.seconds
         self._last[trial] = max(rung, self.last_rung(trial))
-        insort(self._ranking.setdefault(rung, []), (self.loss(trial, rung), trial))
+        loss, ranking = self.loss(trial, rung), self._ranking.setdefault(rung, [])
+        if self._is_read:
+            insort(ranking, (loss, trial))
+            if self._waits(loss, trial, rung):
+                insort(self._waiting.setdefault(rung, []), (loss, trial))
+        else:
+            ranking.append((loss, trial))
         if arrival.loss is None or rung >= self.open.get(trial, rung):
             self.open.pop(trial, None)
         else:
@@ -189,4 +213,15 @@ class Record:
 
     def _passed(self, trial: int, rung: int) -> None:
         self.went_on.add((trial, rung))
+        self._waits_no_more(trial, rung)
         self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
+
+    def _waits(self, loss: float, trial: int, rung: int) -> bool:
+        return math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.went_on
+
+    def _waits_no_more(self, trial: int, rung: int) -> None:
+        if not self._is_read or (trial, rung) not in self.arrivals:
+            return
+        waiting, here = self.waiting(rung), (self.loss(trial, rung), trial)
+        if (at := bisect_left(waiting, here)) < len(waiting) and waiting[at] == here:
+            del waiting[at]

@@ -102,10 +102,10 @@ class MedianStopping:
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
         """A trial that may go on, or else a new one."""
         for rung in reversed(range(self.top)):
-            ranking = [(loss, trial) for loss, trial in record.ranking(rung) if math.isfinite(loss)]
-            waiting = [t for _, t in ranking if (t, rung) not in record.went_on and t not in record.cancelled]
+            waiting = [trial for _, trial in record.waiting(rung)]
             if not waiting:
                 continue
+            ranking = [(loss, trial) for loss, trial in record.ranking(rung) if math.isfinite(loss)]
             means = {trial: statistics.fmean(record.losses(trial, rung)) for _, trial in ranking}
             ordered = sorted(means.values())
             for trial in waiting:
@@ -167,9 +167,8 @@ class Hyperband:
 
 def _next_of(record: Record, rung: int, n: int) -> int | None:
     """The best of the first n at a rung that has not gone on from there, or None; cancelled ones leave their place."""
-    ranking = [(loss, trial) for loss, trial in record.ranking(rung) if trial not in record.cancelled]
-    for loss, trial in ranking[:n]:
-        if (trial, rung) not in record.went_on and math.isfinite(loss):
+    for _, trial in record.waiting(rung)[:1]:
+        if record.place(trial, rung) < n:
             return trial
     return None
 

@@ -18,7 +18,7 @@ import pandas as pd
 from muscale.band import Band, registered_band
 from muscale.bundle_files import MANIFEST
 from muscale.layout import BUNDLES, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
-from muscale.ledger import Ledger
+from muscale.ledger import NESTED, Ledger
 from muscale.lineage import input_key
 from muscale.metrics_tail import MetricsTail
 from muscale.plan_file import path_of
@@ -196,7 +196,11 @@ class WholeStudy:
     def __call__(self) -> Iterator[TrackedRun]:
         """As it stands now; nothing before its first run or forecast."""
         study, ledger = self._study, self._study.ledger
-        runs, forecast, promotion = ledger.runs(), ledger.latest_forecast(), ledger.latest_result("promotion")
+        runs, forecast, promotion = (
+            ledger.runs(without=NESTED),
+            ledger.latest_forecast(),
+            ledger.latest_result("promotion"),
+        )
         if runs.empty and forecast is None:
             return
         name, key = study.config.name, study_key(study.directory)

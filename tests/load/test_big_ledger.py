@@ -1,0 +1,167 @@
+"""What is asked of a ledger costs as much for each row when there are a hundred times as many, and no more statements.
+
+Times are CPU seconds of this process and of the database server, and only ratios of two of them are asserted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import sqlalchemy as sa
+
+from muscale.cli.running import show
+from muscale.ledger import KEYS_AT_ONCE, NESTED
+from muscale.run_selection import Selection
+from muscale.study import Study
+from tests.load import big_ledger
+from tests.muscale.conftest import PostgresServer
+
+STORAGES = ("sqlite", "postgresql")
+MOST = 2.0  # times the CPU time for each row of the smaller ledger
+EVENTS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one operation: CPU seconds for each run in the ledger, and statements."""
+
+    seconds: float
+    statements: int
+
+
+def resume(study: Study) -> None:
+    """What a sweep that is run again does before its first leg."""
+    record = study.search.record()
+    engine = study.search.engine(record, lambda arrival: None, lambda done, wanted, kind: None)
+    assert engine.next() is not None
+
+
+def best(study: Study) -> None:
+    table = study.ledger.runs(without=set(NESTED) - {"hyperparameters"})
+    assert len(Selection(sort="loss", limit=1).of(table)) == 1
+
+
+def filtered(study: Study) -> None:
+    chosen = Selection(where=("loss<2.5 and init_scale>1",), sort="-learning_rate", limit=20)
+    assert len(chosen.of(study.ledger.runs(without=set(NESTED) - {"hyperparameters"}))) == 20
+
+
+def as_json(study: Study) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        show(Selection().of(study.ledger.runs(without=set(NESTED) - {"hyperparameters"})), as_json=True)
+    assert out.tell() > 100 * len(study.ledger.runs(without=NESTED))
+
+
+def arrive(study: Study) -> None:
+    """Results at rungs of the largest of sweeps."""
+    for trial in range(EVENTS):
+        study.ledger.add_rung(
+            sweep=study.search.key, trial=10**7 + trial, rung=0, tokens=1, segment="", loss=9.0, seconds=1.0
+        )
+
+
+OPERATIONS: dict[str, Callable[[Study], Any]] = {
+    "open": lambda study: study.ledger.identity(),
+    "overview": str,
+    "best": best,
+    "filtered": filtered,
+    "table": lambda study: study.runs(),
+    "runs --json": as_json,
+    "report": lambda study: study.report(),
+    "record": lambda study: study.search.record(),
+    "resume": resume,
+    "results at rungs": arrive,
+}
+NOT_BY_ROW = ("results at rungs",)
+
+
+@pytest.fixture(params=STORAGES)
+def server(request: pytest.FixtureRequest) -> PostgresServer | None:
+    return request.getfixturevalue("postgres") if request.param == "postgresql" else None
+
+
+@pytest.fixture
+def measured(make_study: Callable[[str], Path], server: PostgresServer | None) -> Callable[[int], dict[str, Cost]]:
+    """Plants a ledger of so many runs, and measures every operation on it."""
+
+    def measure(n_runs: int) -> dict[str, Cost]:
+        path = make_study(f"study-{n_runs}")
+        settings = () if server is None else ("storage.ledger=postgresql",)
+        study = big_ledger.open_study(path, *settings)
+        big_ledger.plant(study, n_runs)
+        study.ledger.close()
+        costs = {}
+        for name, operation in OPERATIONS.items():
+            with counted() as statements:
+                before = cpu_seconds(server)
+                opened = big_ledger.open_study(path, *settings)
+                if name != "open":
+                    before = cpu_seconds(server)
+                operation(opened)
+                seconds = cpu_seconds(server) - before
+            costs[name] = Cost(seconds=seconds / (1 if name in NOT_BY_ROW else n_runs), statements=len(statements))
+            opened.ledger.close()
+        return costs
+
+    return measure
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The statements that are executed in the block."""
+    statements: list[str] = []
+
+    def note(*told: Any) -> None:
+        statements.append(told[2])
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    try:
+        yield statements
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+
+
+def cpu_seconds(server: PostgresServer | None) -> float:
+    """Of this process, and of the server with all that it started and that ended."""
+    spent = time.process_time()
+    if server is not None:
+        master = psutil.Process(server.pid)
+        spent += sum(master.cpu_times()[:4])
+        spent += sum(sum(child.cpu_times()[:2]) for child in master.children())
+    return spent
+
+
+def told(small: dict[str, Cost], large: dict[str, Cost]) -> str:
+    """A line for each operation."""
+    rows = [
+        f"{name}: {1e6 * small[name].seconds:.1f} -> {1e6 * cost.seconds:.1f} µs, "
+        f"{small[name].statements} -> {cost.statements} statements"
+        for name, cost in large.items()
+    ]
+    return "\n".join(rows)
+
+
+def test_ten_times_as_many_rows_take_no_more_statements(measured: Callable[[int], dict[str, Cost]]) -> None:
+    small, large = measured(100), measured(1000)
+    batches = 20 * 1000 // KEYS_AT_ONCE  # of keys: ten branches of each trial, by key and by line, twice
+    assert all(large[name].statements <= small[name].statements + batches for name in OPERATIONS), told(small, large)
+    assert large["results at rungs"].seconds <= MOST * small["results at rungs"].seconds, told(small, large)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_row_among_a_hundred_thousand_runs_and_a_million_rungs_costs_as_much_as_among_ten_thousand(
+    measured: Callable[[int], dict[str, Cost]],
+) -> None:
+    small, large = measured(10_000), measured(100_000)
+    print(told(small, large))
+    slower = {name: cost.seconds / small[name].seconds for name, cost in large.items()}
+    assert max(slower.values()) <= MOST, told(small, large)

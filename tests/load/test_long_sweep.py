@@ -1,0 +1,125 @@
+"""A sweep of thousands of short trials: the driver's memory and time grow by a small, constant amount a trial.
+
+The engine runs as in a sweep, over a real ledger, and results arrive at once, so that all that is measured is the driver's own.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+
+from muscale.ledger import Ledger
+from muscale.search.budget import Budget
+from muscale.search.engine import Engine
+from muscale.search.leg import Leg
+from muscale.search.methods import make_rule, make_sampler
+from muscale.search.record import Arrival, Record
+from muscale.sweep_settings import SweepSettings
+from search_spaces import LogUniform, Space, Uniform
+
+SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
+RUNGS = tuple(1000 * 4**k for k in range(3))
+MOST_BYTES = 16_384
+"""Of memory a trial. What the record keeps of one, its values, its path and its results at 1.33 rungs in a mean, takes
+about 3 KiB; the rest is room for the allocator. A driver with torch and Ray imported has 500 MiB, 5,000 trials add a sixth of that."""
+MOST_TIMES = 2.0  # of a trial's CPU time early in the sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Of some hundred trials one after the other: CPU seconds and growth of the resident memory in bytes, of each."""
+
+    seconds: float
+    growth: float
+
+
+def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[Stretch]:
+    """Run a sweep of so many trials, and measure each stretch of them."""
+    chosen = SweepSettings(trials=n_trials, n_tokens=RUNGS[-1], rungs=len(RUNGS), space=SPACE, **settings)
+    budget = Budget(
+        trials=n_trials,
+        rung_tokens=RUNGS,
+        branch_tokens=(100, 400, 1600),
+        top_k=3,
+        leaders=0,
+        repeat_tokens=0,
+        n_params=10,
+        devices=1,
+        max_tokens=10**12,
+    )
+    record = Record(ledger, "s")
+    record.begin_round(chosen.searcher, SPACE)
+    nothing = pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
+    sampler = make_sampler(record.rounds[0], chosen, n_params=10, n_tokens=RUNGS[-1], taught=lambda: nothing)
+    rule = make_rule(chosen, SPACE)
+    engine = Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, endings=list)
+    me, found = psutil.Process(), []
+    begun, memory = time.process_time(), resident(me)
+    while leg := engine.next():
+        assert isinstance(leg, Leg)
+        for rung in range(leg.first, leg.until + 1):
+            loss = loss_of(leg, rung)
+            engine.arrived(
+                Arrival(trial=leg.trial, rung=rung, loss=loss, segment="0" * 32, tokens=RUNGS[rung], seconds=1.0)
+            )
+            if loss is None:
+                break
+        engine.landed(leg)
+        if leg.first == 0 and (leg.trial + 1) % stretch == 0:
+            now, grown = time.process_time(), resident(me)
+            found.append(Stretch(seconds=(now - begun) / stretch, growth=(grown - memory) / stretch))
+            begun, memory = now, grown
+    assert len(record.configs) == n_trials
+    return found
+
+
+def loss_of(leg: Leg, rung: int) -> float | None:
+    """A parabola in log rate with some luck, falling with the tokens; the largest rates diverge."""
+    octaves = math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01)  # type: ignore[arg-type]
+    luck = float(np.random.default_rng([leg.trial, rung]).standard_normal())
+    return None if octaves > 3.2 else 3 - 0.3 * rung + 0.05 * octaves**2 + 0.01 * luck
+
+
+def resident(process: psutil.Process) -> int:
+    """Bytes of memory that the process holds, garbage let go."""
+    gc.collect()
+    return int(process.memory_info().rss)
+
+
+def require_flat(stretches: list[Stretch]) -> None:
+    """Compare the last stretch with the second: the first pays for what is made once."""
+    told = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
+    print(told)
+    assert np.mean([s.growth for s in stretches[1:]]) <= MOST_BYTES, told
+    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[1].seconds, told
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "none"])
+def test_a_driver_of_a_thousand_trials_grows_by_a_constant_a_trial(tmp_path: Path, scheduler: str) -> None:
+    require_flat(flown(Ledger(tmp_path / "s.sqlite"), 1000, 250, searcher="random", scheduler=scheduler))
+
+
+SEARCHERS = ["random", "quasi_random", "tpe", "gp", "cma_es"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("searcher", SEARCHERS)
+def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher(tmp_path: Path, searcher: str) -> None:
+    require_flat(flown(Ledger(tmp_path / "s.sqlite"), 5000, 1000, searcher=searcher, scheduler="asha"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("scheduler", ["none", "median", "hyperband"])
+def test_a_driver_of_five_thousand_trials_is_flat_under_every_scheduler(tmp_path: Path, scheduler: str) -> None:
+    require_flat(flown(Ledger(tmp_path / "s.sqlite"), 5000, 1000, searcher="random", scheduler=scheduler))
