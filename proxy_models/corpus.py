@@ -53,6 +53,8 @@ __all__ = [
 
 ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
 SOURCES = "sources"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NAMED = "a source's name must be of letters, digits, - and _"  # as its folder is called so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,11 @@ class Corpus:
         try:
             mixture = Mixture.from_dict(manifest["mixture"])
             keys = {name: str(manifest[SOURCES][name]) for name in mixture.names}
-        except (ValueError, KeyError, TypeError) as error:
+            _ = str(manifest["key"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CorpusError(f"{folder / MANIFEST}: not a mixture's manifest ({error})") from error
+        if odd := [name for name in keys if not _NAME.fullmatch(name)]:
+            raise CorpusError(f"{folder / MANIFEST}: {_NAMED}, got {odd[0]!r}")
         sources = {name: TokenFiles.open(folder / SOURCES / name) for name in keys}
         for name, files in sources.items():
             if files.key != keys[name]:
@@ -251,8 +256,8 @@ def write_mixture(
             f"the mixture must weigh the sources {', '.join(sorted(sources))}, got {', '.join(mixture.names)}"
         )
     for name in sources:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"a source's name must be of letters, digits, - and _, got {name!r}")
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{_NAMED}, got {name!r}")
     return _Request(
         sources=dict(sources),
         mixture=mixture,
@@ -304,7 +309,10 @@ class _Request:
     def _compare(self, files: TokenFiles, name: str) -> None:
         """Refuse token files of another source."""
         source, manifest = self.sources[name], files.manifest
-        there, recorded = Source(**manifest["source"]), recorded_files(manifest)
+        try:
+            there, recorded = Source(**manifest["source"]), recorded_files(manifest)
+        except (ValueError, TypeError) as error:
+            raise CorpusError(f"{files.folder / MANIFEST}: source: not what a source is ({error})") from error
         found = {file.path: file.content for file in source.fingerprint(recorded)}
         before = {file.path: file.content for file in recorded}
         changed = sorted(path for path in {*found, *before} if found.get(path) != before.get(path))

@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from proxy_models.content_key import content_key
 from proxy_models.documents import in_validation, pieces
 from proxy_models.pass_progress import PassProgress
-from proxy_models.sources import Source, SourceFile
+from proxy_models.sources import CorpusError, Source, SourceFile
 from proxy_models.token_files import replace
 from proxy_models.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, train_bpe
 
@@ -101,7 +102,7 @@ def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText
 def kept_name(folder: Path) -> str:
     """The name of the tokenizer that a folder keeps."""
     path = folder / TOKENIZER_MANIFEST
-    return str(json.loads(path.read_text())["name"]) if path.exists() else "bytes"
+    return str(_manifest(path)["name"]) if path.exists() else "bytes"
 
 
 def kept_tokenizer(folder: Path) -> Tokenizer:
@@ -109,7 +110,23 @@ def kept_tokenizer(folder: Path) -> Tokenizer:
     path = folder / TOKENIZER_MANIFEST
     if not path.exists():
         return BytesTokenizer()
-    return FileTokenizer(folder / TOKENIZER, json.loads(path.read_text())["end_of_document"])
+    return FileTokenizer(folder / TOKENIZER, _manifest(path)["end_of_document"])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Of a kept tokenizer.
+
+    Raises:
+        CorpusError: If it can't be read, or does not say what it must.
+    """
+    try:
+        told: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"{path}: can't be read ({error})") from error
+    known = isinstance(told, dict) and isinstance(told.get("name"), str) and "end_of_document" in told
+    if not known or not isinstance(told["end_of_document"], str | None):
+        raise CorpusError(f"{path}: must be a table with name and end_of_document, got {repr(told)[:100]}")
+    return dict(told)
 
 
 def discard_tokenizer(folder: Path) -> None:

@@ -159,8 +159,13 @@ def _saved_files(root: Path) -> list[Path]:
         raise CorpusError(f"{root}: holds several data sets ({names}); name the folder of one of them")
     state = root / "state.json"
     try:
-        return [root / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+        listed = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        if odd := [name for name in listed if Path(name).name != name]:
+            raise CorpusError(f"{state}: a data file must be named by its name alone, as it lies here, got {odd[0]!r}")
+        return [root / name for name in listed]
     except OSError as error:
         raise CorpusError(f"{state}: can't be read ({error.strerror}); save_to_disk writes one") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except CorpusError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorpusError(f"{state}: not the state of a saved data set ({error})") from error

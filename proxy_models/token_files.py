@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 
 from proxy_models.content_key import content_key
 from proxy_models.documents import Split
 from proxy_models.pass_progress import OnProgress
-from proxy_models.sources import CorpusError, Source, SourceFile
+from proxy_models.sources import CorpusError, Source, SourceFile, TokenDtype
 from proxy_models.tokenization import Block, blocks
 from proxy_models.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
 
@@ -48,12 +48,9 @@ class TokenFiles:
             CorpusError: If the manifest is missing or broken, or a token file has not the size that it states.
         """
         manifest = read_manifest(folder)
-        path = folder / MANIFEST
-        try:
-            width = np.dtype(manifest["dtype"]).itemsize
-            sizes = {split: int(manifest["tokens"][split]) for split in SPLITS}
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorpusError(f"{path}: not a corpus manifest ({error})") from error
+        _require_fields(manifest, folder / MANIFEST)
+        width = np.dtype(manifest["dtype"]).itemsize
+        sizes: dict[Split, int] = {split: manifest["tokens"][split] for split in SPLITS}
         for split, tokens in sizes.items():
             file = folder / f"{split}.bin"
             found = file.stat().st_size if file.is_file() else "no file"
@@ -203,15 +200,52 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        found = manifest["format"]
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CorpusError(f"{path}: no such file; this folder holds no finished corpus") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise CorpusError(f"{path}: not a corpus manifest ({error})") from error
-    if found != FORMAT:
-        raise CorpusError(f"{path}: format must be {FORMAT}, got {found}; remove the folder to have it written again")
-    return dict(manifest)
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise CorpusError(f"{path}: not a corpus manifest: a table with a format is needed")
+    if (found := manifest["format"]) != FORMAT:
+        raise CorpusError(f"{path}: format must be {FORMAT}, got {found!r}; remove the folder to have it written again")
+    return manifest
+
+
+def _require_fields(manifest: dict[str, Any], path: Path) -> None:
+    """Let a manifest of token files pass that has what is read of it later.
+
+    Raises:
+        CorpusError: Naming the file, the key, the rule and the value.
+    """
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "dtype": ("a type of token files", lambda v: isinstance(v, str) and v in get_args(TokenDtype)),
+        "tokens": ("counts of train and validation", lambda v: _are_counts(v, SPLITS)),
+        "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and v >= 1),
+        "key": ("a hash", lambda v: isinstance(v, str) and bool(v)),
+        "tokenizer": ("a name", lambda v: isinstance(v, str)),
+        "text": ("null or counts", lambda v: v is None or _are_counts(v, ("documents", "bytes", "words"))),
+        "source": ("a table", lambda v: isinstance(v, dict)),
+        "validation_fraction": ("a number", lambda v: isinstance(v, float)),
+        "files": ("a list of files", _are_files),
+        "empty_files": ("a list of files", _are_files),
+    }
+    for key, (rule, holds) in rules.items():
+        if key not in manifest:
+            raise CorpusError(f"{path}: {key}: missing, must be {rule}")
+        if not holds(value := manifest[key]):
+            raise CorpusError(f"{path}: {key}: must be {rule}, got {repr(value)[:100]}")
+
+
+def _are_counts(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, dict) and all(type(value.get(name)) is int and value[name] >= 0 for name in names)
+
+
+def _are_files(value: Any) -> bool:
+    names = SourceFile.__dataclass_fields__
+    return isinstance(value, list) and all(isinstance(entry, dict) and entry.keys() >= names.keys() for entry in value)
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

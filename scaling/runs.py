@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scaling.forms.form import Array
 from scaling.law import NATS, compute_flops
 from scaling.table import numbers, require_columns
+from scaling.units import rows_in_bits
 
 Table: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 """A table of runs, or the path of one: Parquet, CSV or JSON Lines."""
@@ -36,6 +37,7 @@ MOST_NATS = math.log(1e6)
 RUN_NAMES = ("run", "run_name", "run_id")
 """Columns by which rows may share a training run where no `stem` says so."""
 UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
+OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
 ASSUMED = {
     "annealed": "every loss is that of an annealed run (no column annealed)",
     "regret": "every run is tuned (no column regret)",
@@ -90,8 +92,8 @@ def read_table(runs: Table) -> pd.DataFrame:
         raise ValueError(f"{path}: no such file")
     try:
         return _READERS[path.suffix.lower()](path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: can't be read as a table: {error}") from error
+    except Exception as error:  # a broken file's reader raises what it stumbles over
+        raise ValueError(f"{path}: can't be read as a table: {str(error) or type(error).__name__}") from error
 
 
 def _json_lines(path: Path) -> pd.DataFrame:
@@ -157,21 +159,25 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         ValueError: a column is missing or breaks its rule.
     """
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *columns, "loss")))
-    require_columns(runs, needed)
+    require_columns(runs, (*needed, *(name for name in OPTIONAL if name in runs)))
     factor, unit = to_nats(loss_unit)
     reason = _told(runs)
     open_ = reason == ""
     considered = runs[open_]
 
     def floats(name: str, **rule: bool) -> Array:
-        values = pd.to_numeric(runs[name], errors="coerce").to_numpy(np.float64, copy=True, na_value=np.nan)
-        counted = name in ("n_params", "n_tokens")  # what the table itself leaves out need not be sound
+        values = np.array(
+            [_or_nan(value) for value in runs[name]]
+        )  # what the table itself leaves out need not be sound
+        counted = name in ("n_params", "n_tokens")
         values[open_] = counts(considered, name) if counted else numbers(considered, name, **rule)
         return np.asarray(values)
 
     table = {name: floats(name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}
     table["loss"] *= factor
     stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
+    if odd := [name for name in stem if not pd.api.types.is_hashable(name)]:
+        raise ValueError(f"stem must name a training run in every row, got {odd[0]!r}")
     if missing := int(stem[open_].isna().sum()):
         raise ValueError(f"stem must name a training run in every row, got {missing} empty values")
     rows = pd.DataFrame({**table, "stem": stem.array}, index=runs.index)
@@ -182,8 +188,11 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
             reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
     if "annealed" in runs:
         annealed = runs["annealed"]
-        if not annealed[open_].isin([True, False]).all():
-            raise ValueError(f"annealed must be True or False in every row, got {annealed[open_].unique().tolist()}")
+        sound = all(pd.api.types.is_hashable(value) for value in annealed[open_])
+        if not sound or not annealed[open_].isin([True, False]).all():
+            raise ValueError(
+                f"annealed must be True or False in every row, got {annealed[open_].astype(str).unique().tolist()[:5]}"
+            )
         reason[open_ & ~annealed.isin([True]).to_numpy()] = UNANNEALED
 
     kept = np.flatnonzero(reason == "")
@@ -201,11 +210,18 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     )
 
 
+def _or_nan(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):  # the last of whole numbers beyond the largest float
+        return math.nan
+
+
 def _told(runs: pd.DataFrame) -> NDArray[np.object_]:
     """Why the table itself leaves a row out, "" where it doesn't, [K]."""
     if "left_out" not in runs:
         return np.full(len(runs), "", dtype=object)
-    told = ["" if pd.isna(reason) else reason for reason in runs["left_out"]]
+    told = ["" if pd.api.types.is_scalar(reason) and pd.isna(reason) else reason for reason in runs["left_out"]]
     if strange := [reason for reason in told if not isinstance(reason, str)]:
         raise ValueError(f"left_out must hold the reason why a row is left out, or nothing, got {strange[0]!r}")
     return np.array(told, dtype=object)
@@ -219,6 +235,11 @@ def _doubts(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> 
         yield f"{ratio:.2g} tokens per parameter in the median: n_params and n_tokens seem to be in different units"
     if unit == NATS and (most := float(values[2].max())) > MOST_NATS:
         yield f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million: is it a perplexity?"
+    if unit == NATS and (in_bits := rows_in_bits(*values)) is not None:
+        yield (
+            f"{in_bits.sum()} of {len(rows)} rows, the first of them {rows.index[int(np.argmax(in_bits))]!r}, lie above the others by "
+            f"the factor {1 / math.log(2):.4f} of bits over nats: are their losses bits?"
+        )
     if "compute_flops" in runs:
         above = float(np.median(numbers(runs, "compute_flops") / flops))
         if not 1 / FLOPS_FACTOR <= above <= FLOPS_FACTOR:

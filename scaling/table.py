@@ -14,19 +14,27 @@ OTHER_NAMES = {
 """Under which other tables have a column, capitals and punctuation aside."""
 
 
+MOST_TOLD = 30
+"""Columns of a table that a message names."""
+
+
 def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
     """Raise ValueError unless every column is there; the message says which one may be meant under another name."""
     missing = [column for column in columns if column not in rows.columns]
     if missing:
         got = [str(column) for column in rows.columns]
+        more = [f"and {len(got) - MOST_TOLD:,} more"] if len(got) > MOST_TOLD else []
         meant = [
             f"rename {' or '.join(found)} to {column}"
             for column in missing
             if (found := [name for name in got if _plain(name) in OTHER_NAMES.get(column, "").split()])
         ]
+        told = ", ".join(got[:MOST_TOLD] + more)
         raise ValueError(
-            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}", *meant])
+            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {told}", *meant])
         )
+    if repeated := [column for column in columns if (rows.columns == column).sum() > 1]:
+        raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")
 
 
 def _plain(name: str) -> str:
@@ -69,5 +77,5 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
 def _floats(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
     try:
         return np.asarray(rows[column].to_numpy(dtype=np.float64, na_value=np.nan), np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # the last of whole numbers beyond the largest float
         raise ValueError(f"{column} must hold numbers, got dtype {rows[column].dtype}") from error

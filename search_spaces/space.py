@@ -99,6 +99,8 @@ class Space(Mapping[str, Distribution]):
             return cls(distributions, constraints)
         except SpaceError as error:
             raise SpaceError(f"{place}: {error}") from error
+        except RecursionError:
+            raise SpaceError(f"{place}: its tables lie too deep in one another") from None
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values; `from_dict` makes an equal space of them."""

@@ -96,13 +96,22 @@ class Bundle(Result):
         path = self.path / name
         try:
             return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path}: can't be read ({error})") from error
+
+    def _read_as(self, name: str, take: Callable[[Any], T]) -> T:
+        """What is taken from one of its JSON files, whose hash held, though whoever wrote it may have written anything."""
+        try:
+            return take(self.read(name))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise BundleError(
+                f"{self.path / name}: not what this version writes ({type(error).__name__}: {error})"
+            ) from error
 
     @property
     def numerics(self) -> Numerics:
         """What determined the numbers of the run."""
-        return self._from_model(lambda values: Numerics.from_dict(values["numerics"]))
+        return self._read_as(MODEL, lambda values: Numerics.from_dict(values["numerics"]))
 
     def decoder(self, *, averaged: bool = False) -> Decoder:
         """The trained model on the CPU, in fp32, ready to evaluate.
@@ -115,8 +124,14 @@ class Bundle(Result):
         """
         name = AVERAGED if averaged else WEIGHTS
         weights = self._tensors(name)
-        decoder = Decoder(self.numerics.model)
-        decoder.set_multipliers(self._from_model(lambda values: ForwardMultipliers(**values["multipliers"])))
+        numerics = self.numerics
+        # A model far larger than its weights would first of all need its memory.
+        if numerics.model.n_params_total > 4 * (found := sum(tensor.numel() for tensor in weights.values())):
+            raise BundleError(
+                f"{self.path / name}: weights of another model: {found:,} of them, the model has {numerics.model.n_params_total:,}"
+            )
+        decoder = Decoder(numerics.model)
+        decoder.set_multipliers(self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"])))
         _fill(decoder, weights, self.path / name)
         return decoder.eval()
 
@@ -128,8 +143,8 @@ class Bundle(Result):
         weights = {f"weight/{name}": tensor for name, tensor in self._tensors(WEIGHTS).items()}
         rest = {name.removeprefix(MEMORY): tensor for name, tensor in self._tensors(OPTIMIZER).items()}
         return TrainState(
-            tokens=int(self.read(SCHEDULE)[-1]["end"]),
-            parametrization=Parametrization.from_dict(self.read(PARAMETRIZATION)),
+            tokens=self._read_as(SCHEDULE, lambda segments: int(segments[-1]["end"])),
+            parametrization=self._read_as(PARAMETRIZATION, Parametrization.from_dict),
             tensors=weights | rest,
         )
 
@@ -139,7 +154,7 @@ class Bundle(Result):
         Raises:
             BundleError: If the tokenizer can't be read.
         """
-        if not self.read(DATA)["tokenizer_known"]:
+        if not self._read_as(DATA, lambda data: data["tokenizer_known"]):
             return None
         try:
             return kept_tokenizer(self.path / TOKENIZER_FOLDER)
@@ -198,29 +213,11 @@ class Bundle(Result):
 
     def __str__(self) -> str:
         """Where it lies, its hash, the forecast and what was measured; with an average, both losses."""
-        if self._is_of_a_stage:
-            stage = self.read(CONTINUED)
-            outcome = f"{stage['after']['own']:.4f} nats per token, of stage {stage['name']}; held against no forecast"
-        else:
-            found = self.read(FORECAST)
-            outcome = (
-                f"{found['loss']:.4f} nats per token; forecast {found['forecast']:.4f}, {found['level']:.0%} interval "
-                f"[{found['low']:.4f}, {found['high']:.4f}]: {'inside' if found['inside'] else 'OUTSIDE'}"
-            )
-        lines = [str(self.verification), f"  loss {outcome}"]
+        name, tell = (CONTINUED, _told_stage) if self._is_of_a_stage else (FORECAST, _told_forecast)
+        lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
         if (self.path / AVERAGING).exists():
-            averaging = self.read(AVERAGING)
-            lines.append(
-                f"  average of {len(averaging['checkpoints'])} checkpoints {averaging['averaged_loss']:.4f}, last weights "
-                f"{averaging['loss']:.4f}"
-            )
+            lines.append(self._read_as(AVERAGING, _told_average))
         return "\n".join(lines)
-
-    def _from_model(self, build: Callable[[Any], T]) -> T:
-        try:
-            return build(self.read(MODEL))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BundleError(f"{self.path / MODEL}: not a model of this version ({error})") from error
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.path / name
@@ -239,6 +236,24 @@ def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
         BundleError: If the bundle is not whole, or not of this version.
     """
     return Bundle.open(path).decoder(averaged=averaged)
+
+
+def _told_stage(stage: Mapping[str, Any]) -> str:
+    return f"{stage['after']['own']:.4f} nats per token, of stage {stage['name']}; held against no forecast"
+
+
+def _told_forecast(found: Mapping[str, Any]) -> str:
+    return (
+        f"{found['loss']:.4f} nats per token; forecast {found['forecast']:.4f}, {found['level']:.0%} interval "
+        f"[{found['low']:.4f}, {found['high']:.4f}]: {'inside' if found['inside'] else 'OUTSIDE'}"
+    )
+
+
+def _told_average(averaging: Mapping[str, Any]) -> str:
+    return (
+        f"  average of {len(averaging['checkpoints'])} checkpoints {averaging['averaged_loss']:.4f}, last weights "
+        f"{averaging['loss']:.4f}"
+    )
 
 
 def _fill(decoder: Decoder, weights: Mapping[str, Tensor], path: Path) -> None:

@@ -20,6 +20,10 @@ from scaling.presentation import Result
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_LONGEST_NAME, _LONGEST_PATH = (
+    255,
+    2000,
+)  # bytes, of Linux' file systems; characters, so that the folder's own fits before it
 _MAX_MANIFEST_BYTES = 16 << 20  # of a few dozen files it takes some kilobytes; assumed
 
 
@@ -134,9 +138,18 @@ def _require_inside(manifest: Path, name: str) -> None:
         or ".." in plain.parts
         or plain.as_posix() != name
         or name in (".", MANIFEST)
+        or _cannot_be_written(name)
     )
     if odd:
         raise BundleError(f"{manifest}: a file must be named by a plain path below the bundle, got {name!r}")
+
+
+def _cannot_be_written(name: str) -> bool:
+    """Whether no file can be called so: it has half a character in it, which JSON can say, or is too long."""
+    try:
+        return len(name) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/"))
+    except UnicodeEncodeError:
+        return True
 
 
 def _present(folder: Path) -> set[str]:

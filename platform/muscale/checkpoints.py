@@ -2,7 +2,7 @@
 
 The parametrization's table lies beside the shards. The manifest of hashes is written last, and only then the folder gets its
 name, so that a kill at any time leaves a checkpoint that is whole, or none. One whose hashes do not hold is never opened; they
-guard against damage, not against an author, and torch unpickles the metadata: go on only from runs that are your own.
+guard against damage, not against an author. Against one, nothing of it is unpickled but plain records: see `stored_weights`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import hashlib
 import json
 import logging
 import shutil
+import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from muscale.errors import StageError
 from muscale.ranks import barrier, from_first, rank, side_group
+from muscale.stored_weights import PlainPlanner, RecordReader, told
 from proxy_models.metrics import passes
 from proxy_models.parametrization import Parametrization
 from proxy_models.state import capture
@@ -33,6 +35,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 PARAMETRIZATION = "parametrization.json"
 _MEMORY = "memory"  # of the stepper, in a checkpoint
+_NEEDED = {".metadata", PARAMETRIZATION}  # no run goes on without them
 _UNFINISHED = ".unfinished"
 
 
@@ -155,19 +158,30 @@ class Checkpoints:
 
         Raises:
             ValueError: If it was trained under another table than the stepper's.
+            StageError: If its record or its table can't be read.
         """
-        table = json.loads((path / PARAMETRIZATION).read_text())
-        stepper.parametrization.require(Parametrization.from_dict(table))
+        stepper.parametrization.require(_table(path / PARAMETRIZATION))
         module, optimizer = stepper.module, stepper.optimizer
         weights, moments = get_state_dict(module, optimizer)
-        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        reader = RecordReader(path)
+        saved = reader.names()
         places = stepper.memory() | {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
         remembered = {name: tensor for name, tensor in places.items() if memory and f"{_MEMORY}.{name}" in saved}
         state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: remembered}
-        load_sharded(state, checkpoint_id=path)
+        try:
+            load_sharded(state, storage_reader=reader, planner=PlainPlanner())
+        except CheckpointException as error:
+            raise StageError(f"{path}: can't be read ({told(error)})") from error
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if memory:
             stepper.remember(state[_MEMORY])
+
+
+def _table(path: Path) -> Parametrization:
+    try:
+        return Parametrization.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StageError(f"{path}: can't be read as a parametrization's table ({error})") from error
 
 
 def seal_of(checkpoint: Path) -> str | None:
@@ -224,9 +238,18 @@ def _gathered(hashes: dict[str, str]) -> dict[str, str]:
 def _is_whole(checkpoint: Path) -> bool:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        return all(_sha256(checkpoint / name) == digest for name, digest in manifest.items())
-    except (OSError, ValueError):
+        if not isinstance(manifest, dict) or not manifest.keys() >= _NEEDED:
+            return False
+        # Names alone: a checkpoint has no folders, and nothing of it lies elsewhere.
+        plain = all(Path(name).name == name and _is_plain(checkpoint / name) for name in manifest)
+        return plain and all(_sha256(checkpoint / name) == digest for name, digest in manifest.items())
+    except (OSError, ValueError, RecursionError):
         return False
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it is a file itself: reading a pipe would wait for a writer."""
+    return stat.S_ISREG(path.lstat().st_mode)
 
 
 def _sha256(path: Path) -> str:

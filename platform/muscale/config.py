@@ -6,13 +6,12 @@ Every message names the file, the key, the rule and the value. Nothing is writte
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_type_hints
 
 import pydantic
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt
 
 from muscale.ablation_settings import AblateSettings
 from muscale.contradictions import contradictions
@@ -23,9 +22,10 @@ from muscale.plain import told_unreadable
 from muscale.plan_settings import PlanSettings
 from muscale.promote_settings import PromoteSettings
 from muscale.shape import Shape
+from muscale.strict import PositiveOrInfinite, explained, lists_to_tuples, require_parts, told
 from muscale.strict import StrictTable as _Table
-from muscale.strict import explain, lists_to_tuples, require_parts
 from muscale.sweep_settings import COOLING, SweepSettings
+from muscale.toml_file import MOST_DEPTH, parse_toml, read_toml
 from muscale.tracking_settings import TrackingSettings
 from muscale.transfer_settings import TransferSettings
 from proxy_models.compilation import Compile
@@ -63,7 +63,8 @@ class LadderSettings(_Table):
 class FitSettings(_Table):
     """[fit]: the law."""
 
-    max_regret: PositiveFloat = 0.0025  # predicted relative difference from the policy's loss; rows beyond it stay out
+    # predicted relative difference from the policy's loss; rows beyond it stay out; inf: none does
+    max_regret: PositiveOrInfinite = 0.0025
     n_bootstrap: PositiveInt = 1000
     seed: int = 0
 
@@ -74,7 +75,7 @@ class ResourceSettings(_Table):
     workers: PositiveInt = 2  # trainings at a time
     cpus_per_worker: Annotated[float, Field(gt=0)] = 1.0  # of Ray's; 0.5 puts two trainings on one
     gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0  # 0.25 puts four trainings on one
-    stall_minutes: PositiveFloat = 30.0  # without a step, after which a training's process is ended; inf: never
+    stall_minutes: PositiveOrInfinite = 30.0  # without a step, after which a training's process is ended; inf: never
     compile: Compile = (
         False  # torch.compile costs 7 to 21 s a shape and worker; "auto" where a segment is long enough to repay it
     )
@@ -187,15 +188,15 @@ class StudyConfig(_Table):
             StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
         """
         try:
-            values = tomllib.loads(path.read_text())
+            values = read_toml(path)
         except FileNotFoundError as error:
             raise StudyFileError(f"{path}: no such file; `muscale init {path.parent}` writes one to edit") from error
         except IsADirectoryError as error:
             raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
         except OSError as error:
             raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
+        except ValueError as error:
+            raise StudyFileError(f"{path}: {error}") from error
         for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
             _override(values, key, value)
         return cls.from_dict(values, where=str(path))
@@ -221,13 +222,11 @@ class StudyConfig(_Table):
         try:
             config = cls(**tables)
         except pydantic.ValidationError as error:
-            problems += [
-                explain(dict(detail), where, cls) for detail in error.errors() if detail["input"] is not _FAULTY
-            ]
-            raise StudyFileError("\n".join(problems)) from error
+            details = [dict(detail) for detail in error.errors() if detail["input"] is not _FAULTY]
+            raise StudyFileError(told([*problems, *explained(details, where, cls)])) from error
         problems += [f"{where}: {problem}" for problem in contradictions(config)]
         if problems:
-            raise StudyFileError("\n".join(problems))
+            raise StudyFileError(told(problems))
         return config
 
 
@@ -271,7 +270,7 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
             **{name: getattr(valid, name) for name in fields}
         )  # 4 for a float is 4.0: equal settings, equal keys
     except pydantic.ValidationError as error:
-        problems.extend(explain(dict(detail), where, list(fields), separator=".") for detail in error.errors())
+        problems += explained([dict(detail) for detail in error.errors()], where, list(fields), separator=".")
     except ValueError as error:
         problems.append(f"{where}: {error}")
     return _FAULTY
@@ -282,13 +281,15 @@ def _parsed(override: str) -> tuple[str, Any]:
     if not separator:
         raise StudyFileError(f"--set {override}: write table.key=value")
     try:
-        return key.strip(), tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return key.strip(), text  # a bare word is a string, so that --set sweep.searcher=random needs no quotes
 
 
 def _override(values: dict[str, Any], key: str, value: Any) -> None:
     *tables, name = key.split(".")
+    if len(tables) > MOST_DEPTH:
+        raise StudyFileError(f"--set {key[:40]}…: tables must lie at most {MOST_DEPTH} deep in one another")
     table = values
     for part in tables:
         table = table.setdefault(part, {})

@@ -32,6 +32,8 @@ def contradictions(config: StudyConfig) -> list[str]:
     """What no single key can tell: one line each."""
     h, model = config.hyperparameters, config.model
     problems = config.corpus.contradictions(model.vocab_size)
+    if impossible := list(_no_batches(config)):
+        return problems + impossible  # all else is counted in batches
     problems += _batch_contradictions(config)
     problems += _elastic_contradictions(config.promote)
     if config.promote.precision == "fp16" and config.promote.workers > 1:
@@ -104,6 +106,20 @@ def contradictions(config: StudyConfig) -> list[str]:
     return problems
 
 
+def _no_batches(config: StudyConfig) -> Iterator[str]:
+    """Which values of the sweep's batch are no numbers of tokens."""
+    match config.sweep.space.get("batch_tokens"):
+        case Choice(values=values) | Ordinal(values=values):
+            offered = values
+        case Fixed(value=value):
+            offered = (value,)
+        case _:
+            return
+    for value in offered:
+        if type(value) is not int or value < 1:
+            yield f"sweep.space.batch_tokens: a batch must be a whole number of tokens, at least 1, got {value!r}"
+
+
 def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
     """Why the runs can't have the study's batch, or those that its sweep searches."""
     h, context, promote = config.hyperparameters, config.model.context_length, config.promote
@@ -164,6 +180,8 @@ def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
             dataclasses.replace(h, **given)
         except ValueError as error:
             return [f"sweep.space.{name}: {error}"]
+        except TypeError:
+            return [f"sweep.space.{name}: each of its values must be one that [hyperparameters] takes, got {value!r}"]
     return []
 
 

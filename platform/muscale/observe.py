@@ -25,6 +25,7 @@ from muscale.planning import Plan
 from muscale.promotion import Promotion
 
 TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
+_MOST_LOG = 700.0  # of a loss: exp is finite up to there
 _LOSSES = {"loss": "val_loss", "val_loss": "val_loss", "train_loss": "train_loss"}  # column: what it is
 
 
@@ -42,13 +43,16 @@ def read_csv(
         StageError: If it can't be read, naming file, line and column.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise StageError(f"observe: {path}: {told_unreadable(error)}") from error
     if growing:
         text = text[: text.rfind("\n") + 1]
     lines = csv.DictReader(text.splitlines())
-    return _rows(lines, list(lines.fieldnames or []), str(path), tokens, loss, first_line=2)
+    try:
+        return _rows(lines, list(lines.fieldnames or []), str(path), tokens, loss, first_line=2)
+    except csv.Error as error:
+        raise StageError(f"observe: {path}, line {lines.line_num}: can't be read as CSV: {error}") from error
 
 
 def read_wandb(path: str, *, tokens: str | None = None, loss: str | None = None) -> list[dict[str, Any]]:
@@ -90,6 +94,10 @@ def _rows(
         raise StageError(
             f"observe: {where}: no column {' and none '.join(missing)}; there are {', '.join(columns) or 'none'}"
         )
+    if repeated := [name for name in wanted if columns.count(name) > 1]:
+        raise StageError(
+            f"observe: {where}: column {repeated[0]} must be there once, got it {columns.count(repeated[0])} times"
+        )
     at = str(at)
     counted = "step" if at.endswith("step") else "tokens"
     found: list[dict[str, Any]] = []
@@ -101,8 +109,11 @@ def _rows(
         if not row:
             continue  # logged at other steps
         row[counted] = _number(line.get(at), f"{place}, {at}")
-        if not row[counted] >= 0:
-            raise StageError(f"observe: {place}, {at}: must not be negative, got {row[counted]}")
+        if not 0 <= row[counted] < math.inf:
+            raise StageError(f"observe: {place}, {at}: must be finite and not negative, got {row[counted]}")
+        for kind in losses.values():
+            if row.get(kind, 1.0) <= 0:
+                raise StageError(f"observe: {place}, {kind}: must be above 0 (or NaN: diverged), got {row[kind]}")
         found.append(row)
     return found
 
@@ -160,7 +171,7 @@ class Observer:
         """By tokens, ascending; where a run was set back, what it did again is what counts."""
         n_tokens, kept = self.plan.n_tokens, list[dict[str, Any]]()
         for row in rows:
-            tokens = row["tokens"] if "tokens" in row else self._tokens_at(row["step"])
+            tokens = row["tokens"] if "tokens" in row else self._tokens_at(min(row["step"], n_tokens + 1))
             if tokens > n_tokens * (1 + TOLERANCE):
                 raise StageError(
                     f"observe: {self.source}: {tokens:,.0f} tokens are more than the {n_tokens:,} of plan {self.plan.key}"
@@ -197,7 +208,7 @@ class Observer:
             centre = number * band.window
             within = np.abs(share - centre) <= band.window / 2
             if within.any():
-                loss = math.exp(float(logs[within].mean()) + band.offset)
+                loss = float(np.exp(min(float(logs[within].mean()) + band.offset, _MOST_LOG)))
                 found.append({"tokens": int(centre * n_tokens), "val_loss": loss})
         return sorted(found, key=lambda row: row["tokens"])
 

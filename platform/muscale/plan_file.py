@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -27,7 +26,8 @@ from muscale.ledger import Ledger, find
 from muscale.plain import told_unreadable
 from muscale.planning import Plan, told_decision
 from muscale.promote_settings import PromoteSettings
-from muscale.strict import StrictTable
+from muscale.strict import StrictTable, lists_to_tuples, shown
+from muscale.toml_file import read_toml
 
 RECORD = "plan_file"
 """Stage of the ledger's results, by hash: the plan's key and what the file said."""
@@ -154,7 +154,7 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
     registered = ledger.forecast(key) if isinstance(key, str) else None
     if registered is None:
         raise StageError(
-            f"{path}: plan: must be one that this study registered, got {key!r}; `muscale plan` writes such a file"
+            f"{path}: plan: must be one that this study registered, got {shown(key)}; `muscale plan` writes such a file"
         )
     written = _written(ledger, registered["plan"])
     origin = _origin(found, written)
@@ -228,13 +228,13 @@ def _written(ledger: Ledger, key: str) -> list[_Contents]:
 
 def _read(path: Path) -> _Contents:
     try:
-        return tomllib.loads(path.read_text())
+        return read_toml(path)
     except FileNotFoundError as error:
         raise StageError(f"{path}: no such file; `muscale plan` writes one and says where") from error
     except OSError as error:
         raise StageError(f"{path}: {told_unreadable(error)}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise StageError(f"{path}: can't be read as TOML: {error}") from error
+    except ValueError as error:
+        raise StageError(f"{path}: {error}") from error
 
 
 def _fixed(values: _Contents) -> _Contents:
@@ -250,7 +250,7 @@ def _of_the_run(origin: _Contents, plan: Plan) -> _Contents:
 def _table_of(found: _Contents, path: Path) -> _Contents:
     table = found.get(EDITABLE, {})
     if not isinstance(table, dict):
-        raise StageError(f"{path}: {EDITABLE}: must be a table, got {table!r}")
+        raise StageError(f"{path}: {EDITABLE}: must be a table, got {shown(table)}")
     return table
 
 
@@ -279,14 +279,14 @@ def _with_resources(config: StudyConfig, table: _Contents, path: Path) -> StudyC
 
 def _settings(kind: type[StrictTable], values: _Contents, path: Path) -> Any:
     try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        return kind(**lists_to_tuples(values))
     except pydantic.ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(map(str, (EDITABLE, *detail["loc"])))
         if detail["type"] == "extra_forbidden":
-            raise StageError(f"{path}: {key}: unknown key (value {detail['input']!r})") from error
+            raise StageError(f"{path}: {key}: unknown key (value {shown(detail['input'])})") from error
         raise StageError(
-            f"{path}: {key}: {detail['msg'].removeprefix('Value error, ')}, got {detail['input']!r}"
+            f"{path}: {key}: {detail['msg'].removeprefix('Value error, ')}, got {shown(detail['input'])}"
         ) from error
 
 

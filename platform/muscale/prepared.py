@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
         config = StudyConfig.from_dict(told["config"], where=f"{path}: config")
     except OSError as error:
         raise StageError(f"{path}: {told_unreadable(error)}; `muscale promote --prepare` writes one") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise StageError(
             f"{path}: can't be read as what `muscale promote --prepare` writes: {type(error).__name__}: {error}"
         ) from error

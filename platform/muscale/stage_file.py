@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -12,7 +11,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.data import CorpusSettings
 from muscale.errors import StudyFileError
 from muscale.plain import told_unreadable
-from muscale.strict import StrictTable, explain, lists_to_tuples
+from muscale.strict import StrictTable, explained, lists_to_tuples, told
+from muscale.toml_file import read_toml
 from proxy_models.continued import COOLING, ContinuedSchedule
 from proxy_models.parametrization import OptimizerName
 
@@ -77,15 +77,16 @@ class StageFile(StrictTable):
             StudyFileError: Naming the file, the key, the rule and the value, for each thing that is wrong.
         """
         try:
-            values = tomllib.loads(path.read_text())
+            values = read_toml(path)
         except OSError as error:
             raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise StudyFileError(f"{path}: can't be read as TOML: {error}") from error
+        except ValueError as error:
+            raise StudyFileError(f"{path}: {error}") from error
         try:
             stage = cls(**lists_to_tuples(values))
         except pydantic.ValidationError as error:
-            raise StudyFileError("\n".join(explain(dict(one), str(path), cls) for one in error.errors())) from error
+            details = [dict(detail) for detail in error.errors()]
+            raise StudyFileError(told(explained(details, str(path), cls))) from error
         if stage.own_corpus and (problems := stage.own_corpus.contradictions(vocab_size)):
             raise StudyFileError("\n".join(f"{path}: {problem}" for problem in problems))
         return stage

@@ -1,4 +1,4 @@
-"""The weights alone of a sharded checkpoint, read in one process, and nothing of it unpickled but plain records.
+"""A sharded checkpoint read with nothing of it unpickled but plain records; its weights alone, in one process.
 
 `torch.distributed.checkpoint` pickles what lies where in the shards. Here only the classes of that record may be named in
 it, so that it can make values and call nothing; the tensors themselves are read as `torch.load(weights_only=True)` reads them.
@@ -6,18 +6,22 @@ it, so that it can make values and call nothing; the tensors themselves are read
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from muscale.errors import StageError
@@ -35,6 +39,11 @@ _RECORDS = {
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
 }
+UNREADABLE = (
+    *(CheckpointException, OSError, pickle.UnpicklingError, RuntimeError, RecursionError, MemoryError),
+    *(EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError),
+)
+"""What unpickling a broken record raises, as Python's own documentation warns, and torch at what it says."""
 
 
 def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
@@ -47,7 +56,7 @@ def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
     Raises:
         StageError: If the checkpoint can't be read, or its weights are another model's.
     """
-    reader = _Reader(checkpoint)
+    reader = RecordReader(checkpoint)
     try:
         saved = reader.read_metadata().state_dict_metadata
         for name, tensor in weights.items():
@@ -59,8 +68,8 @@ def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
                 )
         with alone():
             load_sharded({MODEL: dict(weights)}, storage_reader=reader)
-    except (CheckpointException, OSError, pickle.UnpicklingError) as error:
-        raise StageError(f"{checkpoint}: can't be read ({_told(error)})") from error
+    except UNREADABLE as error:
+        raise StageError(f"{checkpoint}: can't be read ({told(error)})") from error
 
 
 @contextmanager
@@ -71,8 +80,27 @@ def alone() -> Iterator[None]:
         yield
 
 
-class _Reader(FileSystemReader):
+class PlainPlanner(DefaultLoadPlanner):
+    """torch's, which would unpickle in full what is no tensor: the optimizer's settings, which are plain values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        found = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
+
+
+class RecordReader(FileSystemReader):
     """torch's, whose record of the shards may hold records and nothing else."""
+
+    def names(self) -> Set[str]:
+        """Of what the checkpoint holds.
+
+        Raises:
+            StageError: If its record can't be read.
+        """
+        try:
+            return self.read_metadata().state_dict_metadata.keys()
+        except UNREADABLE as error:
+            raise StageError(f"{self.path}: can't be read ({told(error)})") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -95,7 +123,7 @@ class _Records(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the record of its shards names {module}.{name}, which is none of its own")
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """In a line: of an error of ranks, the first one's."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()))[0] if isinstance(failures, dict) and failures else error

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_TOLD = 20
+"""Problems of one file that a message names."""
+_SHOWN = 200  # characters of a value
+PositiveOrInfinite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+"""Where inf means: without bound."""
 
 
 class StrictTable(BaseModel):
-    """A table without unknown keys, conversions or changes."""
+    """A table without unknown keys, conversions or changes; its numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
+
+
+def told(problems: Sequence[str]) -> str:
+    """The first problems, a line each, and how many more there are."""
+    more = [f"and {len(problems) - MOST_TOLD:,} more"] if len(problems) > MOST_TOLD else []
+    return "\n".join([*problems[:MOST_TOLD], *more])
+
+
+def explained(
+    details: Sequence[dict[str, Any]], where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": "
+) -> list[str]:
+    """`explain` for several; of those that nobody will read only that they are there."""
+    seen = [explain(detail, where, allowed, separator) for detail in details[: MOST_TOLD + 1]]
+    return seen + [f"{where}{separator}{len(details)} problems"] * (len(details) - len(seen))
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, its beginning if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def explain(detail: dict[str, Any], where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": ") -> str:
@@ -22,12 +50,12 @@ def explain(detail: dict[str, Any], where: str, allowed: type[BaseModel] | Seque
     if detail["type"] == "extra_forbidden":
         *tables, name = detail["loc"]
         keys = _keys_at(allowed, tables) if isinstance(allowed, type) else allowed
-        return f"{where}{separator}{key}: unknown key (value {value!r}){_did_you_mean(str(name), keys)}"
+        return f"{where}{separator}{key}: unknown key (value {shown(value)}){_did_you_mean(str(name), keys)}"
     if detail["type"] == "missing":
         return f"{where}{separator}{key}: missing, a value is required"
     rule = "Input should be a list" if detail["type"] == "tuple_type" else detail["msg"].removeprefix("Value error, ")
     location = f"{where}{separator}{key}" if key else where
-    return f"{location}: {rule}, got {value!r}" if not isinstance(value, dict) else f"{location}: {rule}"
+    return f"{location}: {rule}, got {shown(value)}" if not isinstance(value, dict) else f"{location}: {rule}"
 
 
 def _keys_at(model: Any, tables: Sequence[str | int]) -> list[str]:

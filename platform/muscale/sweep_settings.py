@@ -23,6 +23,8 @@ RankBy = Literal["averaged", "stable", "annealed", "mid_decay"]
 POPULATIONS = ("pbt", "pb2")
 MODELS = ("across_scales", "tpe", "gp", "cma_es")  # searchers that learn from losses
 MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
+MOST_RUNGS = 100  # generations too; at the least ratio the first of them has a billionth of the tokens
+MOST_REDUCTION = 1000.0  # of the trials that one in so many survives (assumed)
 COOLING, DECAYING = ("wsd", "wsd_linear"), ("linear", "cosine", "exponential", "step")
 
 
@@ -33,8 +35,10 @@ class SweepSettings(StrictTable):
     n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
     searcher: Searcher = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
     scheduler: Scheduler = "asha"
-    rungs: PositiveInt = 4
-    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO)] = 2.0  # between rungs, and of the survivors
+    rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
+    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = (
+        2.0  # between rungs, and of the survivors
+    )
     rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; beyond 6 generations "stable"
     schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
     top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on

@@ -145,7 +145,7 @@ def test_a_loss_that_is_not_finite_is_a_failure_until_the_run_goes_on(elsewhere:
         ("tokens,perplexity\n1,2\n", "no column loss, val_loss or train_loss"),
         ("tokens,loss\n1,2\n2,many\n", "line 3, loss: must be a number, got 'many'"),
         ("tokens,loss\n,2\n", "line 2, tokens: must be a number"),
-        ("tokens,loss\n-5,2\n", "must not be negative, got -5"),
+        ("tokens,loss\n-5,2\n", "must be finite and not negative, got -5"),
         ("", "there are none"),
     ],
 )

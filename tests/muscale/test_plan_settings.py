@@ -65,7 +65,7 @@ def test_another_budget_takes_the_place_of_whichever_was_given() -> None:
         (["plan.mfu=0.4"], "plan: mfu needs plan.accelerator, the name of the device, got none"),
         (["plan.accelerator=H100"], "plan: accelerator must be one of A100 40GB, .*, got 'H100'"),
         ([H100, "plan.mfu=1.5"], "plan.mfu: .*less than or equal to 1, got 1.5"),
-        (["plan.compute_flops=inf"], "plan: compute_flops must be finite and above 0, got inf"),
+        (["plan.compute_flops=inf"], "plan.compute_flops: Input should be a finite number, got inf"),
         (["plan.served_tokens=-1"], "plan.served_tokens: .*greater than or equal to 0, got -1"),
         (["plan.max_epochs=0.5"], "plan.max_epochs: .*greater than or equal to 1, got 0.5"),
         (["plan.tolerance=1"], "plan.tolerance: .*less than 1, got 1"),

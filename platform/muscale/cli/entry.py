@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -22,6 +23,8 @@ _OURS = {"proxy_models", "scaling", "search_spaces"}  # their own exceptions are
 def main() -> None:
     """Entry point of the command `muscale`."""
     signal.signal(signal.SIGTERM, _interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: a file's name may be no text
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()

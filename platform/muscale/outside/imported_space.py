@@ -53,8 +53,8 @@ class ImportedSpace:
 
     def __str__(self) -> str:
         """TOML to paste into a study file, the notes as comments."""
-        lines = [f"# From {self.source}."]
-        lines += [f"# {line}" for note in (*self.notes, *self.unknown) for line in note.splitlines()]
+        # As a file's name or a parameter's may have anything in it, which must stay behind its #.
+        lines = [f"# {_plain(line)}" for line in (f"From {self.source}.", *self.notes, *self.unknown)]
         lines += ["[sweep]", tomlkit.dumps(dict(self.settings)).strip(), "", "[sweep.space]"]
         for name, table in self.space.to_dict().items():
             inline = tomlkit.inline_table()
@@ -63,6 +63,10 @@ class ImportedSpace:
             entry[name] = inline
             lines.append(tomlkit.dumps(entry).strip())
         return "\n".join(line for number, line in enumerate(lines) if line or number > 2)
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _inline(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.outside.imported_space import ImportedSpace, listed, space_from, stepped
+from muscale.plain import told_unreadable
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Prior, SpaceError, Uniform
 
 MOST_BYTES = 1_000_000
@@ -18,6 +19,7 @@ TAILS = 4.0
 """Standard deviations at which a normal is cut off: a space has bounds (assumed)."""
 SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
+_MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
 _RUNGS = 4  # where the file doesn't tell: the study file's default
 
 
@@ -31,6 +33,13 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     Raises:
         StageError: Naming the file, the key, the rule and the value.
     """
+    try:
+        return _read(path, names)
+    except RecursionError:
+        raise StageError(f"import-space: {path}: its tables lie too deep in one another") from None
+
+
+def _read(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     tree = _load(path)
     parameters = tree.get("parameters")
     if not isinstance(parameters, dict) or not parameters:
@@ -41,12 +50,12 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     space = space_from(str(path), dict(_flat(path, parameters, "", notes)), names)
     settings: dict[str, Any] = {}
     method = tree.get("method")
-    if method not in SEARCHERS:
+    if not isinstance(method, str) or method not in SEARCHERS:
         raise StageError(f"import-space: {path}: method: must be one of {', '.join(SEARCHERS)}, got {_short(method)}")
     settings["searcher"] = SEARCHERS[method]
     if method == "bayes":
         notes.append("method bayes: searcher gp, a Gaussian process too; auto learns from other scales as well")
-    if isinstance(cap := tree.get("run_cap"), int) and cap > 0:
+    if type(cap := tree.get("run_cap")) is int and cap > 0:
         settings["trials"] = cap
     else:
         notes.append("no run_cap: set sweep.trials")
@@ -69,7 +78,10 @@ def _load(path: Path) -> dict[str, Any]:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise StageError(f"import-space: {path}: must be at most {MOST_BYTES:,} bytes, got {size:,}")
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except OSError as error:
+        raise StageError(f"import-space: {path}: {told_unreadable(error)}") from error
+    # What a tag promises and its text does not hold (!!int x, !!timestamp x) is raised as it comes.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise StageError(f"import-space: {path}: can't be read as YAML: {_first_line(error)}") from error
     if _size(tree, {}, set()) > MOST_NODES:
         raise StageError(
@@ -237,10 +249,12 @@ def _scheduler(path: Path, table: Any, notes: list[str]) -> dict[str, Any]:
     if not isinstance(table, dict) or table.get("type") != "hyperband":
         raise StageError(f"import-space: {path}: early_terminate: type must be hyperband, got {_short(table)}")
     eta, brackets = table.get("eta", 3), table.get("s")
-    if not isinstance(eta, int | float) or not eta > 1:
-        raise StageError(f"import-space: {path}: early_terminate.eta: must be above 1, got {_short(eta)}")
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 1 < eta <= _MOST_ETA:
+        raise StageError(
+            f"import-space: {path}: early_terminate.eta: must be above 1, and at most {_MOST_ETA:g}, got {_short(eta)}"
+        )
     settings = {"scheduler": "asha", "reduction_factor": float(eta)}
-    settings["rungs"] = brackets + 1 if isinstance(brackets, int) and brackets > 0 else _RUNGS
+    settings["rungs"] = brackets + 1 if type(brackets) is int and 0 < brackets < _MOST_BRACKETS else _RUNGS
     counted = [name for name in ("min_iter", "max_iter") if name in table]
     notes.append(
         "early_terminate hyperband: scheduler asha, which stops at brackets of its own"

@@ -1,0 +1,81 @@
+"""Rows of any kind are fitted or refused with a ValueError that names the column; nothing else comes out."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scaling import ScalingError, fit
+from scaling.runs import OPTIONAL
+from tests.scaling.test_units import ladder
+
+CELLS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=2**63, max_value=2**80)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text(max_size=2), st.integers(), max_size=1)
+)
+COLUMNS = ("n_params", "n_tokens", "loss", *OPTIONAL)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    column=st.sampled_from(COLUMNS),
+    cells=st.lists(CELLS, min_size=1, max_size=14),
+    in_file=st.booleans(),
+)
+def test_any_cells_in_any_column_are_fitted_or_refused(
+    tmp_path: Path, column: str, cells: list[object], in_file: bool
+) -> None:
+    table = ladder(14).astype(object)
+    values: list[object] = list(table[column]) if column in table else [None] * 14
+    table[column] = pd.Series([*cells, *values[len(cells) :]], dtype=object)
+    source: object = table
+    if in_file:
+        source = tmp_path / "rows.jsonl"
+        lines = [json.dumps(dict(zip(table, row, strict=True))) for row in table.to_numpy().tolist()]
+        source.write_text("\n".join(lines))
+    with suppress(ValueError, ScalingError):  # hypothesis shows the cells at any other error
+        assert np.isfinite(fit(source, n_params_convention="total", n_bootstrap=2).law.parameters["E"])
+
+
+def test_a_column_that_is_there_twice_is_refused() -> None:
+    table = ladder(14)
+    twice = pd.concat([table, table[["loss"]]], axis=1)
+    with pytest.raises(ValueError, match="column loss must be there once, got it 2 times"):
+        fit(twice, n_params_convention="total")
+
+
+def test_of_many_columns_the_first_are_told() -> None:
+    with pytest.raises(ValueError, match=r"missing column n_params.*, c29, and 9,970 more$"):
+        fit(pd.DataFrame([range(10_000)], columns=[f"c{n}" for n in range(10_000)]), n_params_convention="total")
+
+
+def test_whole_numbers_beyond_64_bits_and_beyond_floats(tmp_path: Path) -> None:
+    table = ladder(14)
+    path = tmp_path / "rows.jsonl"
+    rows = table.to_dict("records")
+    path.write_text("\n".join(json.dumps({**row, "n_tokens": int(row["n_tokens"]) * 10**15}) for row in rows))
+    assert fit(path, n_params_convention="total", n_bootstrap=2).law.parameters["beta"] > 0
+    path.write_text("\n".join(json.dumps({**row, "n_tokens": 10**400}) for row in rows))
+    with pytest.raises(ValueError, match=r"rows.jsonl: n_tokens must hold numbers"):
+        fit(path, n_params_convention="total")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 100, bytes(1000)])
+def test_a_broken_parquet_file_is_told(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"rows.parquet: can't be read as a table: "):
+        fit(path, n_params_convention="total")
