@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak docs pictures wheel ci-system clean
+.PHONY: study test check soak audit licences docs pictures wheel ci-system clean
 
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
@@ -22,6 +22,22 @@ check: $(INSTALLED)
 # What takes too long for every time: all pairs of methods, and faults by the dozen.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+# Known weaknesses of the locked packages, from the advisory database of the Python Package Index, which must be reachable.
+audit: .venv/.audit
+	@.venv/.audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip >.venv/.audit/said 2>&1; code=$$?; \
+	if grep -qi "connection\|max retries\|timed out" .venv/.audit/said; then \
+		echo "audit: skipped, the advisory database can't be reached from here; nothing was checked"; \
+	else cat .venv/.audit/said; exit $$code; fi
+
+# A folder of its own: what audits the packages is none of them.
+.venv/.audit: $(INSTALLED)
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'
+
+# The licence of each locked package, copyleft ones marked.
+licences: $(INSTALLED)
+	$(BIN)/python docs/licences.py
 
 # The reference, a page for each package, from the docstrings.
 docs: $(INSTALLED)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from scaling.forms.form import Array
 from scaling.law import NATS, compute_flops
-from scaling.table import numbers, require_columns
+from scaling.table import numbers, or_nan, require_columns
 from scaling.units import rows_in_bits
 
 Table: TypeAlias = pd.DataFrame | str | os.PathLike[str]
@@ -28,6 +28,8 @@ Table: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 BITS = "bits per token"
 LEAST_COUNT = 1000.0
 """Fewer parameters or tokens are a number in millions or billions (assumed: no language model is as small)."""
+MOST_COUNT = 1e30
+"""More is no count (assumed); the FLOPs of both at this bound are still finite."""
 RATIO = (1e-2, 1e5)
 """Median D/N outside of which N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
 FLOPS_FACTOR = 3.0
@@ -140,9 +142,12 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
     """The column of parameters or tokens in float64.
 
     Raises:
-        ValueError: a value is no finite number above 0, or too small to be a count.
+        ValueError: a value is no finite number above 0, or too small or too large to be a count.
     """
     values = numbers(rows, column)
+    if (many := values > MOST_COUNT).any():
+        first = int(np.argmax(many))
+        raise ValueError(f"{column} must be at most {MOST_COUNT:g}, got {values[first]:g} in row {rows.index[first]!r}")
     if (few := values < LEAST_COUNT).any():
         first = int(np.argmax(few))
         raise ValueError(
@@ -166,9 +171,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     considered = runs[open_]
 
     def floats(name: str, **rule: bool) -> Array:
-        values = np.array(
-            [_or_nan(value) for value in runs[name]]
-        )  # what the table itself leaves out need not be sound
+        values = np.array([or_nan(value) for value in runs[name]])  # what the table itself leaves out need not be sound
         counted = name in ("n_params", "n_tokens")
         values[open_] = counts(considered, name) if counted else numbers(considered, name, **rule)
         return np.asarray(values)
@@ -208,13 +211,6 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         warnings=tuple(_doubts(runs, rows, flops, unit)) if len(rows) else (),
         assumptions=tuple(text for column, text in ASSUMED.items() if column not in runs),
     )
-
-
-def _or_nan(value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):  # the last of whole numbers beyond the largest float
-        return math.nan
 
 
 def _told(runs: pd.DataFrame) -> NDArray[np.object_]:

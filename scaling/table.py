@@ -1,5 +1,6 @@
 """What every table that comes in is held to, with messages that name the column, the rule and the value."""
 
+import math
 import re
 
 import numpy as np
@@ -72,6 +73,14 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
         first = int(np.argmax(values <= 0))
         raise ValueError(f"loss must be above 0 (or NaN: diverged), got {values[first]:g} in row {rows.index[first]!r}")
     return values
+
+
+def or_nan(value: object) -> float:
+    """A cell as a number; NaN if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):  # the last of whole numbers beyond the largest float
+        return math.nan
 
 
 def _floats(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:

@@ -27,4 +27,5 @@ class Weights(dict[str, float]):
     update = _refuse
 
     def __str__(self) -> str:
-        return ", ".join(f"{part} {weight:.3g}" for part, weight in self.items())
+        # A prior's message shows its centre before anybody knows that these are numbers.
+        return ", ".join(f"{k} {v:.3g}" if isinstance(v, int | float) else f"{k} {v!r}" for k, v in self.items())

@@ -23,6 +23,7 @@ from muscale.ledger import Ledger, now
 from muscale.plain import told_unreadable
 from muscale.planning import Plan
 from muscale.promotion import Promotion
+from muscale.tracking.secrets import redacted
 
 TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
 _MOST_LOG = 700.0  # of a loss: exp is finite up to there
@@ -74,7 +75,8 @@ def read_wandb(path: str, *, tokens: str | None = None, loss: str | None = None)
         history = wandb.Api().run(path).scan_history(keys=names)
         found = [dict(row) for row in history]
     except Exception as error:  # wandb raises what its transport does, too
-        raise StageError(f"observe: {path}: Weights & Biases: {type(error).__name__}: {error}") from error
+        told = redacted(f"{type(error).__name__}: {error}")
+        raise StageError(f"observe: {path}: Weights & Biases: {told}") from error
     return _rows(found, names, path, names[0], names[1], first_line=1)
 
 

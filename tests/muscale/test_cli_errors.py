@@ -121,6 +121,26 @@ def test_in_a_terminal_the_trace_of_a_fault_goes_into_a_file(
     assert file.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_secret_of_the_environment_stands_in_an_error_or_its_stack(
+    terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSCALE_LEDGER_URL", "postgresql://me:pa%2Fss-word@db/muscale")
+    monkeypatch.setenv("WANDB_API_KEY", "k3y" * 10)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+
+    def fail(_tokens: object) -> int:
+        raise ValueError("postgresql://me:pa%2Fss-word@db/muscale or pa/ss-word or " + "k3y" * 10)
+
+    monkeypatch.setattr(entry, "app", fail)
+    done = muscale(capsys, "check", "study.toml")
+    assert done.code == EXIT_FAULT
+    told = done.err + "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "$MUSCALE_LEDGER_URL or $MUSCALE_LEDGER_URL or $WANDB_API_KEY" in told
+    assert not [secret for secret in ("ss-word", "k3yk3y") if secret in told.replace('k3y" * 10', "")]
+
+
 def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
     code = (
         "import sys; from muscale.cli import entry; entry.app = lambda tokens: print('line\\n' * 100_000); "

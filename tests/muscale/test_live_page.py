@@ -86,6 +86,40 @@ def test_another_host_s_name_is_refused(make_study: MakeStudy) -> None:
     assert page.get("/", headers={"Host": "localhost:8719"}).status_code == 200
 
 
+def test_names_that_a_user_chose_are_text_on_every_part_of_the_page(make_study: MakeStudy) -> None:
+    evil = "<script>alert(1)</script>"
+    path = make_study()
+    path.write_text(path.read_text().replace('name = "micro"', f'name = "{evil}"'))
+    study, _ = begun(path)
+    live = LivePage(study=study, token=TOKEN)
+    live.cancel_study(f"{evil}<img src=x onerror=alert(1)>")
+    live.look()
+    page = client(live)
+    parts = [f"/sections/{ident}" for ident, _ in page.get("/sections").json()["sections"]]
+    for part in ("/", "/contents", *parts):
+        text = page.get(part).text
+        assert evil not in text, part
+        assert "<img src=x" not in text, part
+    assert "&lt;script&gt;alert(1)" in page.get("/").text
+
+
+def test_a_page_of_elsewhere_can_t_send_an_action(make_study: MakeStudy) -> None:
+    study, _ = begun(make_study())
+    acting = client(LivePage(study=study, token=TOKEN))
+    elsewhere = {"Origin": "https://elsewhere.example", "Cookie": f"token={TOKEN}"}
+    # What a form of another page can send without asking: no header of its own, and one of three kinds of text.
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        sent = acting.post("/cancel/study", content=b'{"reason": ""}', headers={**elsewhere, "Content-Type": kind})
+        assert sent.status_code in (401, 422)
+    asked = {**elsewhere, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = acting.options("/cancel/study", headers=asked)
+    assert allowed.status_code == 405
+    assert not [name for name in allowed.headers if name.lower().startswith("access-control")]
+    assert study.ledger.latest_result("cancel_study") is None
+    for host in ("127.0.0.1.elsewhere.example", "[::1]:1", "", "127.0.0.2"):
+        assert acting.get("/", headers={"Host": host}).status_code == 400, host
+
+
 @pytest.mark.parametrize("path", ["/cancel/study", "/cancel/trial/1"])
 def test_actions_take_the_token_and_nothing_else(make_study: MakeStudy, path: str) -> None:
     study, record = begun(make_study())

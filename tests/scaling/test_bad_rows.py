@@ -79,3 +79,8 @@ def test_a_broken_parquet_file_is_told(content: bytes, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"rows.parquet: can't be read as a table: "):
         fit(path, n_params_convention="total")
+
+
+def test_counts_that_nothing_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"n_tokens must be at most 1e\+30, got 1e\+300 in row 0"):
+        fit(ladder(14).assign(n_tokens=1e300), n_params_convention="total")

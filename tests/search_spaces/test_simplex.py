@@ -149,3 +149,9 @@ def test_weights_are_a_plain_table_that_nothing_changes() -> None:
     for change in changes:
         with pytest.raises(TypeError, match="weights do not change"):
             change()
+
+
+def test_a_centre_of_other_things_than_numbers_is_told() -> None:
+    table = {"distribution": "simplex", "parts": ["p", "q"], "prior": {"centre": {"p": [1], "q": "x"}, "spread": 0.5}}
+    with pytest.raises(SpaceError, match=r"the centre of a prior must be in simplex .*, got p \[1\], q 'x'"):
+        Simplex.from_dict(table)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from muscale.cli.application import app
 from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED, MuscaleError, PreemptedError
+from muscale.tracking.secrets import redacted
 
 DEBUG = "--debug"
 _OURS = {"proxy_models", "scaling", "search_spaces"}  # their own exceptions are about what they were given
@@ -80,22 +81,23 @@ def _mendable(error: Exception) -> str:
 
 def _say(text: str, *, debug: bool) -> None:
     if debug:
-        traceback.print_exc()
-    print(text, file=sys.stderr)
+        print(redacted(traceback.format_exc()), file=sys.stderr, end="")
+    print(redacted(text), file=sys.stderr)
 
 
 def _fault(error: Exception, tokens: Sequence[str], *, debug: bool) -> int:
     """Tell of an error that nobody foresaw; its trace goes into a file, or into the log where there is no terminal."""
-    told = f"error: a fault of muscale's own, not of yours: {type(error).__name__}: {error}"
+    told = redacted(f"error: a fault of muscale's own, not of yours: {type(error).__name__}: {error}")
+    stack = redacted("".join(traceback.format_exception(error)))
     if debug or not sys.stderr.isatty():
-        traceback.print_exc()
+        print(stack, file=sys.stderr, end="")
         print(f"{told}\nplease report it with the lines above", file=sys.stderr)
         return EXIT_FAULT
     handle, name = tempfile.mkstemp(prefix="muscale-fault-", suffix=".txt")
     with os.fdopen(handle, "w") as file:
         print(f"muscale {metadata.version('muscale')}, Python {sys.version}", file=file)
         print("muscale", *tokens, file=file)
-        traceback.print_exception(error, file=file)
+        print(stack, file=file, end="")
     print(f"{told}\nplease report it with {Path(name)}, which has the stack trace (--debug shows it)", file=sys.stderr)
     return EXIT_FAULT
 

@@ -14,6 +14,7 @@ from muscale.errors import StageError
 from scaling import Decision, ScalingError, ScalingFit, decide, fit
 from scaling.law import NATS
 from scaling.runs import read_table
+from scaling.table import or_nan
 
 _CLOSE = 2e-3
 """Relative spread within which a column is taken to be the loss in another unit: four digits are what tables print (assumed)."""
@@ -65,7 +66,8 @@ def _unit_doubts(table: pd.DataFrame, loss_unit: str) -> list[str]:
     """Why losses that are said to be nats may be bits, or the other way round: another column says so."""
     if loss_unit not in (NATS, "bits per token"):
         return []
-    in_nats = table["loss"].to_numpy(dtype=float) * (1.0 if loss_unit == NATS else math.log(2))
+    # Rows that the table itself leaves out may hold anything.
+    in_nats = np.array([or_nan(value) for value in table["loss"]]) * (1.0 if loss_unit == NATS else math.log(2))
     doubts = []
     for name in table.columns:
         if name == "loss" or not pd.api.types.is_numeric_dtype(table[name]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from urllib.parse import unquote, urlsplit
 
 NAMES = (
     "WANDB_API_KEY",
@@ -10,12 +11,24 @@ NAMES = (
     "MLFLOW_TRACKING_URI",
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
+    "RAY_AUTH_TOKEN",
 )
+_LEAST = 4  # characters of a password in a URL; fewer stand in half of all words
 
 
 def redacted(text: str) -> str:
-    """The text with the name of its variable in place of each secret."""
+    """The text with the name of its variable in place of each secret, and of a URL's password alone."""
     for name in NAMES:
         if value := os.environ.get(name):
-            text = text.replace(value, f"${name}")
+            for secret in (value, *_passwords(value)):
+                text = text.replace(secret, f"${name}")
     return text
+
+
+def _passwords(url: str) -> list[str]:
+    """The password in a URL, as it stands there and as its server is told it."""
+    try:
+        found = urlsplit(url).password or ""
+    except ValueError:  # no URL
+        return []
+    return [secret for secret in (found, unquote(found)) if len(secret) >= _LEAST]
