@@ -34,6 +34,10 @@ def test_a_corpus_of_a_billion_tokens_is_sampled_without_being_read(tmp_path: Pa
         "dtype": "uint16",
         "tokens": {"train": N_TOKENS, "validation": 10**6},
         "text": None,
+        "source": {},
+        "validation_fraction": 0.001,
+        "files": [],
+        "empty_files": [],
     }
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     stream = training_stream(Corpus.open(tmp_path), CONTEXT, seed=0, run_tokens=N_TOKENS)
