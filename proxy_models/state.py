@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import io
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from proxy_models.parametrization import Parametrization
+from proxy_models.whole_file import whole_file
+
+
+class StateError(ValueError):
+    """A file that holds no whole training state: torn, or changed since it was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +35,52 @@ class TrainState:
     tensors: dict[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """Write to `path`, whole or not at all."""
+        """Write to `path`, whole or not at all.
+
+        Raises:
+            OSError: If the disk is full, or can't be written.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         table = self.parametrization.to_dict()
-        torch.save({"tokens": self.tokens, "parametrization": table, "tensors": self.tensors}, unfinished)
-        unfinished.replace(path)
+        with whole_file(path) as unfinished, _Telling(io.FileIO(unfinished, "w")) as file:
+            try:
+                torch.save({"tokens": self.tokens, "parametrization": table, "tensors": self.tensors}, file)
+            except RuntimeError as error:
+                raise file.error or error from None
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote."""
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        table = Parametrization.from_dict(saved["parametrization"])
-        return cls(tokens=saved["tokens"], parametrization=table, tensors=saved["tensors"])
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            StateError: If it is not whole, or a byte of it changed since.
+        """
+        try:
+            with zipfile.ZipFile(path) as archive:
+                changed = archive.testzip()  # torch writes a checksum of each tensor and never reads it
+            if changed:
+                raise StateError(f"{path}: {changed} does not hold its checksum")
+            saved = torch.load(path, weights_only=True, map_location="cpu")
+            table = Parametrization.from_dict(saved["parametrization"])
+            return cls(tokens=saved["tokens"], parametrization=table, tensors=saved["tensors"])
+        except Exception as error:  # of a damaged file every layer has errors of its own
+            if isinstance(error, StateError) or (isinstance(error, OSError) and error.filename is not None):
+                raise
+            raise StateError(f"{path}: can't be read as a training state: {error}") from error
+
+
+class _Telling(io.BufferedWriter):
+    """Remembers why it could not be written: torch tells only that it found itself at an unexpected position."""
+
+    error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.error = error
+            raise
 
 
 def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,11 +18,13 @@ from proxy_models.averaging import Tail
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
 from proxy_models.peak import datasheet_flops
-from proxy_models.state import TrainState
+from proxy_models.state import StateError, TrainState
 from proxy_models.training import SegmentResult, Trainer
+from proxy_models.whole_file import whole_file
 
 OnStep = Callable[[int, float], None]
 _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
+_log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -112,6 +114,9 @@ class Worker:
             return TrainState.load(self.directory / row["state"])
         except FileNotFoundError:  # pruned since the row was read, or lost
             return None
+        except StateError as error:
+            _log.warning("%s; going on without it, from the nearest one before", error)
+            return None
 
     def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult, *, keep: bool) -> None:
         state = None
@@ -143,9 +148,8 @@ class Worker:
         )
         path = self.directory / CURVES / f"{chain.key}.parquet"
         path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        curve.to_parquet(unfinished, index=False)
-        unfinished.replace(path)
+        with whole_file(path) as unfinished:
+            curve.to_parquet(unfinished, index=False, write_page_checksum=True)
 
 
 def _is_averaged(chain: Chain) -> bool:

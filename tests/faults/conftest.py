@@ -1,0 +1,73 @@
+"""What the faults need: a micro-study, a small disk of one's own, the tests' Ray and PostgreSQL."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.lean import begin, finish
+from tests.muscale.conftest import make_study, postgres_server, ray_cluster
+
+__all__ = ["make_study", "postgres_server", "ray_cluster"]
+
+
+class SmallDisk:
+    """A file system in memory that can be filled, made larger and made read-only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def resize(self, size: str) -> None:
+        """Give it another size, such as "2m"."""
+        self._mount(f"remount,size={size}")
+
+    def read_only(self, on: bool) -> None:
+        """Let nothing be written, or again everything; needs that nobody has a file open for writing."""
+        self._mount(f"remount,{'ro' if on else 'rw'}")
+
+    def fill(self, leave: int = 0) -> None:
+        """Take all room but so many bytes."""
+        free = os.statvfs(self.folder)
+        (self.folder / "ballast").write_bytes(bytes(max(0, free.f_bavail * free.f_frsize - leave)))
+
+    def empty(self) -> None:
+        """Give the room back that `fill` took."""
+        (self.folder / "ballast").unlink()
+
+    def _mount(self, options: str) -> None:
+        subprocess.run(["mount", "-o", options, str(self.folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """Eight megabytes; skipped where this process may not mount any."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs a small disk to fill, and only root may mount one")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs a small disk to fill, and it can't be mounted here: {done.stderr.strip()}")
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study's directory with every segment of `lean` trained, undisturbed."""
+    directory = begin(tmp_path_factory.mktemp("trained") / "study")
+    finish(directory)
+    return directory
+
+
+@pytest.fixture
+def study(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "study"))
