@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from muscale.errors import first_line
 from muscale.layout import CURVES
 from muscale.ledger import Ledger
 
@@ -73,8 +76,11 @@ def _read(ledger: Ledger, key: str) -> RunCurve | None:
         chain.insert(0, row)
         parent = row["parent"]
     tables = [_segment_table(ledger, row) for row in chain]
-    steps = pd.concat([table for table in tables if table is not None])
-    if any(table is None for table in tables) or not bool((steps["train_loss"] > 0).all()):
+    there = [table for table in tables if table is not None]
+    if len(there) < len(tables):
+        return None
+    steps = pd.concat(there)
+    if not bool((steps["train_loss"] > 0).all()):
         return None
     tokens = steps["tokens"].to_numpy(dtype=float)
     return RunCurve(
@@ -97,7 +103,8 @@ def _segment_table(ledger: Ledger, row: dict[str, Any]) -> pd.DataFrame | None:
         if not there:
             return None
         source, path = min(there, key=lambda found: found[0]["trained_from"])
-        table = pd.read_parquet(path, columns=["tokens", "train_loss"])
+        if (table := _curve(path)) is None:
+            return None
         cuts.append(int(source["trained_from"]))
         parts.append(table)
     whole = [
@@ -105,3 +112,14 @@ def _segment_table(ledger: Ledger, row: dict[str, Any]) -> pd.DataFrame | None:
         for table, (end, start) in zip(parts, pairwise(cuts), strict=True)
     ]
     return pd.concat(whole[::-1], ignore_index=True)
+
+
+def _curve(path: Path) -> pd.DataFrame | None:
+    """Tokens and training loss of every step of a file; None of one that is damaged."""
+    try:
+        return pd.read_parquet(path, columns=["tokens", "train_loss"], page_checksum_verification=True)
+    except Exception as error:  # of a damaged file every layer of Arrow and pandas has errors of its own
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        logging.getLogger(__name__).warning("%s: is damaged, and its run is left out: %s", path, first_line(error))
+        return None
