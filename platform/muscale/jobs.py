@@ -17,9 +17,11 @@ from typing import Any
 from muscale import stalls
 from muscale.cancels import cancellable
 from muscale.config import ResourceSettings
+from muscale.corpus_hashes import require_unchanged
 from muscale.errors import StageError, first_line, last_line
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import interrupted_later
+from muscale.layout import CORPUS
 from muscale.ledger import Ledger, Outcome
 from muscale.lineage import Chain, stems
 from muscale.tables import runs
@@ -76,6 +78,7 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
             unknown.append(job.chain)
     if not unknown:
         return
+    require_unchanged(ledger.directory / CORPUS)
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
     with cluster(resources), cancellable(ledger):
         try:
@@ -116,6 +119,8 @@ def _train(
         except ray.exceptions.ActorDiedError as error:
             hint = stalls.hint(ledger.directory, begun)
             raise StageError(f"a worker died: {last_line(error)}{hint}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause or error) from None
         if done in starting:
             idle.append(starting.pop(done))
             continue

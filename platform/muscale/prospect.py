@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ import psutil
 
 from muscale.checkpoints import CHECKPOINTS
 from muscale.config import StudyConfig
+from muscale.corpus_hashes import changed_files
 from muscale.gate import (
     MEMORY_SHARE,
     Gate,
@@ -29,15 +28,12 @@ from muscale.layout import FULL_RUNS
 from muscale.planning import Plan, data_hashes
 from proxy_models.corpus import Corpus
 from proxy_models.memory import MemoryEstimate, largest_micro_batch, training_memory
-from proxy_models.tokenizer import Tokenizer
 from scaling import Verdict
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck
 
-MOST_HASHED = 32 * 10**9
-"""Bytes of tokens that are hashed again at every promotion: half a minute from a fast disk (assumed)."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -235,34 +231,6 @@ def device_of(config: StudyConfig) -> Device:
     if os.environ.get("RAY_ADDRESS"):  # the workers' machines are not this one
         return Device(name="a node of the cluster", memory_bytes=None)
     return Device(name="this machine", memory_bytes=float(_host_memory()), workers_on_it=config.promote.workers)
-
-
-def changed_files(corpus: Corpus) -> tuple[list[str] | None, int]:
-    """Files of a corpus that do not hold the hashes of its manifests, and the bytes of all; None if they are too large."""
-    files = {
-        source.folder / f"{split}.bin": digest
-        for source in corpus.sources.values()
-        for split, digest in source.manifest["sha256"].items()
-    }
-    n_bytes = sum(path.stat().st_size for path in files)
-    if n_bytes > MOST_HASHED:
-        return None, n_bytes
-    changed = [str(path.relative_to(corpus.folder)) for path, digest in files.items() if _sha256(path) != digest]
-    return [*changed, *_changed_tokenizer(corpus)], n_bytes
-
-
-def _changed_tokenizer(corpus: Corpus) -> Sequence[str]:
-    """The kept tokenizer's file, if its hash is not the one that encoded the sources of text."""
-    texts = [source for source in corpus.sources.values() if source.manifest["text"] is not None]
-    if not texts:
-        return []
-    kept: Tokenizer = corpus.tokenizer()
-    return [] if all(source.manifest["tokenizer"] == kept.key for source in texts) else ["tokenizer.json"]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _newest(checkpoints: Path) -> int:

@@ -13,10 +13,12 @@ import pandas as pd
 
 from muscale.cancels import cancellable
 from muscale.config import StudyConfig
+from muscale.corpus_hashes import require_unchanged
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import interrupted_later
 from muscale.jobs import Job, cluster, dismiss_workers, staying_cluster
+from muscale.layout import CORPUS
 from muscale.lease import expired_leases, held_leases, lease
 from muscale.ledger import Ledger
 from muscale.lineage import input_key
@@ -282,6 +284,7 @@ def _narrow(sweep: Sweep, record: Record) -> None:
 def _search(sweep: Sweep, engine: Engine) -> None:
     """Let Tune run the engine's legs."""
     resources = sweep.config.resources
+    require_unchanged(sweep.ledger.directory / CORPUS)
     with cluster(resources):
         dismiss_workers()
         with interrupted_later():

@@ -11,6 +11,7 @@ import pytest
 
 from muscale import StageError, StudyConfig
 from muscale.carried import Carried
+from muscale.corpus_hashes import changed_files
 from muscale.gate import (
     MEMORY_SHARE,
     Gate,
@@ -27,7 +28,7 @@ from muscale.gate import (
 )
 from muscale.ledger import Ledger
 from muscale.parallelism import Parallelism
-from muscale.prospect import changed_files, device_of
+from muscale.prospect import device_of
 from proxy_models.config import ModelConfig
 from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import Corpus, write_corpus
