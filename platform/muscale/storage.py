@@ -106,9 +106,7 @@ class SqliteStorage(Storage):
             raise LedgerUnavailableError(f"{self.name}: the ledger can't be opened: {first_line(error)}") from None
         except sa.exc.DatabaseError as error:
             engine.dispose()
-            raise StudyDirectoryError(
-                f"{self.name}: is no ledger: {first_line(error)}; bring it back from a copy, or begin the study anew"
-            ) from None
+            raise _told(self.name, error) from None
         except BaseException:
             engine.dispose()
             raise
@@ -146,22 +144,43 @@ class SqliteStorage(Storage):
         with self._engine.connect() as connection:
             try:
                 connection.exec_driver_sql(begin)
-            except sa.exc.OperationalError as error:  # it has waited for the lock as long as it may
-                raise LedgerUnavailableError(
-                    f"{self.name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
-                ) from None
-            try:
-                found = function(connection, *args, **kwargs)
-            except BaseException:
-                connection.rollback()
-                raise
-            connection.commit()
+                try:
+                    found = function(connection, *args, **kwargs)
+                except BaseException:
+                    connection.rollback()
+                    raise
+                connection.commit()
+            except sa.exc.DatabaseError as error:
+                raise _told(self.name, error) from None
             return found
 
     def close(self) -> None:
         """Close the connections; the next call opens a new one."""
         if engine := self.__dict__.pop("_engine", None):
             engine.dispose()
+
+
+def _told(name: str, error: sa.exc.DatabaseError) -> Exception:
+    """What to do about an error of SQLite's; one of a statement stays as it is."""
+    match getattr(error.orig, "sqlite_errorname", "").split("_")[:2]:
+        case ["SQLITE", "NOTADB"]:
+            return StudyDirectoryError(
+                f"{name}: is no ledger: {first_line(error)}; bring it back from a copy, or begin the study anew"
+            )
+        case ["SQLITE", "CORRUPT"]:
+            return StudyDirectoryError(
+                f"{name}: the ledger is damaged: {first_line(error)}; nothing was written; bring the file back from a copy, or "
+                "begin the study anew in another directory"
+            )
+        case ["SQLITE", "BUSY"]:  # it has waited for the lock as long as it may
+            return LedgerUnavailableError(
+                f"{name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
+            )
+        case ["SQLITE", "FULL" | "READONLY" | "IOERR" | "CANTOPEN"]:
+            return LedgerUnavailableError(
+                f"{name}: the ledger can't be kept: {first_line(error)}; see to its disk and run the same command again to go on"
+            )
+    return error
 
 
 def _sqlite(path: Path, host: str) -> SqliteStorage:
