@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, Concatenate, cast
@@ -38,6 +38,7 @@ from muscale.tables import (
     trials,
 )
 
+_LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is asked for
 _OUTCOME = (
     "loss",
     "source_losses",
@@ -122,8 +123,14 @@ class Ledger:
         return self.storage.write(function, *args, **kwargs)
 
     def insert(self, table: sa.Table, **values: Any) -> None:
-        """Insert one row stamped with the time; a row that is there already stays as it is."""
-        self.write(insert_once, table.name, [stamped(table, values)])
+        """Insert one row stamped with the time; a row that is there already stays as it is.
+
+        Where the latest row is asked for, it is the one inserted last, also after a clock was set back.
+        """
+        if table.name in _LATEST:
+            self.write(_insert_latest, table.name, stamped(table, values))
+        else:
+            self.write(insert_once, table.name, [stamped(table, values)])
 
     # The study
 
@@ -327,6 +334,16 @@ def _insert_once(dialect: str, table: str) -> sa.Insert:
     insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
     statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
     return statement.execution_options(preserve_rowcount=True)
+
+
+def _insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any]) -> None:
+    """Insert a row at its time, or right after the latest one, if a clock that was set back or is another's says less."""
+    stamp = "registered_at" if table == forecasts.name else "created_at"
+    last = connection.execute(sa.select(sa.func.max(metadata.tables[table].c[stamp]))).scalar()
+    if last and last >= row[stamp]:
+        after = datetime.fromisoformat(last) + timedelta(microseconds=1)
+        row = {**row, stamp: after.isoformat(timespec="microseconds")}
+    insert_once(connection, table, [row])
 
 
 def check_token(connection: sa.Connection, name: str, token: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -142,7 +142,7 @@ def begin(
     mends_by, started = config.promote.mends_by, ledger.result("promotion_started", plan.key)
     if started is None:
         started = {
-            "at": now(),
+            "at": _after(registered["registered_at"]),
             "verdict": verdict,
             "forced": forced,
             "gate": gate and gate.to_dict(),
@@ -155,6 +155,12 @@ def begin(
             f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
         )
     return registered, started
+
+
+def _after(registered_at: str) -> str:
+    """The time, but after the forecast's, that lies in the ledger already: a clock may have been set back since."""
+    earliest = datetime.fromisoformat(registered_at) + timedelta(microseconds=1)
+    return max(now(), earliest.isoformat(timespec="microseconds"))
 
 
 def promote(
