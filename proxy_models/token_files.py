@@ -25,6 +25,7 @@ from proxy_models.pass_progress import OnProgress
 from proxy_models.sources import CorpusError, Source, SourceFile, TokenDtype
 from proxy_models.tokenization import Block, blocks
 from proxy_models.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
+from proxy_models.whole_file import named, whole_file
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -142,7 +143,7 @@ def write_token_files(
     unfinished = {split: folder / f"{split}.bin{UNFINISHED}" for split in SPLITS}
     try:
         tally = _Tally(files)
-        with ExitStack() as stack:
+        with named(folder), ExitStack() as stack:
             outputs = {split: stack.enter_context(path.open("wb")) for split, path in unfinished.items()}
             for block in blocks(source, tokenizer, validation_fraction):
                 outputs[block.split].write(tally.count(block, dtype))
@@ -255,9 +256,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def replace(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    unfinished = path.with_name(path.name + UNFINISHED)
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(content)
 
 
 class _Tally:

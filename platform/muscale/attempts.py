@@ -15,6 +15,7 @@ from muscale import goodput, json_lines, recovery
 from muscale.incidents import Incident, read_incidents, record_incident, utc_now
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.ranks import rank
+from proxy_models.whole_file import whole_file
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
@@ -74,7 +75,6 @@ def conclude(directory: Path, *, blocked: float, **told: Any) -> dict[str, Any]:
         "goodput": goodput.measure(directory, blocked_at_end=blocked).to_dict(),
         "incidents": [asdict(incident) for incident in read_incidents(directory)],
     }
-    unfinished = (directory / RESULT).with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(result))
-    unfinished.replace(directory / RESULT)
+    with whole_file(directory / RESULT) as unfinished:
+        unfinished.write_text(json.dumps(result))
     return result

@@ -7,16 +7,25 @@ import os
 from pathlib import Path
 from typing import Any
 
+from proxy_models.whole_file import named, whole_file
+
 
 def append(file: Path, *records: dict[str, Any]) -> None:
     """Add records and have them on the disk; what several processes add goes into whole lines."""
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, text.encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    with named(file):
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            end = os.fstat(descriptor).st_size
+            if (
+                end and os.pread(descriptor, 1, end - 1) != b"\n"
+            ):  # torn: what follows on its line would be no record either
+                content = b"\n" + content
+            while content:  # a disk that becomes full takes a part
+                content = content[os.write(descriptor, content) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -32,6 +41,5 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def keep(file: Path, records: list[dict[str, Any]]) -> None:
     """Write the file anew with these records, whole or not at all."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
-    unfinished.replace(file)
+    with whole_file(file) as unfinished:
+        unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -28,6 +28,7 @@ from muscale.planning import Plan, told_decision
 from muscale.promote_settings import PromoteSettings
 from muscale.strict import StrictTable, lists_to_tuples, shown
 from muscale.toml_file import read_toml
+from proxy_models.whole_file import whole_file
 
 RECORD = "plan_file"
 """Stage of the ledger's results, by hash: the plan's key and what the file said."""
@@ -137,9 +138,8 @@ def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Ma
     # Recorded before it stands there: a file without a record is one that was edited.
     ledger.record_result(RECORD, hash_of(values), {"plan": plan.key, "contents": values})
     path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(content)
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(content)
     return path
 
 

@@ -19,6 +19,7 @@ from muscale.search_sections import running_section, search_sections, transfer_s
 from muscale.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
 from muscale.spending import draw_spending, told_spending
 from muscale.watch import place
+from proxy_models.whole_file import whole_file
 from scaling import ScalingFit, Verdict
 
 if TYPE_CHECKING:
@@ -67,9 +68,8 @@ def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
     scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(page(contents, sections_of(contents), policy=policy(hashes), **scripts))
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(page(contents, sections_of(contents), policy=policy(hashes), **scripts))
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -18,6 +19,7 @@ from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED, Muscale
 from muscale.tracking.secrets import redacted
 
 DEBUG = "--debug"
+_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or gone
 _OURS = {"proxy_models", "scaling", "search_spaces"}  # their own exceptions are about what they were given
 
 
@@ -74,6 +76,9 @@ def _mendable(error: Exception) -> str:
     """What to tell of an error that the user can mend, or nothing."""
     if isinstance(error, MuscaleError) or type(error).__module__.partition(".")[0] in _OURS:
         return str(error)
+    if isinstance(error, OSError) and error.errno in _OF_STORAGE:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{os.strerror(error.errno).lower()}; see to the disk and run the same command again to go on"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]} (--debug shows where)"
     return ""
