@@ -1,0 +1,167 @@
+"""`python -m muscale …` on a micro-study as a process group of its own, ended in every way, and what that cost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import psutil
+
+from muscale import Study
+from muscale.layout import LEDGER
+from tests.faults.lean import Rows, Tally, assert_kept, rows
+
+SETTINGS = ["sweep.trials=4", "sweep.n_tokens=65536", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
+COLUMNS = ["trial", "status", "learning_rate", "init_scale", "annealed_loss"]
+SECONDS = 600.0
+
+
+class Driver:
+    """A sweep of a study, in a process group of its own."""
+
+    def __init__(self, study: Path, *settings: str, command: str = "sweep") -> None:
+        self.study = study
+        self.log = study.parent / f"driver-{time.monotonic_ns()}.log"
+        chosen = [part for setting in (*SETTINGS, *settings) for part in ("--set", setting)]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "muscale", command, str(study), *chosen],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def family(self) -> list[psutil.Process]:
+        """Everything that it started."""
+        try:
+            return list(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
+
+    def reaches(self, happened: Callable[[], bool], what: str) -> None:
+        """Wait for something to happen while it runs."""
+        deadline = time.monotonic() + SECONDS
+        while not happened():
+            assert self.process.poll() is None, f"it ended before {what}:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"waited {SECONDS:.0f} s for {what}:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+    def end(self, how: signal.Signals, grace: float = 60.0) -> int:
+        """Send it a signal, kill it after the grace, and end by id what Ray left behind; its exit code."""
+        family = self.family()
+        self.process.send_signal(how)
+        try:
+            self.process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=10)
+        return self.process.returncode
+
+    def ends(self) -> int:
+        """Wait for its end; its exit code."""
+        try:
+            return self.process.wait(SECONDS)
+        finally:
+            self.end(signal.SIGKILL)
+
+
+def held(ledger: Path) -> set[str]:
+    """Lines that somebody had under way, dead or alive."""
+    if not ledger.exists():
+        return set()
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
+        try:
+            return {name for (name,) in connection.execute("SELECT name FROM leases WHERE owner IS NOT NULL")}
+        except sqlite3.OperationalError:  # its tables were being made
+            return set()
+
+
+def arrived(study: Path) -> int:
+    """How many results at rungs are on record."""
+    known = rows(study.parent / LEDGER)
+    return len(known.get("rungs", ()))
+
+
+def _has_arrived(study: Path, wanted: int) -> bool:
+    return (study.parent / LEDGER).exists() and arrived(study) >= wanted
+
+
+def times(full: int) -> int:
+    """How often a fault is injected: the full count, or fewer where MUSCALE_FAULTS says so."""
+    return min(full, int(os.environ.get("MUSCALE_FAULTS", full)))
+
+
+def trained_again(ledger: Path, lines: set[str], known: set[str]) -> int:
+    """Tokens of the segments that were under way: at most so many were trained twice."""
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
+        found = connection.execute("SELECT key, line, tokens - trained_from FROM segments ORDER BY tokens").fetchall()
+    first: dict[str, int] = {}
+    for key, line, tokens in found:
+        if line in lines and key not in known:
+            first.setdefault(line, tokens)
+    return sum(first.values())
+
+
+def keys(ledger: Path) -> set[str]:
+    """Of the segments on record."""
+    if "segments" not in rows(ledger):
+        return set()
+    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
+        return {key for (key,) in connection.execute("SELECT key FROM segments")}
+
+
+def killed_at_random(
+    make_study: Callable[..., Path],
+    undisturbed: pd.DataFrame,
+    tally: Tally,
+    times: int,
+    end: Callable[[Driver], object],
+) -> None:
+    """End drivers at random moments, three on each study, then let the study end, and compare it with an undisturbed one."""
+    chance, number = random.Random(0), 0
+    while tally.injected < times:
+        study, number = make_study(f"killed-{number}"), number + 1
+        ledger = study.parent / LEDGER
+        under_way: list[tuple[set[str], set[str]]] = []
+        for _ in range(min(3, times - tally.injected)):
+            before = rows(ledger)
+            driver, wanted = Driver(study), arrived(study) + chance.choice((0, 0, 1))
+            driver.reaches(partial(_has_arrived, study, wanted), "a rung")
+            time.sleep(chance.uniform(0, 5))
+            if driver.process.poll() is None:
+                end(driver)
+                tally.injected += 1
+                under_way.append((held(ledger), keys(ledger)))
+            assert_kept(before, rows(ledger))
+        check(study, undisturbed, rows(ledger))
+        tally.lost += sum(trained_again(ledger, *one) for one in under_way)
+        tally.survived = tally.injected
+
+
+def check(study: Path, undisturbed: pd.DataFrame, before: Rows, *settings: str) -> None:
+    """The same command again: it ends, changes no row, trains nothing twice, keeps to its budget, and has the same table."""
+    driver = Driver(study, *settings)
+    assert driver.ends() == 0, driver.log.read_text()
+    found = Study.open(study, [*SETTINGS, *settings], quiet=True)
+    if before:
+        assert_kept(before, rows(study.parent / LEDGER))
+    assert found.ledger.retrained() == []
+    table = found.sweep().trials
+    assert len(table) == 4
+    pd.testing.assert_frame_equal(table[COLUMNS], undisturbed[COLUMNS])
