@@ -21,7 +21,7 @@ from muscale import Study
 from muscale.layout import LEDGER
 from tests.faults.lean import Rows, Tally, assert_kept, rows
 
-SETTINGS = ["sweep.trials=4", "sweep.n_tokens=65536", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
+SETTINGS = ["sweep.trials=4", "sweep.n_tokens=262144", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
 COLUMNS = ["trial", "status", "learning_rate", "init_scale", "annealed_loss"]
 SECONDS = 600.0
 
