@@ -54,7 +54,7 @@ class Driver:
         """Wait for something to happen while it runs."""
         deadline = time.monotonic() + SECONDS
         while not happened():
-            assert self.process.poll() is None, f"it ended before {what}:\n{self.log.read_text()}"
+            assert not self.process.poll(), f"it failed before {what}:\n{self.log.read_text()}"
             assert time.monotonic() < deadline, f"waited {SECONDS:.0f} s for {what}:\n{self.log.read_text()}"
             time.sleep(0.05)
 
@@ -98,8 +98,9 @@ def arrived(study: Path) -> int:
     return len(known.get("rungs", ()))
 
 
-def _has_arrived(study: Path, wanted: int) -> bool:
-    return (study.parent / LEDGER).exists() and arrived(study) >= wanted
+def _has_arrived(driver: Driver, wanted: int) -> bool:
+    begun = (driver.study.parent / LEDGER).exists() and arrived(driver.study) >= wanted
+    return begun or driver.process.poll() == 0
 
 
 def times(full: int) -> int:
@@ -142,12 +143,15 @@ def killed_at_random(
         for _ in range(min(3, times - tally.injected)):
             before = rows(ledger)
             driver, wanted = Driver(study), arrived(study) + chance.choice((0, 0, 1))
-            driver.reaches(partial(_has_arrived, study, wanted), "a rung")
+            driver.reaches(partial(_has_arrived, driver, wanted), "a rung")
             time.sleep(chance.uniform(0, 5))
-            if driver.process.poll() is None:
-                end(driver)
-                tally.injected += 1
-                under_way.append((held(ledger), keys(ledger)))
+            if driver.process.poll() is not None:  # nothing was left to do
+                assert driver.ends() == 0, driver.log.read_text()
+                break
+            lines = held(ledger)  # before: a worker that is told to end gives its lease back
+            end(driver)
+            tally.injected += 1
+            under_way.append((lines, keys(ledger)))
             assert_kept(before, rows(ledger))
         check(study, undisturbed, rows(ledger))
         tally.lost += sum(trained_again(ledger, *one) for one in under_way)
