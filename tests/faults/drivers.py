@@ -163,9 +163,10 @@ def check(study: Path, undisturbed: pd.DataFrame, before: Rows, *settings: str) 
     driver = Driver(study, *settings)
     assert driver.ends() == 0, driver.log.read_text()
     found = Study.open(study, [*SETTINGS, *settings], quiet=True)
-    if before:
-        assert_kept(before, rows(study.parent / LEDGER))
-    assert found.ledger.retrained() == []
-    table = found.sweep().trials
+    with closing(found.ledger):
+        if before:
+            assert_kept(before, rows(study.parent / LEDGER))
+        assert found.ledger.retrained() == []
+        table = found.sweep().trials
     assert len(table) == 4
     pd.testing.assert_frame_equal(table[COLUMNS], undisturbed[COLUMNS])

@@ -14,15 +14,17 @@ from muscale.config import ResourceSettings, StorageSettings
 from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.jobs import Job, finish
-from muscale.layout import LEDGER
+from muscale.layout import CORPUS, LEDGER
 from muscale.ledger import Ledger
 from muscale.lineage import Chain
 from muscale.open_ledger import open_ledger
 from muscale.wheel import write_wheel
 from proxy_models.config import ModelConfig
+from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.segments import chain
+from tests.muscale.conftest import write_text
 
 OTHER = "0.0.1+000000000000"
 
@@ -39,8 +41,10 @@ def test_a_worker_of_another_package_ends_the_stage_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "package_fingerprint", lambda: OTHER)
+    write_text(tmp_path / "text")
+    corpus = write_corpus(tmp_path / CORPUS, str(tmp_path / "text"))
     model = ModelConfig(d_model=16, n_layers=1, context_length=32)
-    numerics = Numerics(model=model, base=model, corpus_key="none", seed=0, evaluation_tokens=512)
+    numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=512)
     hyperparameters = Hyperparameters(learning_rate=0.01, batch_tokens=128)
     run = Chain(numerics=numerics, segments=chain(hyperparameters, 40 * 128))
     job = Job(purpose="ladder", label="", hyperparameters=hyperparameters, chain=run)
