@@ -33,13 +33,21 @@ def ladder() -> Callable[..., pd.DataFrame]:
 
 
 @pytest.fixture(scope="session")
-def public_table() -> Callable[[str], pd.DataFrame]:
-    """Reads a table of `$MUSCALE_REFERENCE_DATA`, by default ../shared/data beside the project, or skips."""
+def public_tables() -> Path:
+    """Their folder: `$MUSCALE_REFERENCE_DATA`, by default ../shared/data beside the project; skips where there is none."""
     default = Path(__file__).resolve().parents[2].parent / "shared" / "data"
     folder = Path(os.environ.get("MUSCALE_REFERENCE_DATA", default))
+    if not folder.is_dir():
+        pytest.skip(f"the public tables are not on this machine, {folder} is no folder: set MUSCALE_REFERENCE_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def public_table(public_tables: Path) -> Callable[[str], pd.DataFrame]:
+    """Reads one of the public tables, or skips."""
 
     def read(name: str) -> pd.DataFrame:
-        path = folder / f"{name}.csv"
+        path = public_tables / f"{name}.csv"
         if not path.exists():
             pytest.skip(f"public table {path} is not on this machine: set MUSCALE_REFERENCE_DATA")
         return pd.read_csv(path)

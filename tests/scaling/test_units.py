@@ -1,7 +1,6 @@
 """Rows in bits among rows in nats are found by the factor between them, and no public ladder is suspected."""
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +45,9 @@ def test_noise_alone_is_not_suspected(seed: int) -> None:
     assert suspected(ladder(LEAST_ROWS + seed, noise=0.1, seed=seed)) is None
 
 
-def test_no_public_ladder_nor_any_part_of_one_is_suspected() -> None:
-    folder = Path(os.environ.get("MUSCALE_REFERENCE_DATA", "../shared/data"))
-    if not folder.is_dir():
-        pytest.skip("needs the public tables")
+def test_no_public_ladder_nor_any_part_of_one_is_suspected(public_tables: Path) -> None:
     parts = 0
-    for path in sorted(folder.glob("*.csv")):
+    for path in sorted(public_tables.glob("*.csv")):
         table = pd.read_csv(path)
         if not {"n_params", "n_tokens", "loss"} <= set(table):
             continue
