@@ -197,6 +197,8 @@ class StudyConfig(_Table):
             raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
         except ValueError as error:
             raise StudyFileError(f"{path}: {error}") from error
+        if {"run", "forecast"} <= values.keys():
+            raise StudyFileError(f"{path}: is a plan's file; give the file of the study that the plan was made in")
         for key, value in overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides):
             _override(values, key, value)
         return cls.from_dict(values, where=str(path))

@@ -32,6 +32,13 @@ def test_the_quickstart_is_valid_and_spans_what_it_claims() -> None:
     assert 5 <= config.plan.budget.compute_flops / (6 * max(compute)) <= 10
 
 
+def test_a_plan_s_file_is_told_from_a_study_s(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("[run]\nn_tokens = 1\n[forecast]\nloss = 1.0\n[model]\nd_model = 3\n")
+    with pytest.raises(StudyFileError, match=r"plan\.toml: is a plan's file; give the file of the study"):
+        StudyConfig.read(path)
+
+
 def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study())
     assert json.loads(json.dumps(config.to_dict()))["sweep"]["space"]["init_scale"]["high"] == 2.0
