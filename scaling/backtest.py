@@ -15,7 +15,7 @@ import pandas as pd
 
 from scaling.errors import ScalingError, TooFewRunsError
 from scaling.fitting import fit, require_form
-from scaling.forecast import interval_factor, log_scale, reasons_against
+from scaling.forecast import DEFAULT, interval_factor, log_scale, reasons_against
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.form import Array
 from scaling.law import compute_flops
@@ -27,8 +27,6 @@ from scaling.table import numbers, require_columns
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-DEFAULT = "forecast"
-"""The name, among those of the forms, of what `ScalingFit.forecast` says."""
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from scaling.bootstrap import refit
 from scaling.errors import ScalingError
-from scaling.forms.form import Array, Problem, Values, columns_of
+from scaling.forms.form import Array, Problem, Values
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
 from scaling.law import NATS, Law, compute_flops
@@ -96,7 +96,7 @@ class Ensemble:
         """Standard deviation of log loss over the draws."""
         n_params, n_tokens = np.broadcast_arrays(np.asarray(n_params, np.float64), np.asarray(n_tokens, np.float64))
         values = dict(zip(Joint.parameters, self.draws.T[(...,) + (None,) * n_params.ndim], strict=True))
-        rows = columns_of(Joint(), {"n_params": n_params, "n_tokens": n_tokens})
+        rows = Joint().columns_of({"n_params": n_params, "n_tokens": n_tokens})
         return np.asarray(np.log(Joint().loss(values, rows)).std(axis=0))
 
 

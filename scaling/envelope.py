@@ -8,64 +8,18 @@ best size is taken to be the geometric mean of the two. (Hoffmann et al. use eve
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
 from scaling.errors import ScalingError
-from scaling.forms.form import Array
 from scaling.law import NATS, compute_flops
+from scaling.loss_curves import COLUMNS, Curves, curves_of
 from scaling.runs import ASSUMED, Table, counts, naming, read_table, require_convention, to_nats
 from scaling.table import numbers, require_columns
 
-_COLUMNS = ("compute_flops", "n_params", "n_tokens", "loss", "smaller", "larger")
-LEVELS = 400
-"""Of compute, evenly spaced in its logarithm from the least to the most (1,500 in Hoffmann et al.)."""
 MAX_UNANSWERED = 0.05
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Interpolated losses [runs, levels], infinite outside a run's range, and N of each run."""
-
-    compute: Array
-    n_params: Array
-    loss: Array
-
-    def crossings(self, chosen: NDArray[np.int64]) -> Array:
-        """Where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
-
-        Between the same two sizes curves may cross more than once, by their noise: the mean counts.
-        """
-        loss, sizes = self.loss[chosen], self.n_params[chosen]
-        best, levels = np.argmin(loss, axis=0), np.arange(len(self.compute) - 1)
-        before, after = best[:-1], best[1:]
-        both = np.isfinite(loss[before, levels]) & np.isfinite(loss[before, levels + 1])
-        both &= np.isfinite(loss[after, levels]) & np.isfinite(loss[after, levels + 1])
-        found: dict[tuple[float, float], list[int]] = {}
-        for i in np.flatnonzero(both & (sizes[before] != sizes[after])):
-            pair = sorted((float(sizes[before[i]]), float(sizes[after[i]])))
-            found.setdefault((pair[0], pair[1]), []).append(int(i))
-        records = []
-        for (smaller, larger), at in sorted(found.items()):
-            after = np.array(at) + 1
-            middle = float(np.exp((np.log(self.compute[at]) + np.log(self.compute[after])).mean() / 2))
-            height = float((loss[best[at], at] + loss[best[after], after]).mean() / 2)
-            size = math.sqrt(smaller * larger)
-            tokens = middle / float(compute_flops(size, 1.0))
-            records.append([middle, size, tokens, height, smaller, larger])
-        return np.array(records).reshape(-1, len(_COLUMNS))
-
-    def powers(self, chosen: NDArray[np.int64], reference: float) -> Powers | None:
-        """Through the crossings."""
-        points = self.crossings(chosen)
-        if len(np.unique(points[:, 0])) < 2:
-            return None
-        return powers_through(points[:, 0], points[:, 1], points[:, 2], reference)
 
 
 def fit_envelope(
@@ -100,18 +54,18 @@ def fit_envelope(
         table, unit = _checked(given, loss_unit)
     interpolated = curves_of(table)
     everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
-    points = pd.DataFrame(interpolated.crossings(everyone), columns=list(_COLUMNS))
+    points = pd.DataFrame(interpolated.crossings(everyone), columns=list(COLUMNS))
     if len(points) < 2:
         raise ScalingError(
             f"need two crossings of curves on the envelope, got {len(points)} among {len(np.unique(interpolated.n_params))} sizes"
         )
     reference = float(np.exp(np.log(points["compute_flops"]).mean()))
-    estimate = interpolated.powers(everyone, reference)
+    estimate = _powers(interpolated, everyone, reference)
     assert estimate is not None  # noqa: S101 - there are two points
 
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(everyone), (n_bootstrap, len(everyone)))
-    draws, unanswered = resampled(n_bootstrap, lambda i: interpolated.powers(np.unique(picks[i]), reference))
+    draws, unanswered = resampled(n_bootstrap, lambda i: _powers(interpolated, np.unique(picks[i]), reference))
     doubts = []
     if len(points) < MIN_POINTS:
         doubts.append(
@@ -151,15 +105,9 @@ def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
     return table, unit
 
 
-def curves_of(table: pd.DataFrame) -> Curves:
-    """At `LEVELS` of compute, of a table with the columns run, n_params, compute_flops, loss."""
-    compute = table["compute_flops"]
-    levels = np.geomspace(compute.min(), compute.max(), LEVELS)
-    sizes, losses = [], []
-    for _, part in table.groupby("run", sort=True):
-        curve = part.sort_values("compute_flops").drop_duplicates("compute_flops")
-        sizes.append(float(curve["n_params"].iloc[0]))
-        losses.append(
-            np.interp(np.log(levels), np.log(curve["compute_flops"]), curve["loss"], left=np.inf, right=np.inf)
-        )
-    return Curves(levels, np.array(sizes), np.array(losses))
+def _powers(curves: Curves, chosen: NDArray[np.int64], reference: float) -> Powers | None:
+    """Through the crossings of the chosen runs; None of fewer than two."""
+    points = curves.crossings(chosen)
+    if len(np.unique(points[:, 0])) < 2:
+        return None
+    return powers_through(points[:, 0], points[:, 1], points[:, 2], reference)

@@ -20,16 +20,14 @@ from scaling.errors import TooFewRunsError
 from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.form import Array, Form, Problem
 from scaling.law import NATS, Law
+from scaling.minima import minima
 from scaling.multistart import N_STARTS as N_MULTISTARTS
 from scaling.multistart import descend
-from scaling.newton import minimize
 from scaling.result import ScalingFit
 from scaling.runs import Runs, Table, check_runs, naming, read_table, require_convention
-from scaling.screening import MANY_ROWS, require_loss, screened, some_rows
+from scaling.screening import require_loss, screened
 from scaling.weights import noise_weights, stem_weights
 
-N_STARTS, N_FINALISTS = 6, 3
-"""Minimised under a wide Huber threshold, and of these under the last."""
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) can't be told apart."""
 MIN_RUNS = 15
@@ -178,25 +176,6 @@ def _require_points(checked: Runs, form: Form) -> None:
                 f"need at least {MIN_LEVELS} distinct values of {column} to separate E, coefficient and exponent, "
                 f"got {levels}{also}"
             )
-
-
-def minima(
-    problem: Problem, log_loss: Array, weights: Array, deltas: tuple[float, ...]
-) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """The best minima: theta [N_FINALISTS, P], objective, converged.
-
-    Of many rows a part tells where the minima lie, and only the best are polished on all of them.
-    """
-    starts = screened(problem, log_loss, weights, deltas[0], N_STARTS)
-    some = some_rows(len(log_loss), MANY_ROWS)
-    thetas, values, _ = minimize(
-        problem.part(some), log_loss[some], np.tile(weights[some], (len(starts), 1)), starts, deltas[:1]
-    )
-    best = thetas[np.argsort(values)[:N_FINALISTS]]
-    thetas, values, converged = minimize(
-        problem, log_loss, np.tile(weights, (len(best), 1)), best, deltas[1:] or deltas
-    )
-    return thetas, values, converged
 
 
 def doubts_about_rows(rows: pd.DataFrame) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -11,8 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import positive
 from scaling.errors import ScalingError
-from scaling.forms.form import Form, Values, columns_of
 from scaling.presentation import Result, counted
+
+if TYPE_CHECKING:
+    from scaling.forms.form import Form, Values
 
 NATS = "nats per token"
 """The unit of losses where none is stated."""
@@ -38,7 +40,7 @@ def compute_flops(n_params: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float6
     return np.asarray(FLOPS_PER_PARAM_TOKEN * n_params * n_tokens, np.float64)[()]
 
 
-def params_exponent(form: Form, values: Values) -> Any:
+def params_exponent(form: "Form", values: "Values") -> Any:
     """Exponent a of the optimum N ∝ C^a, q / (p + q) for terms N^−p and D^−q; None where it is no power of C."""
     powers = form.powers(values)
     return powers[3] / (powers[1] + powers[3]) if powers else None
@@ -90,7 +92,7 @@ class Law(Result):
         ValueError: a parameter is missing or unknown, negative or not finite, or (E excepted) zero.
     """
 
-    form: Form
+    form: "Form"
     parameters: Mapping[str, float]
     n_params_convention: str = ""
     loss_unit: str = NATS
@@ -115,7 +117,7 @@ class Law(Result):
         Raises:
             ValueError: a value is not finite and above 0, or a column is missing or none of the form's.
         """
-        rows = columns_of(self.form, {"n_params": n_params, "n_tokens": n_tokens, **columns})
+        rows = self.form.columns_of({"n_params": n_params, "n_tokens": n_tokens, **columns})
         return np.asarray(self.form.loss(self.parameters, rows))[()]
 
     @property
@@ -203,22 +205,14 @@ class Law(Result):
         return math.exp(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The form's name, the numbers and their units; of a form of one's own, `from_dict` wants the form."""
+        """The form's name, the numbers and their units."""
         plain = {"n_params_convention": self.n_params_convention, "loss_unit": self.loss_unit}
         return {"form": self.form.name, "parameters": dict(self.parameters), **plain}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "Law":
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: the form is not one of the library's, and was not given.
-        """
-        from scaling.forms import ALL_FORMS
-
-        if form is None and data["form"] not in ALL_FORMS:
-            raise ValueError(f"form must be given: {data['form']!r} is none of {', '.join(ALL_FORMS)}")
-        return cls(**(data | {"form": form or ALL_FORMS[data["form"]]()}))
+    def from_dict(cls, data: dict[str, Any], form: "Form") -> "Law":
+        """The inverse of `to_dict`; `forms.form_named` knows the library's forms."""
+        return cls(**(data | {"form": form}))
 
     def __str__(self) -> str:
         """The equation, its numbers, the loss's unit and what N counts."""

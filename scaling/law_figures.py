@@ -17,7 +17,7 @@ from scaling.figures import (
     size_colours,
     stacked,
 )
-from scaling.forecast import Forecast, interval_factor, log_scale
+from scaling.forecast import DEFAULT, Forecast, interval_factor, log_scale
 from scaling.law import NATS
 
 if TYPE_CHECKING:
@@ -106,8 +106,6 @@ def backtest_data(found: "Backtest", level: float = 0.9) -> pd.DataFrame:
     `low` and `high` are the interval's ends at the `level`, `within` whether the loss lies between them, `error`, `error_low`
     and `error_high` the loss and these ends above the forecast in %.
     """
-    from scaling.backtest import DEFAULT
-
     own = found.predictions[found.predictions["method"] == DEFAULT]
     names = {f"low_{level:g}": "low", f"high_{level:g}": "high"}
     kept = ["cut", "n_params", "n_tokens", "compute_flops", "loss", "predicted", "low", "high"]

@@ -49,4 +49,4 @@ def plot_pareto(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "lo
     """
     from scaling.search_figures import draw_pareto, pareto_data
 
-    return draw_pareto(pareto_data(rows, cost, loss), cost)
+    return draw_pareto(pareto_data(rows, pareto_front(rows, cost, loss), cost, loss), cost)

@@ -11,8 +11,6 @@ import numpy as np
 import pandas as pd
 
 from scaling.allocation_figures import BEYOND, draw_allocation
-from scaling.compute_powers import ComputePowers
-from scaling.envelope import curves_of
 from scaling.figures import (
     COLOURS,
     COMPUTE,
@@ -26,14 +24,17 @@ from scaling.figures import (
     size_colours,
 )
 from scaling.law import NATS
+from scaling.loss_curves import curves_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from scaling.compute_powers import ComputePowers
+
 _N_POINTS = 49
 
 
-def isoflops_data(powers: ComputePowers) -> pd.DataFrame:
+def isoflops_data(powers: "ComputePowers") -> pd.DataFrame:
     """Series run, parabola, vertex of each budget: compute_flops, n_params, loss, and of the vertex low and high.
 
     A parabola reaches from the smallest to the largest size of its budget; one without a minimum among them has none. `low`
@@ -82,7 +83,7 @@ def draw_isoflops(
     return figure
 
 
-def envelope_data(powers: ComputePowers) -> pd.DataFrame:
+def envelope_data(powers: "ComputePowers") -> pd.DataFrame:
     """Series curve, envelope, crossing: run, n_params, compute_flops, loss; the envelope's is the least of all curves.
 
     A crossing is where the envelope passes from one size to another, which is what the powers go through.
@@ -148,7 +149,7 @@ def draw_envelope(
     return figure
 
 
-def powers_data(powers: ComputePowers, level: float = 0.9) -> pd.DataFrame:
+def powers_data(powers: "ComputePowers", level: float = 0.9) -> pd.DataFrame:
     """As `allocation_figures.allocation_data`, of the quantities n_params and n_tokens, and the series optimum.
 
     An optimum's `low` and `high` are, on an envelope, the sizes between which it lies, and of a parabola the interval of its

@@ -29,8 +29,9 @@ import pandas as pd
 
 from scaling.bootstrap import refit, share_seen
 from scaling.errors import ScalingError
-from scaling.forms.form import Array, Form, Problem, columns_of
+from scaling.forms.form import Array, Form, Problem
 from scaling.law import params_exponent
+from scaling.minima import minima
 from scaling.newton import objective
 from scaling.presentation import Result, counted, lines
 from scaling.profile_trace import Quantity, Trace
@@ -201,7 +202,7 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
     if name == "loss":
         if set(at) != set(form.columns):
             raise ValueError(f"at must give {', '.join(form.columns)}, got {', '.join(at) or 'nothing'}")
-        run = columns_of(form, dict(at))
+        run = form.columns_of(dict(at))
         return lambda theta: np.asarray(
             np.log(form.loss(dict(zip(form.parameters, problem.natural(theta).T, strict=True)), run))
         )
@@ -220,8 +221,6 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
 
 def _estimate(fit: ScalingFit, problem: Problem, log_loss: Array, weights: Array) -> Array:
     """Theta of the fit, found again from the starts."""
-    from scaling.fitting import minima
-
     deltas = (10 * fit.delta, 3 * fit.delta, fit.delta) if np.isfinite(fit.delta) else (fit.delta,)
     thetas, values, _ = minima(problem, log_loss, weights, deltas)
     return np.asarray(thetas[np.argmin(values)])

@@ -13,6 +13,7 @@ from scaling.cautions import cautions
 from scaling.ensemble import Ensemble, fit_ensemble
 from scaling.errors import ScalingError
 from scaling.forecast import Forecast, forecast
+from scaling.forms import form_named
 from scaling.forms.form import Array, Form
 from scaling.law import Law, compute_flops, params_exponent
 from scaling.presentation import Result, counted, lines, span
@@ -247,7 +248,7 @@ class ScalingFit(Result):
     def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "ScalingFit":
         """The inverse of `to_dict`; a form of one's own must be given."""
         restored = {
-            "law": Law.from_dict(data["law"], form),
+            "law": Law.from_dict(data["law"], form or form_named(data["law"]["form"])),
             "rows": _table(data["rows"]),
             "left_out": _table(data["left_out"]),
             "draws": np.asarray(data["draws"], np.float64),

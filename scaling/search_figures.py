@@ -8,7 +8,6 @@ import pandas as pd
 
 from scaling.figures import COLOURS, COMPUTE, EDGE, LOSS, error_bars, log_axis
 from scaling.optima import MAX_EXCESS
-from scaling.pareto import pareto_front
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -91,12 +90,15 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
     return figure
 
 
-def pareto_data(rows: pd.DataFrame, cost: str = "compute_flops", loss: str = "loss") -> pd.DataFrame:
+def pareto_data(
+    rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_flops", loss: str = "loss"
+) -> pd.DataFrame:
     """Series run (every finished run) and front (cost ascending): cost, loss."""
-    pick = {cost: "cost", loss: "loss"}
-    front = pareto_front(rows, cost, loss)[[cost, loss]].rename(columns=pick).assign(series="front")
-    runs = rows[[cost, loss]].rename(columns=pick).assign(series="run")
-    return pd.concat([runs[np.isfinite(runs["loss"].astype(float))], front], ignore_index=True)
+    finished = rows[np.isfinite(rows[loss].astype(float))]
+    series = [of.assign(series=name) for name, of in (("run", finished), ("front", front))]
+    return pd.concat(
+        [of[[cost, loss, "series"]].rename(columns={cost: "cost", loss: "loss"}) for of in series], ignore_index=True
+    )
 
 
 def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":

@@ -9,7 +9,7 @@ import pandas as pd
 
 from scaling.figures import BAND, COLOURS, STAR, error_bars, loss_title, parameter_title, stacked
 from scaling.forecast import Forecast
-from scaling.forms.form import Array, columns_of
+from scaling.forms.form import Array
 from scaling.forms.powers import Joint
 from scaling.law import NATS
 
@@ -121,7 +121,7 @@ def variants_data(fit: "ScalingFit", target: Forecast) -> pd.DataFrame:
     rows = [(name, "variant", law.loss(*at)) for name, law in ensemble.variants.items()]
     base = next(iter(ensemble.variants))
     draws = dict(zip(Joint.parameters, ensemble.draws.T, strict=True))
-    drawn = Joint().loss(draws, columns_of(Joint(), {"n_params": at[0], "n_tokens": at[1]}))
+    drawn = Joint().loss(draws, Joint().columns_of({"n_params": at[0], "n_tokens": at[1]}))
     rows += [(f"{base}, resampled", "draw", loss) for loss in drawn]
     rows.append(("squared residuals", "squares", ensemble.squares.loss(*at)))
     rows.append((f"the fitted law, {fit.law.form.name}", "law", fit.predict(*at)))

@@ -118,7 +118,7 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
 
 def front_data(result: SweepResult, cost: str = COST) -> pd.DataFrame:
     """Series run (every finished annealed run) and front: cost, loss."""
-    return pareto_data(result.annealed, cost)
+    return pareto_data(result.annealed, result.front(cost), cost)
 
 
 def draw_front(data: pd.DataFrame, cost: str = COST) -> go.Figure:

@@ -88,6 +88,20 @@ class Form(ABC):
         """(a, p, b, q) if the loss grows with a·N^−p + b·D^−q and depends on nothing else: it is least where that is."""
         return None
 
+    def columns_of(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
+        """The form's columns in float64.
+
+        Raises:
+            ValueError: a column is missing, is none of the form's, or holds a value that is not finite and above 0.
+        """
+        wanted, depends = {*self.columns}, f"{self.name} depends on {', '.join(self.columns)}"
+        if missing := wanted - rows.keys():
+            raise ValueError(f"{depends}: {', '.join(sorted(missing))} missing")
+        if unknown := rows.keys() - wanted - {"n_params", "n_tokens"}:
+            raise ValueError(f"{depends}, got {', '.join(sorted(unknown))} too")
+        columns = {name: positive(name, column) for name, column in rows.items()}
+        return {name: columns[name] for name in self.columns}
+
     def stacked(self, parameters: Array) -> dict[str, Array]:
         """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
         return dict(zip(self.parameters, parameters.T[:, :, None], strict=True))
@@ -255,18 +269,3 @@ class Restricted(Problem):
 
     def _whole(self, theta: Array) -> Array:
         return np.asarray(self.offset + theta @ self.basis.T)
-
-
-def columns_of(form: Form, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-    """The form's columns in float64.
-
-    Raises:
-        ValueError: a column is missing, is none of the form's, or holds a value that is not finite and above 0.
-    """
-    wanted = {*form.columns}
-    if missing := wanted - rows.keys():
-        raise ValueError(f"{form.name} depends on {', '.join(form.columns)}: {', '.join(sorted(missing))} missing")
-    if unknown := rows.keys() - wanted - {"n_params", "n_tokens"}:
-        raise ValueError(f"{form.name} depends on {', '.join(form.columns)}, got {', '.join(sorted(unknown))} too")
-    columns = {name: positive(name, column) for name, column in rows.items()}
-    return {name: columns[name] for name in form.columns}

@@ -363,7 +363,7 @@ parameters:
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.outside.imported_space import import_space
+        from muscale.outside.import_space import import_space
         from search_spaces import Space
 
         found = import_space(str(path))

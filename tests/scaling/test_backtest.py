@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, Joint, Kaplan, Law, RepeatedData, ScalingError, backtest, fit
-from scaling.backtest import DEFAULT
+from scaling.forecast import DEFAULT
 from scaling.law_figures import backtest_data
 
 Ladder = Callable[..., pd.DataFrame]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tomlkit
 
 from muscale.errors import StageError
 from proxy_models.hyperparameters import Hyperparameters
-from search_spaces import Distribution, Fixed, Ordinal, Space, SpaceError, Uniform
+from search_spaces import Choice, Distribution, Fixed, Ordinal, Space, SpaceError, Uniform
 
-SUFFIXES = (".yaml", ".yml", ".db", ".sqlite", ".sqlite3")
 MOST_STEPS = 64  # of a quantised range that is listed value by value
 
 
@@ -77,37 +75,6 @@ def _inline(value: Any) -> Any:
     return value
 
 
-def import_space(source: str, rename: Sequence[str] = ()) -> ImportedSpace:
-    """The search that a file describes: a sweep of Weights & Biases (YAML), or a study in Optuna's SQLite storage.
-
-    Args:
-        source: Its path; of a storage with several studies with "#name" behind it.
-        rename: Hyperparameters under other names here, each `theirs=ours`.
-
-    Raises:
-        StageError: Naming the file, the key, the rule and the value.
-    """
-    names = dict(_pairs(rename))
-    path = Path(source.partition("#")[0])
-    if path.suffix not in SUFFIXES:
-        raise StageError(f"import-space: {source}: its name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
-    if path.suffix in (".yaml", ".yml"):
-        from muscale.outside.wandb_sweep import read_sweep
-
-        return read_sweep(path, names)
-    from muscale.outside.optuna_study import open_study, space_of
-
-    return space_of(open_study(source), source, names)
-
-
-def _pairs(rename: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for text in rename:
-        theirs, separator, ours = text.partition("=")
-        if not (theirs and separator and ours):
-            raise StageError(f"import-space: --rename: write theirs=ours, got {text!r}")
-        yield theirs, ours
-
-
 def space_from(source: str, distributions: Mapping[str, Distribution], names: Mapping[str, str]) -> Space:
     """A space with renamed hyperparameters.
 
@@ -129,8 +96,6 @@ def space_from(source: str, distributions: Mapping[str, Distribution], names: Ma
 
 def listed(values: Sequence[Any]) -> Distribution:
     """Values without further word: numbers in rising order are taken to have one."""
-    from search_spaces import Choice
-
     if len(values) == 1:
         return Fixed(value=values[0])
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)

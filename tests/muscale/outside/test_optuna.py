@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 
 from muscale import StageError
 from muscale.ledger import Ledger
-from muscale.outside.imported_space import import_space
+from muscale.outside.import_space import import_space
 from muscale.outside.optuna_export import export_optuna
 from muscale.outside.results import STAGE, is_outside, outside_results, record_results, told_results
 from muscale.search.lessons import lessons

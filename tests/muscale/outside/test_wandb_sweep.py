@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyConfig
-from muscale.outside.imported_space import import_space
+from muscale.outside.import_space import import_space
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 from tests.muscale.conftest import MICRO
 

@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, fit
-from scaling.forms import FORMS
+from scaling.forms import FORMS, form_named
 from scaling.forms.form import Array, Problem
 
 Ladder = Callable[..., pd.DataFrame]
@@ -118,7 +118,7 @@ def test_allocation_is_the_minimum_found_numerically(law: Law, budget: float) ->
 def test_a_saved_form_of_ones_own_wants_the_form() -> None:
     saved = PLANTED[-1].to_dict()
     with pytest.raises(ValueError, match="form must be given: 'own' is none of chinchilla, tied, joint, kaplan"):
-        Law.from_dict(saved)
+        form_named(saved["form"])
     assert Law.from_dict(saved, Own()) == PLANTED[-1]
 
 
