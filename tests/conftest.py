@@ -17,7 +17,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from muscale.compat import mend_torchvision
+from muscale.full_runs.compat import mend_torchvision
 from proxy_models.compilation import missing_compiler
 
 

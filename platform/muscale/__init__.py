@@ -11,21 +11,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muscale.bundle import Bundle, load_bundle
-    from muscale.calibration import Calibration
-    from muscale.checkpoint_evaluation import CheckpointEvaluation, evaluate_checkpoint
-    from muscale.config import StudyConfig
-    from muscale.continuation import Continuation
-    from muscale.continuing import Continued
+    from muscale.bundles.bundle import Bundle, load_bundle
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
-    from muscale.gate import Gate
-    from muscale.planning import Plan
-    from muscale.promotion import Promotion
-    from muscale.prospect import Prospect
-    from muscale.rehearsal import Rehearsal
+    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation, evaluate_checkpoint
+    from muscale.full_runs.continuation import Continuation
+    from muscale.full_runs.continuing import Continued
+    from muscale.full_runs.promotion import Promotion
+    from muscale.full_runs.prospect import Prospect
+    from muscale.full_runs.rehearsal import Rehearsal
+    from muscale.plans.gate import Gate
+    from muscale.plans.planning import Plan
+    from muscale.search.sweep_result import SweepResult
+    from muscale.settings.config import StudyConfig
     from muscale.study import Study
-    from muscale.sweep_result import SweepResult
-    from muscale.watch import Watch
+    from muscale.watching.calibration import Calibration
+    from muscale.watching.watch import Watch
 
 __all__ = [
     "Bundle",
@@ -52,27 +52,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Bundle": "bundle",
+    "Bundle": "bundles.bundle",
     "BundleError": "errors",
-    "Calibration": "calibration",
-    "CheckpointEvaluation": "checkpoint_evaluation",
-    "Continuation": "continuation",
-    "Continued": "continuing",
-    "Gate": "gate",
+    "Calibration": "watching.calibration",
+    "CheckpointEvaluation": "full_runs.checkpoint_evaluation",
+    "Continuation": "full_runs.continuation",
+    "Continued": "full_runs.continuing",
+    "Gate": "plans.gate",
     "MuscaleError": "errors",
-    "Plan": "planning",
-    "Promotion": "promotion",
-    "Prospect": "prospect",
-    "Rehearsal": "rehearsal",
+    "Plan": "plans.planning",
+    "Promotion": "full_runs.promotion",
+    "Prospect": "full_runs.prospect",
+    "Rehearsal": "full_runs.rehearsal",
     "StageError": "errors",
     "Study": "study",
-    "StudyConfig": "config",
+    "StudyConfig": "settings.config",
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
-    "SweepResult": "sweep_result",
-    "Watch": "watch",
-    "evaluate_checkpoint": "checkpoint_evaluation",
-    "load_bundle": "bundle",
+    "SweepResult": "search.sweep_result",
+    "Watch": "watching.watch",
+    "evaluate_checkpoint": "full_runs.checkpoint_evaluation",
+    "load_bundle": "bundles.bundle",
 }
 
 

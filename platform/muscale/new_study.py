@@ -16,7 +16,7 @@ from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.layout import STUDY_FILE
 
 if TYPE_CHECKING:
-    from muscale.config import StudyConfig
+    from muscale.settings.config import StudyConfig
     from proxy_models.sources import Kind
 
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3.4: of a compute-optimal run, roughly
@@ -155,7 +155,7 @@ def _place(source: Path, directory: Path) -> str:
 
 
 def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> NewStudy:
-    from muscale.config import StudyConfig
+    from muscale.settings.config import StudyConfig
     from proxy_models.sources import CorpusError, Source
 
     try:

@@ -16,51 +16,55 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
-from muscale import ablation, data, ladder, next_stems, plan_file, planning, promotion, transfer
-from muscale.band import Band, register_band, registered_band
-from muscale.calibration import Calibration, calibrate
-from muscale.cancels import cancellable
-from muscale.config import Overrides, StudyConfig
-from muscale.costs import estimate
+from muscale.cluster import staying_cluster
 from muscale.errors import BundleError, StageError
-from muscale.following import guarding
-from muscale.gate import require_check
-from muscale.jobs import Job, finish, staying_cluster
+from muscale.full_runs import promotion
+from muscale.full_runs.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
-from muscale.ledger import Ledger, Outcome
-from muscale.lineage import input_key
-from muscale.merge import MergeResult, merge
-from muscale.next_stems import NextStems
-from muscale.observe import Observer
-from muscale.open_ledger import open_ledger
 from muscale.outside.results import is_outside, record_results, told_results
-from muscale.overview import overview
-from muscale.planning import Plan
+from muscale.pages.overview import overview
+from muscale.plans import next_stems, plan_file, planning
+from muscale.plans.costs import estimate
+from muscale.plans.gate import require_check
+from muscale.plans.next_stems import NextStems
+from muscale.plans.planning import Plan
 from muscale.progress import Display, following
-from muscale.promotion import Promotion
-from muscale.retention import Pruning, prune
-from muscale.rung_optima import for_horizon
+from muscale.proxies import ablation, ladder, transfer
 from muscale.search.lessons import told_lessons
 from muscale.search.record import Arrival
-from muscale.sweep import Sweep, collect, run_sweep
-from muscale.sweep_result import SweepResult
+from muscale.search.rung_optima import for_horizon
+from muscale.search.sweep import Sweep, collect, run_sweep
+from muscale.search.sweep_result import SweepResult
+from muscale.settings import corpus as data
+from muscale.settings.config import Overrides, StudyConfig
+from muscale.store.cancels import cancellable
+from muscale.store.ledger import Ledger, Outcome
+from muscale.store.lineage import input_key
+from muscale.store.merge import MergeResult, merge
+from muscale.store.open_ledger import open_ledger
+from muscale.store.retention import Pruning, prune
 from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.sources import FullRun, Trials, WholeStudy
 from muscale.tracking.tracked import TrackedRun
 from muscale.tracking.trackers import make_mirror
-from muscale.watch import Watch, Watcher
+from muscale.watching.band import Band, register_band, registered_band
+from muscale.watching.calibration import Calibration, calibrate
+from muscale.watching.following import guarding
+from muscale.watching.observe import Observer
+from muscale.watching.watch import Watch, Watcher
+from muscale.work.jobs import Job, finish
 from proxy_models.corpus import MANIFEST, Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
-    from muscale.bundle import Bundle
-    from muscale.continuation import Continuation
-    from muscale.continuing import Continued
-    from muscale.prepared import Prepared
-    from muscale.prospect import Prospect
-    from muscale.rehearsal import Rehearsal
+    from muscale.bundles.bundle import Bundle
+    from muscale.full_runs.continuation import Continuation
+    from muscale.full_runs.continuing import Continued
+    from muscale.full_runs.prepared import Prepared
+    from muscale.full_runs.prospect import Prospect
+    from muscale.full_runs.rehearsal import Rehearsal
     from proxy_models.coordinate_check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -341,7 +345,7 @@ class Study(Result):
 
     def export(self, folder: str | Path, plan: Plan | None = None) -> Path:
         """Write a plan, by default the study file's, for another framework: every tensor's values and the schedule."""
-        from muscale.plan_export import export
+        from muscale.plans.plan_export import export
 
         return export(plan or self.plan(), self.numerics, Path(folder))
 
@@ -420,7 +424,7 @@ class Study(Result):
         Raises:
             StageError: As `promote`.
         """
-        from muscale.prepared import prepare
+        from muscale.full_runs.prepared import prepare
 
         plan, config = self._to_promote(plan, register=True)
         if self.ledger.result("promotion", plan.key):
@@ -454,7 +458,7 @@ class Study(Result):
             StudyFileError: If the file can't be used.
             StageError: If there is no such checkpoint, the stage can't go on from it so, or its training failed.
         """
-        from muscale.continuing import train_stage
+        from muscale.full_runs.continuing import train_stage
 
         planned = self.continuation(stage)
         metrics = planned.folder / METRICS
@@ -463,7 +467,7 @@ class Study(Result):
 
     def continuation(self, stage: str | Path) -> Continuation:
         """What `continue_run` would train; writes the stage's corpus if it is new, and trains nothing."""
-        from muscale.continuation import plan_stage
+        from muscale.full_runs.continuation import plan_stage
 
         own = replace(self.numerics, guard=self.config.promote.guard)
         with self.display.stage("corpus") as update:
@@ -562,7 +566,7 @@ class Study(Result):
             plan: As in `promote`.
             steps: Of each of two launches, of which the second goes on from what the first saved; at least 5.
         """
-        from muscale.rehearsal import rehearse_on_cluster
+        from muscale.full_runs.rehearsal import rehearse_on_cluster
 
         plan, config = self._to_promote(plan, register=False)
         with self.display.stage("rehearse"):
@@ -579,7 +583,7 @@ class Study(Result):
         return planning.register(plan, self.ledger) if known else plan, self.config
 
     def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> Prospect:
-        from muscale.prospect import prospect
+        from muscale.full_runs.prospect import prospect
 
         return prospect(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
 
@@ -629,7 +633,7 @@ class Study(Result):
         Raises:
             StageError: If the file is there, or the sweep has no trials.
         """
-        from muscale.outside.optuna_export import export_optuna
+        from muscale.search.optuna_export import export_optuna
 
         return export_optuna(self.search, Path(path))
 
@@ -671,10 +675,10 @@ class Study(Result):
             BundleError: If the bundle was written before and is damaged.
         """
         if stage is not None:
-            from muscale.preserve_stage import preserve_stage
+            from muscale.bundles.preserve_stage import preserve_stage
 
             return preserve_stage(self, stage, average=average)
-        from muscale.preserve import preserve
+        from muscale.bundles.preserve import preserve
 
         return preserve(self, average=average)
 
@@ -696,8 +700,8 @@ class Study(Result):
 
     def report(self) -> Path:
         """Write the page of everything that is known so far, and return its path; it starts no training."""
-        from muscale.contents import gather
-        from muscale.report import write_report
+        from muscale.pages.contents import gather
+        from muscale.pages.report import write_report
 
         return write_report(gather(self), self.directory / REPORT)
 

@@ -29,9 +29,9 @@ import tomlkit
 import torch
 
 from muscale import Study, StudyConfig
-from muscale.jobs import staying_cluster
-from muscale.planning import Plan
-from muscale.promotion import full_run_of
+from muscale.cluster import staying_cluster
+from muscale.full_runs.promotion import full_run_of
+from muscale.plans.planning import Plan
 from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
@@ -147,8 +147,8 @@ def train(task: Task) -> dict[str, Any]:
     """The loss of one run, by the lean loop that trains proxies, or by the full run's code in one process."""
     promoted, began = _promoted[task.case], perf_counter()
     if task.kind == "full run":
-        from muscale.full_run import train as train_full
-        from muscale.full_run_spec import FullRun
+        from muscale.full_runs.full_run import train as train_full
+        from muscale.full_runs.full_run_spec import FullRun
 
         return {"loss": train_full(FullRun(**promoted.full_run))["loss"], "seconds": perf_counter() - began}
     numerics = replace(promoted.numerics, seed=task.seed)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from muscale.compat import import_lightning
+from muscale.full_runs.compat import import_lightning
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.decoder import Decoder, next_token_loss

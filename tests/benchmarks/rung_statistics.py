@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from muscale.ledger import Ledger
 from muscale.search.record import Arrival, Record
 from muscale.search.rules import Asha, Start
+from muscale.store.ledger import Ledger
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -152,7 +152,7 @@ def train_with_lightning(rate: float, folder: Path) -> float:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from muscale.compat import import_lightning
+    from muscale.full_runs.compat import import_lightning
     from proxy_models.config import ModelConfig
     from proxy_models.corpus import Corpus
     from proxy_models.decoder import next_token_loss

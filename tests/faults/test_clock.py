@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from muscale import StudyConfig, goodput, json_lines
+from muscale import StudyConfig, json_lines
+from muscale.full_runs import goodput
+from muscale.full_runs.promotion import begin
 from muscale.layout import LEDGER, METRICS
-from muscale.ledger import Ledger
-from muscale.planning import make_plan, register
-from muscale.promotion import begin
-from muscale.retention import prune
+from muscale.plans.planning import make_plan, register
+from muscale.store.ledger import Ledger
+from muscale.store.retention import prune
 from tests.faults import lean
 from tests.muscale.planted import planted_fit, planted_horizon
 

@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from muscale import StudyConfig
-from muscale.ladder_curves import read_curves
 from muscale.layout import CURVES, LEDGER
-from muscale.ledger import Ledger
+from muscale.proxies.ladder_curves import read_curves
+from muscale.store.ledger import Ledger
 from tests.faults.damage import flip, tear
 from tests.muscale.planted_ladder import numerics_of, write_ladder
 

@@ -11,8 +11,8 @@ import pytest
 
 from muscale import StudyDirectoryError
 from muscale.layout import LEDGER
-from muscale.ledger import Ledger
-from muscale.tables import segments
+from muscale.store.ledger import Ledger
+from muscale.store.tables import segments
 from tests.faults.lean import chains, rows
 
 ROW: dict[str, Any] = {

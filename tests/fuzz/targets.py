@@ -92,8 +92,8 @@ class PlanFile(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         from muscale import StudyConfig
-        from muscale.ledger import Ledger
-        from muscale.plan_file import path_of, write
+        from muscale.plans.plan_file import path_of, write
+        from muscale.store.ledger import Ledger
         from tests.muscale.conftest import MICRO
         from tests.muscale.planted_ladder import registered_plan
 
@@ -113,7 +113,7 @@ class PlanFile(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.plan_file import read
+        from muscale.plans.plan_file import read
 
         return read(path, self.ledger, self.config)
 
@@ -243,7 +243,7 @@ class CheckpointRecord(Target):
         import torch
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from muscale.stored_weights import alone
+        from muscale.full_runs.stored_weights import alone
 
         self.checkpoint = folder / "tokens=4"
         self.weights = {"a": torch.zeros(3, 2), "b": torch.zeros(5)}
@@ -262,7 +262,7 @@ class CheckpointRecord(Target):
         return self.checkpoint
 
     def read(self, path: Path) -> object:
-        from muscale.stored_weights import RecordReader, read_weights
+        from muscale.full_runs.stored_weights import RecordReader, read_weights
 
         RecordReader(path).names()
         read_weights(path, self.weights)
@@ -276,7 +276,7 @@ class CheckpointManifest(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.checkpoints import MANIFEST, PARAMETRIZATION, _sha256
+        from muscale.full_runs.checkpoints import MANIFEST, PARAMETRIZATION, _sha256
 
         self.checkpoint = folder / "tokens=8"
         self.checkpoint.mkdir()
@@ -298,7 +298,7 @@ class CheckpointManifest(Target):
         return self.checkpoint
 
     def read(self, path: Path) -> object:
-        from muscale.checkpoints import require_whole, seal_of
+        from muscale.full_runs.checkpoints import require_whole, seal_of
 
         assert (seal_of(path) is None) != _passes(lambda: require_whole(path), self.refusals)
         require_whole(path)
@@ -310,7 +310,7 @@ class BundleManifest(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.bundle_files import MANIFEST, write_manifest
+        from muscale.bundles.bundle_files import MANIFEST, write_manifest
 
         self.bundle = folder / "bundle"
         (self.bundle / "tokenizer").mkdir(parents=True)
@@ -331,7 +331,7 @@ class BundleManifest(Target):
         return self.bundle
 
     def read(self, path: Path) -> object:
-        from muscale.bundle_files import verify
+        from muscale.bundles.bundle_files import verify
 
         found = verify(path)
         return str(found).encode(errors="strict"), json.dumps(found.to_dict())
@@ -377,7 +377,7 @@ class ObservedLosses(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.ledger import Ledger
+        from muscale.store.ledger import Ledger
         from tests.muscale.conftest import MICRO
         from tests.muscale.planted_ladder import registered_plan
 
@@ -399,7 +399,7 @@ class ObservedLosses(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.observe import Observer, read_csv
+        from muscale.watching.observe import Observer, read_csv
 
         for growing in (True, False):
             rows = read_csv(path, growing=growing)

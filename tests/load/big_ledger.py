@@ -15,11 +15,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from muscale.ledger import Ledger
 from muscale.search.path import path_of
+from muscale.search.sweep import Sweep
+from muscale.store.ledger import Ledger
+from muscale.store.tables import metadata
 from muscale.study import Study
-from muscale.sweep import Sweep
-from muscale.tables import metadata
 from proxy_models.content_key import content_key
 
 N_SWEEPS, N_RUNGS, N_SOURCES = 10, 10, 10

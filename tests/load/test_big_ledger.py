@@ -18,8 +18,8 @@ import pytest
 import sqlalchemy as sa
 
 from muscale.cli.running import show
-from muscale.ledger import KEYS_AT_ONCE, NESTED
-from muscale.run_selection import Selection
+from muscale.store.ledger import KEYS_AT_ONCE, NESTED
+from muscale.store.run_selection import Selection
 from muscale.study import Study
 from tests.load import big_ledger
 from tests.muscale.conftest import PostgresServer

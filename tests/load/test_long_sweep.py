@@ -17,13 +17,13 @@ import pandas as pd
 import psutil
 import pytest
 
-from muscale.ledger import Ledger
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler
 from muscale.search.record import Arrival, Record
-from muscale.sweep_settings import SweepSettings
+from muscale.settings.sweep import SweepSettings
+from muscale.store.ledger import Ledger
 from search_spaces import LogUniform, Space, Uniform
 
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from muscale.config import StorageSettings
-from muscale.ledger import Ledger
-from muscale.ledger_actor import ActorStorage
-from muscale.open_ledger import open_ledger
+from muscale.settings.config import StorageSettings
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_actor import ActorStorage
+from muscale.store.open_ledger import open_ledger
 
 N_ROWS = 10  # that a writer adds alone, and as many that all of them add
 FEW, MANY = 8, 64
@@ -61,7 +61,7 @@ def require_all(ledger: Ledger, n_writers: int) -> None:
 def processes() -> Iterator[Any]:
     """A server of processes that have the package imported: 64 that each import it would take minutes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["muscale.open_ledger", "psycopg"])
+    context.set_forkserver_preload(["muscale.store.open_ledger", "psycopg"])
     yield context
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it stays until this process ends
 

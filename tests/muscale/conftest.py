@@ -101,8 +101,8 @@ def make_study(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One Ray on this machine for all tests that need one."""
-    from muscale.config import ResourceSettings
-    from muscale.jobs import cluster
+    from muscale.cluster import cluster
+    from muscale.settings.config import ResourceSettings
 
     with cluster(ResourceSettings()):
         yield

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muscale.lineage import Chain
+from muscale.store.lineage import Chain
 from proxy_models.batches import TokenStream
 from proxy_models.config import ModelConfig, ModelFamily
 from proxy_models.corpus import Corpus, write_corpus

@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 
 from muscale import StudyConfig
-from muscale.ladder_curves import Floats, RunCurve
 from muscale.layout import CURVES
-from muscale.ledger import Ledger
-from muscale.lineage import Chain
-from muscale.planning import Plan, make_plan, register
-from muscale.tables import segments
+from muscale.plans.planning import Plan, make_plan, register
+from muscale.proxies.ladder_curves import Floats, RunCurve
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain
+from muscale.store.tables import segments
 from proxy_models.numerics import Numerics
 from proxy_models.segments import chain
 from tests.muscale.planted import planted_fit, planted_horizon

@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 
 from muscale import StudyConfig
-from muscale.band import make_band
-from muscale.gate import Gate, transfer_line
-from muscale.ledger import Ledger
-from muscale.planning import make_plan
-from muscale.report import ReportContents
-from muscale.reproduction import reproduction
-from muscale.search_so_far import search_so_far
+from muscale.pages.report import ReportContents
+from muscale.pages.reproduction import reproduction
+from muscale.plans.gate import Gate, transfer_line
+from muscale.plans.planning import make_plan
+from muscale.search.search_so_far import search_so_far
+from muscale.store.ledger import Ledger
+from muscale.watching.band import make_band
 from proxy_models.coordinate_check import CoordinateCheck
 from scaling import fit_verdict
 from tests.muscale.conftest import MICRO, write_text

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from muscale.config import StudyConfig
-from muscale.ledger import Ledger
 from muscale.search.record import Arrival
-from muscale.sweep import Sweep
+from muscale.search.sweep import Sweep
+from muscale.settings.config import StudyConfig
+from muscale.store.ledger import Ledger
 from tests.muscale.planted_ladder import numerics_of
 
 SETTINGS = ("sweep.scheduler=asha", "sweep.rungs=2", "sweep.trials=4", "sweep.repeats=0")

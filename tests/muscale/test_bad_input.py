@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muscale import StudyConfig, StudyFileError
-from muscale.strict import MOST_TOLD
-from muscale.toml_file import MOST_DEPTH, parse_toml
+from muscale.settings.strict import MOST_TOLD
+from muscale.settings.toml_file import MOST_DEPTH, parse_toml
 from tests.muscale.command_lines import Done, muscale
 from tests.muscale.conftest import MICRO
 
@@ -331,8 +331,8 @@ def test_an_imported_space_holds_no_line_that_its_names_smuggle_in(tmp_path: Pat
 )
 def test_observed_losses_that_can_be_none_are_refused(content: str, message: str, tmp_path: Path) -> None:
     from muscale import StageError
-    from muscale.ledger import Ledger
-    from muscale.observe import Observer, read_csv
+    from muscale.store.ledger import Ledger
+    from muscale.watching.observe import Observer, read_csv
     from tests.muscale.planted_ladder import registered_plan
 
     (tmp_path / "study.toml").write_text(MICRO)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muscale.layout import LEDGER
-from muscale.ledger import Ledger
+from muscale.store.ledger import Ledger
 from tests.muscale.command_lines import muscale
 
 MakeStudy = Callable[..., Path]

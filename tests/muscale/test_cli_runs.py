@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from muscale.errors import RunSelectionError
-from muscale.run_comparison import RunComparison
-from muscale.run_selection import Selection, one_run, save, widened
+from muscale.store.run_comparison import RunComparison
+from muscale.store.run_selection import Selection, one_run, save, widened
 
 
 def row(key: str, loss: float, **changes: Any) -> dict[str, Any]:

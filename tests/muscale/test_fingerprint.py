@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from muscale import StageError, StudyDirectoryError, jobs
-from muscale.config import ResourceSettings, StorageSettings
+from muscale import StageError, StudyDirectoryError
 from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package
-from muscale.jobs import Job, finish
 from muscale.layout import CORPUS, LEDGER
-from muscale.ledger import Ledger
-from muscale.lineage import Chain
-from muscale.open_ledger import open_ledger
+from muscale.settings.config import ResourceSettings, StorageSettings
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain
+from muscale.store.open_ledger import open_ledger
 from muscale.wheel import write_wheel
+from muscale.work import jobs
+from muscale.work.jobs import Job, finish
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from muscale.config import StudyConfig
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.new_study import write_study
+from muscale.settings.config import StudyConfig
 
 
 def texts(folder: Path, *, files: int = 3, n_bytes: int = 100_000) -> Path:

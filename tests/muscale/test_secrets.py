@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muscale import StudyConfig, bundle_files
+from muscale import StudyConfig
+from muscale.bundles import bundle_files
 from muscale.layout import REPORT
-from muscale.ledger import Ledger
-from muscale.plan_file import write
+from muscale.plans.plan_file import write
+from muscale.store.ledger import Ledger
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted_ladder import registered_plan
 

@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from muscale import Promotion, StageError, Study
-from muscale.bundle import LINEAGE, RUNS
-from muscale.bundle_files import MANIFEST
-from muscale.finished_run import held_out_loss
+from muscale.bundles.bundle import LINEAGE, RUNS
+from muscale.bundles.bundle_files import MANIFEST
+from muscale.full_runs.finished_run import held_out_loss
+from muscale.full_runs.prepared import read
+from muscale.full_runs.promotion import promote
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
-from muscale.planning import Plan, register
-from muscale.prepared import read
-from muscale.promotion import promote
+from muscale.plans.planning import Plan, register
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
 from tests.muscale.event_files import scalars

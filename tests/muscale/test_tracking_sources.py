@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 from muscale import Promotion, Study, StudyConfig, StudyFileError
-from muscale.band import register_band
 from muscale.layout import FULL_RUNS, METRICS
-from muscale.ledger import Ledger
-from muscale.planning import Plan
+from muscale.plans.planning import Plan
+from muscale.settings.tracking import TrackingSettings
+from muscale.store.ledger import Ledger
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.sources import FullRun, Trials, study_key
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import make_mirror
 from muscale.tracking.wandb_tracker import mode_of
-from muscale.tracking_settings import TrackingSettings
+from muscale.watching.band import register_band
 from tests.muscale.event_files import scalars
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 from tests.muscale.planted_sweep import open_sweep, plant

@@ -40,7 +40,7 @@ def verify(bundle: Path, *, json: AsJson = False) -> int:
         bundle: Its directory.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.bundle_files import verify
+    from muscale.bundles.bundle_files import verify
 
     found = verify(bundle)
     show(found, as_json=json)
@@ -65,7 +65,7 @@ def export(
         averaged: The average of checkpoints, which the bundle must have, in place of the last weights.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.bundle import Bundle
+    from muscale.bundles.bundle import Bundle
 
     with result_alone(json):
         written = Bundle.open(bundle).export(folder, averaged=averaged)
@@ -99,7 +99,7 @@ def generate(
         averaged: The average of checkpoints, which the bundle must have, in place of the last weights.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.bundle import Bundle
+    from muscale.bundles.bundle import Bundle
 
     with result_alone(json):
         opened = Bundle.open(bundle)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from muscale.cli.application import app
 from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED, MuscaleError, PreemptedError
-from muscale.tracking.secrets import redacted
+from muscale.secrets import redacted
 
 DEBUG = "--debug"
 _OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or gone

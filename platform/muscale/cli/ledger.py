@@ -44,9 +44,9 @@ def runs(
         compare: Keys of two runs, or their beginnings: print what differs, and both losses.
         export: Also write the table into this file, .csv or .parquet; every column where none are named.
     """
-    from muscale.ledger import NESTED
-    from muscale.run_comparison import RunComparison
-    from muscale.run_selection import Selection, save, widened
+    from muscale.store.ledger import NESTED
+    from muscale.store.run_comparison import RunComparison
+    from muscale.store.run_selection import Selection, save, widened
 
     refuse_dry_run("a table", options)
     selecting = bool(where or sort or limit or columns or export)
@@ -103,7 +103,7 @@ def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Setti
         allow_actions: Let the page cancel a trial or the study, for whoever has the access token that is printed.
         set: Replace a setting of the study file, `table.key=value`; may be repeated.
     """
-    from muscale.live_server import serve
+    from muscale.pages.live_server import serve
     from muscale.study import Study
 
     with suppress(KeyboardInterrupt):  # the way to end it

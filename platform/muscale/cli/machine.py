@@ -49,7 +49,7 @@ def doctor(study: Path | None = None, *, json: AsJson = False) -> int:
         study: The study file whose directory, storage and resources are looked at; else this directory.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.doctor import diagnose
+    from muscale.machine.doctor import diagnose
 
     with result_alone(json):
         found = diagnose(study)

@@ -59,8 +59,8 @@ def run_stage(
         )
     with result_alone(options.json):
         if options.dry_run:
-            from muscale.config import StudyConfig
-            from muscale.costs import estimate
+            from muscale.plans.costs import estimate
+            from muscale.settings.config import StudyConfig
 
             table = estimate(StudyConfig.read(path, options.set))
             result = table[table["stage"] != "ablate" if name is None else table["stage"] == name]  # no stage of `run`

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from muscale.errors import StageError
-from muscale.ledger import Ledger
-from muscale.lineage import input_key
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import input_key
 from scaling.runs import read_table
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 
-from muscale.search.population import Perturb, changeable
+from muscale.search.population import Perturb
 from muscale.search.record import Record
+from muscale.settings.sweep import changeable
 from search_spaces import Config, Space
 
 Array = NDArray[np.float64]

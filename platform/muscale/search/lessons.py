@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.ledger import find_runs, runs_table
-from muscale.merge import opened
+from muscale.store.ledger import find_runs, runs_table
+from muscale.store.merge import opened
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.recipe import Recipe

@@ -12,7 +12,7 @@ from muscale.search.population import Perturb, Population
 from muscale.search.record import Round
 from muscale.search.rules import Asha, Hyperband, MedianStopping, Rule, ToTheEnd
 from muscale.search.samplers import CmaEs, Draws, Grid, QuasiRandom, Sampler, gaussian_process, tpe
-from muscale.sweep_settings import Searcher, SweepSettings
+from muscale.settings.sweep import Searcher, SweepSettings
 from search_spaces import Space
 
 MIN_LESSONS = 5

@@ -8,7 +8,6 @@ own at that rung, which exists because the donor arrived there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -17,7 +16,7 @@ import numpy as np
 from muscale.search.path import Path
 from muscale.search.record import Record
 from muscale.search.rules import GoOn, Start
-from proxy_models.stages import CHANGEABLE
+from muscale.settings.sweep import changeable
 from search_spaces import Config, Integer, LogUniform, Space, Uniform
 
 
@@ -102,11 +101,6 @@ class Perturb:
                 continue
             config[name] = value
         return config
-
-
-def changeable(space: Mapping[str, object]) -> Sequence[str]:
-    """The hyperparameters of a space that may change in mid-run; all else comes with the copied state."""
-    return [name for name in space if name in CHANGEABLE]
 
 
 def _grafted(path: Path, rung: int, config: Config) -> Path:

@@ -1,6 +1,6 @@
 """The record of one sweep: every suggestion, every result at a rung, every decision, as the ledger has them.
 
-Only the driver that holds the sweep's lease writes it; others may ask that a trial ends (`muscale.cancels`). Nothing in it
+Only the driver that holds the sweep's lease writes it; others may ask that a trial ends (`muscale.store.cancels`). Nothing in it
 is ever changed: what a trial's status is follows from its rows, so a record read again is the record that was left.
 """
 
@@ -11,9 +11,9 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
-from muscale.cancels import cancelled_trials
-from muscale.ledger import Ledger
 from muscale.search.path import Path, path_from_json, path_of, path_to_json
+from muscale.store.cancels import cancelled_trials
+from muscale.store.ledger import Ledger
 from search_spaces import Config, Space
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from muscale import json_lines
 from muscale.errors import MuscaleError
-from muscale.lineage import input_key
-from muscale.tracking.secrets import redacted
+from muscale.secrets import redacted
+from muscale.store.lineage import input_key
 from muscale.tracking.tracked import Row, TrackedRun, Tracker
 
 Source = Callable[[], Iterable[TrackedRun]]

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from muscale.band import Band, registered_band
-from muscale.bundle_files import MANIFEST
+from muscale.bundles.bundle_files import MANIFEST
+from muscale.full_runs.metrics_tail import MetricsTail
+from muscale.full_runs.promotion import Promotion, recorded_promotion
+from muscale.full_runs.run_records import RunRecords
 from muscale.layout import BUNDLES, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
-from muscale.ledger import NESTED, Ledger
-from muscale.lineage import input_key
-from muscale.metrics_tail import MetricsTail
-from muscale.plan_file import path_of
-from muscale.planning import Plan
-from muscale.promotion import Promotion, recorded_promotion
-from muscale.run_records import RunRecords
+from muscale.plans.plan_file import path_of
+from muscale.plans.planning import Plan
 from muscale.search.record import Record
-from muscale.sweep import Sweep, annealed_runs
+from muscale.search.sweep import Sweep, annealed_runs
+from muscale.store.ledger import NESTED, Ledger
+from muscale.store.lineage import input_key
 from muscale.tracking.tracked import Row, TrackedRun
+from muscale.watching.band import Band, registered_band
 
 if TYPE_CHECKING:
     from muscale.study import Study

@@ -9,12 +9,12 @@ from typing import Any
 
 from muscale.errors import StudyFileError
 from muscale.layout import TRACKING
+from muscale.settings.tracking import TrackingSettings
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.mlflow_tracker import MlflowTracker
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
 from muscale.tracking.tracked import Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of
-from muscale.tracking_settings import TrackingSettings
 
 
 def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:

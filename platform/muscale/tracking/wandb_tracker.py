@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from muscale.settings.tracking import TrackingSettings
 from muscale.tracking.tracked import Row, TrackedRun, Tracker
-from muscale.tracking_settings import TrackingSettings
 
 SECONDS = 20.0
 """That the beginning of a run may wait for the server, and its end for what is still to be sent (assumed)."""

@@ -20,13 +20,13 @@ import pytest
 from optuna.trial import TrialState
 
 from muscale import StageError
-from muscale.ledger import Ledger
 from muscale.outside.import_space import import_space
-from muscale.outside.optuna_export import export_optuna
 from muscale.outside.results import STAGE, is_outside, outside_results, record_results, told_results
 from muscale.search.lessons import lessons
 from muscale.search.methods import resolve_searcher
-from muscale.sweep import Sweep
+from muscale.search.optuna_export import export_optuna
+from muscale.search.sweep import Sweep
+from muscale.store.ledger import Ledger
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 from tests.muscale.planted_sweep import open_sweep, plant
 

@@ -14,17 +14,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale.config import StudyConfig
-from muscale.ledger import Ledger
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Arrival, Record
-from muscale.sweep_conclusion import make_result
-from muscale.sweep_result import SweepResult
-from muscale.sweep_settings import SweepSettings
-from muscale.trial import TrialPlan
+from muscale.search.sweep_conclusion import make_result
+from muscale.search.sweep_result import SweepResult
+from muscale.search.trial import TrialPlan
+from muscale.settings.config import StudyConfig
+from muscale.settings.sweep import SweepSettings
+from muscale.store.ledger import Ledger
 from proxy_models.numerics import Numerics
 from search_spaces import Config
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from muscale import StageError
-from muscale.cancels import cancel_study, cancel_trial, cancellable
-from muscale.ledger import Ledger
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.record import Record
-from muscale.sweep_settings import Scheduler, SweepSettings
+from muscale.settings.sweep import Scheduler, SweepSettings
+from muscale.store.cancels import cancel_study, cancel_trial, cancellable
+from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from muscale.ledger import Ledger
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Ending, Leg
 from muscale.search.methods import make_rule
 from muscale.search.record import Arrival, Record
 from muscale.search.samplers import Draws
-from muscale.sweep_settings import SweepSettings
+from muscale.settings.sweep import SweepSettings
+from muscale.store.ledger import Ledger
 from proxy_models.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform
 

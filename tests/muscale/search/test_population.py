@@ -11,7 +11,7 @@ import pytest
 
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
-from muscale.sweep_settings import SweepSettings
+from muscale.settings.sweep import SweepSettings
 from search_spaces import Choice, LogUniform, Space
 
 MakeEngine = Callable[..., Engine]

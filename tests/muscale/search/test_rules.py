@@ -13,7 +13,7 @@ import pytest
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.rules import MIN_PEERS, Hyperband
-from muscale.sweep_settings import SweepSettings
+from muscale.settings.sweep import SweepSettings
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]

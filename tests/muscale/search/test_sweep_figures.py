@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from muscale import StageError
-from muscale.report import ReportContents, write_report
-from muscale.sweep_figures import (
+from muscale.pages.report import ReportContents, write_report
+from muscale.search.sweep_figures import (
     draw_parallel,
     figures_of,
     history_data,
@@ -21,7 +21,7 @@ from muscale.sweep_figures import (
     response_data,
     survivors_data,
 )
-from muscale.sweep_result import SweepResult
+from muscale.search.sweep_result import SweepResult
 
 Search = Callable[..., SweepResult]
 POPULATION = ("sweep.scheduler=pbt", "sweep.trials=8")

@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig
-from muscale.rung_optima import RungOptima, for_horizon
-from muscale.sweep_result import SweepResult
+from muscale.search.rung_optima import RungOptima, for_horizon
+from muscale.search.sweep_result import SweepResult
 from proxy_models.config import ModelConfig
 from proxy_models.numerics import Numerics
 from search_spaces import Choice, LogUniform, Ordinal, Simplex, Space, Uniform

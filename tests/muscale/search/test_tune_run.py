@@ -12,15 +12,15 @@ import pytest
 import torch
 from ray import tune
 
-from muscale.config import ResourceSettings
 from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import STALLS
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg, leg_from_json
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.search.tune_run import run_legs
-from muscale.stalls import ended_where_stalled
-from muscale.sweep_settings import SweepSettings
+from muscale.settings.config import ResourceSettings
+from muscale.settings.sweep import SweepSettings
+from muscale.work.stalls import ended_where_stalled
 from search_spaces import LogUniform, Space
 
 MakeEngine = Callable[..., Engine]

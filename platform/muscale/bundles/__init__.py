@@ -1,0 +1,1 @@
+"""What stays of a finished run: one directory that needs neither the study nor its ledger."""

@@ -1,0 +1,269 @@
+"""The bundle: everything of a finished full run in one directory that needs neither the study nor its ledger any more.
+
+    README.md                what it is, as a model card
+    weights.safetensors      by parameter name; averaged.safetensors beside it, if asked for
+    optimizer.safetensors    moments as <kind>/<parameter>, what loss scaling and the guard remember as memory/<name>
+    model.json               the run's numerics (shape, base, seed, precision …) and the forward multipliers
+    parametrization.json     the table by parameter name
+    schedule.json            the segments: recipe, phase, tokens from and to
+    study.json               the resolved study file
+    data.json                the corpus's manifest, and how often the run saw each source
+    tokenizer/               where it is not bytes
+    environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
+    seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated beside its training
+    continued.json           of a stage, in place of forecast.json: its losses before and after
+    lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run that the ledger knows
+    manifest.json            the hash of each file
+
+Nothing in it is pickled, and nothing is unpickled from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from muscale.bundles.bundle_files import Verification, verify
+from muscale.errors import BundleError
+from proxy_models.corpus import CorpusError
+from proxy_models.decoder import Decoder
+from proxy_models.kept_tokenizer import kept_tokenizer
+from proxy_models.llama import NotLlamaError, write_llama
+from proxy_models.numerics import Numerics
+from proxy_models.parametrization import ForwardMultipliers, Parametrization
+from proxy_models.state import TrainState
+from proxy_models.tokenizer import Tokenizer
+from scaling.presentation import Result
+
+T = TypeVar("T")
+
+CARD = "README.md"
+WEIGHTS = "weights.safetensors"
+AVERAGED = "averaged.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+MODEL = "model.json"
+PARAMETRIZATION = "parametrization.json"
+SCHEDULE = "schedule.json"
+STUDY = "study.json"  # not config.json, for which transformers would take the folder for a model of its own
+DATA = "data.json"
+TOKENIZER_FOLDER = "tokenizer"
+ENVIRONMENT = "environment.json"
+LOCK = "environment.lock"
+SEEDS = "seeds.json"
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+FORECAST = "forecast.json"
+CONTINUED = "continued.json"
+LINEAGE = "lineage.json"
+RUNS = "runs.csv"
+AVERAGING = "averaging.json"
+MEMORY = "memory/"  # before the names of what the steps remember
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle(Result):
+    """A bundle whose hashes held when it was opened."""
+
+    path: Path
+    verification: Verification
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open a bundle, after every file was held against the manifest.
+
+        Raises:
+            BundleError: If it is not a bundle, or not whole; naming each file that is missing, different or extra.
+        """
+        found = verify(path)
+        if not found.passed:
+            raise BundleError(f"{found}\nthe bundle is not what was written; get it again from where it was made")
+        return cls(path=Path(path), verification=found)
+
+    def read(self, name: str) -> Any:
+        """The content of one of its JSON files.
+
+        Raises:
+            BundleError: If the bundle has no such file, or it is no JSON.
+        """
+        path = self.path / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BundleError(f"{path}: can't be read ({error})") from error
+
+    def _read_as(self, name: str, take: Callable[[Any], T]) -> T:
+        """What is taken from one of its JSON files, whose hash held, though whoever wrote it may have written anything."""
+        try:
+            return take(self.read(name))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise BundleError(
+                f"{self.path / name}: not what this version writes ({type(error).__name__}: {error})"
+            ) from error
+
+    @property
+    def numerics(self) -> Numerics:
+        """What determined the numbers of the run."""
+        return self._read_as(MODEL, lambda values: Numerics.from_dict(values["numerics"]))
+
+    def decoder(self, *, averaged: bool = False) -> Decoder:
+        """The trained model on the CPU, in fp32, ready to evaluate.
+
+        Args:
+            averaged: With the average of its last checkpoints in place of the last weights.
+
+        Raises:
+            BundleError: If the bundle has no such weights, or they are another model's.
+        """
+        name = AVERAGED if averaged else WEIGHTS
+        weights = self._tensors(name)
+        numerics = self.numerics
+        # A model far larger than its weights would first of all need its memory.
+        if numerics.model.n_params_total > 4 * (found := sum(tensor.numel() for tensor in weights.values())):
+            raise BundleError(
+                f"{self.path / name}: weights of another model: {found:,} of them, the model has {numerics.model.n_params_total:,}"
+            )
+        decoder = Decoder(numerics.model)
+        decoder.set_multipliers(self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"])))
+        _fill(decoder, weights, self.path / name)
+        return decoder.eval()
+
+    def train_state(self) -> TrainState:
+        """What a training needs to go on exactly from the end of the run; see `proxy_models.training.Trainer`.
+
+        A guard's last snapshot is not in it: the next one is taken as the training goes on.
+        """
+        weights = {f"weight/{name}": tensor for name, tensor in self._tensors(WEIGHTS).items()}
+        rest = {name.removeprefix(MEMORY): tensor for name, tensor in self._tensors(OPTIMIZER).items()}
+        return TrainState(
+            tokens=self._read_as(SCHEDULE, lambda segments: int(segments[-1]["end"])),
+            parametrization=self._read_as(PARAMETRIZATION, Parametrization.from_dict),
+            tensors=weights | rest,
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        """What encoded the text; None where the corpus was given as tokens.
+
+        Raises:
+            BundleError: If the tokenizer can't be read.
+        """
+        if not self._read_as(DATA, lambda data: data["tokenizer_known"]):
+            return None
+        try:
+            return kept_tokenizer(self.path / TOKENIZER_FOLDER)
+        except (CorpusError, OSError, ValueError, KeyError) as error:
+            raise BundleError(f"{self.path / TOKENIZER_FOLDER}: the tokenizer can't be read ({error})") from error
+
+    def export(self, folder: str | Path, *, averaged: bool = False) -> Path:
+        """Write the model in Hugging Face's Llama layout, whole or not at all, with the model card beside it.
+
+        Raises:
+            BundleError: If Llama's layout has no place for the architecture, or there is something in the folder.
+        """
+        try:
+            card = (self.path / CARD).read_text(encoding="utf-8")
+            write_llama(self.decoder(averaged=averaged), Path(folder), self.tokenizer(), card=card)
+        except (NotLlamaError, FileExistsError) as error:
+            raise BundleError(f"export: {error}") from error
+        return Path(folder)
+
+    def generate(
+        self,
+        prompt: str,
+        n_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        averaged: bool = False,
+    ) -> str:
+        """The text that follows a prompt, as a sanity check; see `proxy_models.generate`.
+
+        Raises:
+            BundleError: If the bundle has no tokenizer, or an argument is out of its range.
+        """
+        from proxy_models.generate import continue_text
+
+        if (tokenizer := self.tokenizer()) is None:
+            raise BundleError(
+                f"{self.path}: the corpus was given as tokens, so there is no tokenizer to write text with"
+            )
+        decoder = self.decoder(averaged=averaged)
+        try:
+            return continue_text(decoder, tokenizer, prompt, n_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        except ValueError as error:
+            raise BundleError(f"generate: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        averaging = {"averaging": self.read(AVERAGING)} if (self.path / AVERAGING).exists() else {}
+        outcome = {"stage": self.read(CONTINUED)} if self._is_of_a_stage else {"forecast": self.read(FORECAST)}
+        return {**self.verification.to_dict(), **outcome, **averaging}
+
+    @property
+    def _is_of_a_stage(self) -> bool:
+        return (self.path / CONTINUED).exists()
+
+    def __str__(self) -> str:
+        """Where it lies, its hash, the forecast and what was measured; with an average, both losses."""
+        name, tell = (CONTINUED, _told_stage) if self._is_of_a_stage else (FORECAST, _told_forecast)
+        lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
+        if (self.path / AVERAGING).exists():
+            lines.append(self._read_as(AVERAGING, _told_average))
+        return "\n".join(lines)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        path = self.path / name
+        if not path.exists():
+            raise BundleError(f"{path}: the bundle has no such file; of averages, write one with --average")
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise BundleError(f"{path}: not safetensors ({error})") from error
+
+
+def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
+    """The trained model of a bundle, on the CPU, after every file was held against the manifest.
+
+    Raises:
+        BundleError: If the bundle is not whole, or not of this version.
+    """
+    return Bundle.open(path).decoder(averaged=averaged)
+
+
+def _told_stage(stage: Mapping[str, Any]) -> str:
+    return f"{stage['after']['own']:.4f} nats per token, of stage {stage['name']}; held against no forecast"
+
+
+def _told_forecast(found: Mapping[str, Any]) -> str:
+    return (
+        f"{found['loss']:.4f} nats per token; forecast {found['forecast']:.4f}, {found['level']:.0%} interval "
+        f"[{found['low']:.4f}, {found['high']:.4f}]: {'inside' if found['inside'] else 'OUTSIDE'}"
+    )
+
+
+def _told_average(averaging: Mapping[str, Any]) -> str:
+    return (
+        f"  average of {len(averaging['checkpoints'])} checkpoints {averaging['averaged_loss']:.4f}, last weights "
+        f"{averaging['loss']:.4f}"
+    )
+
+
+def _fill(decoder: Decoder, weights: Mapping[str, Tensor], path: Path) -> None:
+    parameters = dict(decoder.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if odd := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
+        raise BundleError(
+            f"{path}: weights of another model: {odd[0]} is {found.get(odd[0])}, the model's is {shapes.get(odd[0])}"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])

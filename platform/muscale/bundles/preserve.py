@@ -1,0 +1,104 @@
+"""From a promoted run to its bundle: gathers what the study knows of it, and trains nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from muscale.bundles.bundle import Bundle
+from muscale.bundles.bundle_writing import FinishedRun, write_bundle
+from muscale.errors import StageError
+from muscale.full_runs.promotion import Promotion, recorded_promotion
+from muscale.layout import BUNDLES, FULL_RUNS
+from muscale.plans.planning import Plan
+from muscale.search.sweep import collect
+from muscale.store.lineage import Chain
+from proxy_models.numerics import Numerics
+from scaling import Forecast, ScalingFit
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+
+def preserve(study: Study, *, average: int = 1) -> Bundle:
+    """The bundle of the run promoted last, below the study's directory; written once, later only verified.
+
+    Args:
+        study: It is only read.
+        average: Write the average of so many last checkpoints beside the last weights; 1 for none.
+
+    Raises:
+        StageError: If no run was promoted to its end, its last checkpoint is gone, or its weights do not give its loss.
+        BundleError: If there is a bundle already, and it is damaged.
+    """
+    plan, promotion = _promoted(study)
+    name = plan.key if average == 1 else f"{plan.key}-average-{average}"
+    path = study.directory / BUNDLES / name
+    if path.exists():
+        return Bundle.open(path)
+    run = FinishedRun(
+        name=study.config.name,
+        plan=plan,
+        promotion=promotion,
+        chain=_chain_of(study, plan),
+        directory=study.directory / FULL_RUNS / plan.key,
+        corpus=study.corpus,
+        config=study.config.to_dict(),
+        lineage=_lineage(study, plan, promotion),
+        runs=study.runs(),
+    )
+    return write_bundle(run, path, average=average)
+
+
+def _promoted(study: Study) -> tuple[Plan, Promotion]:
+    found = study.ledger.latest_result("promotion")
+    promotion = recorded_promotion(study.ledger, found["key"]) if found else None
+    if promotion is None:
+        raise StageError("bundle: no run was promoted to its end yet; run `muscale promote` first")
+    forecast = study.ledger.forecast(promotion.plan)
+    if forecast is None:
+        raise StageError(f"bundle: the ledger has no plan {promotion.plan}, though its run was promoted")
+    return Plan.from_dict({**forecast["payload"], "registered_at": forecast["registered_at"]}), promotion
+
+
+def _chain_of(study: Study, plan: Plan) -> Chain:
+    """The run's chain, with what determined its numbers then: settings of the study may have changed since."""
+    runs = study.runs()
+    own = runs[(runs["purpose"] == "full") & (runs["label"] == f"plan {plan.key}")]
+    chain = plan.chain(study.numerics)
+    return replace(chain, numerics=Numerics.from_dict(own["numerics"].iloc[-1])) if len(own) else chain
+
+
+def _lineage(study: Study, plan: Plan, promotion: Promotion) -> dict[str, Any]:
+    """Every stage as the ledger tells it now, and whether its fit is still the one that made the forecast."""
+    recorded = {name: study.ledger.latest_result(name) for name in ("check", "transfer")}
+    stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
+    stages |= {"sweep": None, "fit": None}
+    doubts: list[str] = []
+    if stages["transfer"] and stages["transfer"]["verdict"] != promotion.verdict:
+        doubts.append(f"the transfer check was made anew since the run was started: {stages['transfer']['verdict']!r}")
+    try:
+        stages["sweep"] = collect(study.search).to_dict()
+        if _is_searched(study) and study.is_complete("ladder"):
+            stages["fit"] = _fit_of(study.fit(), plan.forecast, doubts)
+    except StageError as error:
+        doubts.append(f"the ledger does not tell every stage any more: {error}")
+    missing = [name for name, found in stages.items() if found is None]
+    if missing:
+        doubts.append(f"not known any more: {', '.join(missing)}; runs were added or settings changed since")
+    return {**stages, "plan": plan.to_dict(), "promotion": promotion.to_dict(), "doubts": doubts}
+
+
+def _is_searched(study: Study) -> bool:
+    """Whether the sweep has nothing left to train as the study file is now; the later stages would go on with it."""
+    sweep = study.search
+    return sweep.engine(sweep.record(), lambda _arrival: None, lambda *_run: None).is_finished
+
+
+def _fit_of(fit: ScalingFit, told: Forecast, doubts: list[str]) -> dict[str, Any]:
+    again = fit.forecast(told.n_params, told.n_tokens, level=told.level)
+    if abs(again.loss / told.loss - 1) > 1e-9:
+        doubts.append(
+            f"the fit was made anew since the plan: it forecasts {again.loss:.6f} where {told.loss:.6f} was registered"
+        )
+    return fit.to_dict()

@@ -1,0 +1,120 @@
+"""From a finished stage to its bundle, with the lineage that names its parents; trains nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pandas as pd
+
+from muscale.bundles import bundle as parts
+from muscale.bundles.bundle import Bundle
+from muscale.bundles.bundle_writing import write_bundle
+from muscale.errors import StageError
+from muscale.full_runs.ancestry import find_stage, plain
+from muscale.full_runs.continuation import NOT_FORECAST
+from muscale.full_runs.continuing import RECORD, Continued
+from muscale.layout import BUNDLES, FULL_RUNS
+from muscale.store.lineage import Chain, segment_from_dict
+from proxy_models.corpus import Corpus
+from proxy_models.numerics import Numerics
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStage:
+    """A stage, for its bundle; attributes as those of `muscale.bundles.bundle_writing.FinishedRun`."""
+
+    study: str
+    done: Continued
+    chain: Chain
+    directory: Path
+    corpus: Corpus
+    config: dict[str, Any]
+    plan: dict[str, Any] | None
+    runs: pd.DataFrame
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """Every stretch of training, and the plan that the first one followed."""
+        return {"stretches": plain(self.done.lineage), "plan": self.plan}
+
+    @property
+    def loss(self) -> float:
+        """On its own corpus, at the end."""
+        return self.done.after.own
+
+    @property
+    def n_tokens(self) -> int:
+        """That were read of the corpus, by earlier stretches too."""
+        return self.done.lineage[-1].position + self.done.n_tokens
+
+    @property
+    def outcome(self) -> tuple[str, dict[str, Any]]:
+        """Its losses before and after."""
+        return parts.CONTINUED, self.done.to_dict()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the manifest."""
+        return {"stage": self.done.key, "finished_at": self.done.finished_at}
+
+    def card(self, averaging: dict[str, Any] | None) -> str:
+        """The model card, in Markdown; what users chose is escaped."""
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+        )
+        text = (resources.files("muscale.bundles") / "stage_card.md.jinja").read_text(encoding="utf-8")
+        return environment.from_string(text).render(
+            study=" ".join(self.study.split()),
+            done=self.done,
+            numerics=self.chain.numerics,
+            model=self.chain.numerics.model,
+            losses=self.done.changes,
+            told=NOT_FORECAST,
+            epochs=self.corpus.epochs(self.n_tokens),
+            corpus=self.corpus,
+            averaging=averaging,
+        )
+
+
+def preserve_stage(study: Study, stage: str, *, average: int = 1) -> Bundle:
+    """The bundle of a finished stage, below the study's directory; written once, later only verified.
+
+    Args:
+        study: It is only read.
+        stage: Key or name.
+        average: As in `muscale.bundles.preserve.preserve`.
+
+    Raises:
+        StageError: If there is no such stage or it has not ended, or its last weights are gone.
+        BundleError: If there is a bundle already, and it is damaged.
+    """
+    ledger = study.ledger
+    key, started = find_stage(stage, ledger)
+    result = ledger.result(RECORD, key)
+    if started is None or result is None:
+        state = "has not ended yet" if started else "is the key or the name of none"
+        raise StageError(f"bundle: --stage must be a finished stage of this study, {stage!r} {state}")
+    path = study.directory / BUNDLES / (key if average == 1 else f"{key}-average-{average}")
+    if path.exists():
+        return Bundle.open(path)
+    done = Continued.from_dict(result)
+    segments = tuple(map(segment_from_dict, started["segments"]))
+    registered = ledger.forecast(done.lineage[0].run)
+    run = FinishedStage(
+        study=study.config.name,
+        done=done,
+        chain=Chain(numerics=Numerics.from_dict(started["numerics"]), segments=segments),
+        directory=study.directory / FULL_RUNS / key,
+        corpus=Corpus.open(study.directory / started["folder"]),
+        config=study.config.to_dict(),
+        plan=registered and registered["payload"],
+        runs=study.runs(),
+    )
+    return write_bundle(run, path, average=average)

@@ -1,0 +1,145 @@
+"""Alarms of a run that left its band: found in its evaluations, kept in the ledger once each, and sent to a webhook."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import pandas as pd
+
+from muscale.store.ledger import Ledger, insert_once, stamped
+from muscale.store.tables import results
+
+STAGE = "alarm"  # of the ledger's results
+SENT = "alarm_webhook"  # what came of telling it
+OUTSIDE = ("above", "below")
+_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Evaluations in a row outside the band; losses in nats per token.
+
+    Attributes:
+        plan: Key of the plan.
+        first_tokens: Where the first of them lies: with the plan, what the alarm is known by.
+        tokens: Where the one lies that made it an alarm.
+        loss, low, high: Measured there, and the band.
+        place: "above" or "below" it.
+        evaluations: In a row by then.
+        asserted: Whether the run was elsewhere, and its losses are as its owner tells them.
+    """
+
+    plan: str
+    first_tokens: int
+    tokens: int
+    loss: float
+    low: float
+    high: float
+    place: str
+    evaluations: int
+    asserted: bool = False
+
+    @property
+    def key(self) -> str:
+        """In the ledger; a run that is resumed before it measures the same again, which is no other alarm."""
+        return f"{self.plan}{' observed' if self.asserted else ''} {self.first_tokens}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the ledger and the webhook, `text` with them."""
+        return asdict(self) | {"text": str(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    def __str__(self) -> str:
+        return (
+            f"alarm: the loss of plan {self.plan} is {self.loss:.4f} after {self.tokens:,} tokens, {self.place} the band "
+            f"[{self.low:.4f}, {self.high:.4f}], and was outside in {self.evaluations} evaluations in a row"
+        )
+
+
+def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asserted: bool) -> tuple[Alarm, ...]:
+    """One for each stretch of `alarm_after` or more evaluations outside the band.
+
+    Args:
+        evaluations: Columns tokens, loss, low, high, place, in order; those before the band begins count for nothing.
+        plan, asserted: Of the run.
+        alarm_after: Evaluations in a row.
+    """
+    found, outside = [], list[dict[str, Any]]()
+    for row in evaluations.to_dict("records"):
+        outside = [*outside, row] if row["place"] in OUTSIDE else []
+        if len(outside) == alarm_after:
+            values = {name: float(row[name]) for name in ("loss", "low", "high")}
+            found.append(
+                Alarm(
+                    plan=plan,
+                    first_tokens=int(outside[0]["tokens"]),
+                    tokens=int(row["tokens"]),
+                    place=str(row["place"]),
+                    evaluations=alarm_after,
+                    asserted=asserted,
+                    **values,
+                )
+            )
+    return tuple(found)
+
+
+def known_alarms(ledger: Ledger, alarms: Sequence[Alarm]) -> set[str]:
+    """The keys of those that the ledger has."""
+    return {alarm.key for alarm in alarms if ledger.result(STAGE, alarm.key)}
+
+
+def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None) -> list[str]:
+    """Keep those that are new, and post each to the webhook; of several processes that see it, one does.
+
+    Args:
+        ledger: The study's.
+        alarms: Of one run.
+        webhook: Name of the environment variable that holds the URL; None: no webhook.
+
+    Returns:
+        What there is to say, a line each; never the URL, which is a secret.
+    """
+    lines = []
+    for alarm in alarms:
+        row = stamped(results, {"stage": STAGE, "key": alarm.key, "payload": alarm.to_dict()})
+        if not ledger.write(insert_once, results.name, [row]):
+            continue
+        lines.append(str(alarm))
+        if webhook:
+            failure = post(webhook, alarm.to_dict())
+            ledger.record_result(SENT, alarm.key, {"webhook": webhook, "failure": failure})
+            lines.append(f"the webhook of {webhook} was {'told' if failure is None else f'not told: {failure}'}")
+    return lines
+
+
+def post(variable: str, payload: dict[str, Any]) -> str | None:
+    """POST the payload as JSON to the URL in an environment variable; returns why that failed, without the URL, or None."""
+    url = os.environ.get(variable, "")
+    if not url:
+        return "the variable is not set"
+    if urlsplit(url).scheme not in ("http", "https"):
+        return "its value is no http or https URL"
+    body = json.dumps(payload).encode()
+    try:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):  # noqa: S310
+            return None
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"status {error.code}"
+    except urllib.error.URLError as error:  # its reason is the socket's, which knows no path
+        return type(error.reason).__name__ if isinstance(error.reason, Exception) else "no connection"
+    except (OSError, ValueError, http.client.HTTPException) as error:  # their messages may hold the URL
+        return type(error).__name__

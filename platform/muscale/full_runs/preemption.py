@@ -1,0 +1,39 @@
+"""A machine that will be taken away: the run hears of it, saves, and ends in a way that tells that it wants to go on.
+
+It is told by SIGTERM (torchrun, batch systems, containers), by SIGUSR1 under Slurm (`--signal=USR1@120`), or by a file in the
+run's directory, for launchers whose workers hear no signals: Ray trains in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from muscale.full_runs.agreement import looking_for
+
+NOTICE = "preempt"  # file in a run's directory
+
+
+class Notice:
+    """Whether this process heard that its machine will be taken away; heard again it says nothing new."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / NOTICE
+        self._heard = False
+        self._file_is_there = looking_for(self.file)
+
+    def listen(self) -> None:
+        """Take over the signals, where this is the main thread; Lightning's own handler would start a collective in mid-step."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for which in (signal.SIGTERM, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
+            signal.signal(which, self._hear)
+
+    def __call__(self) -> bool:
+        """Whether it did."""
+        return self._heard or self._file_is_there()
+
+    def _hear(self, _signal: int, _frame: object) -> None:
+        self._heard = True

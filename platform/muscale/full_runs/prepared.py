@@ -1,0 +1,103 @@
+"""A full run where there is no Ray: `muscale promote --prepare` writes it down, torchrun's ranks train it, or one process.
+
+    torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
+
+Once it has ended, `muscale promote` finds its result and holds it against the forecast. Until then the same command goes on
+where the run was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from muscale.errors import StageError
+from muscale.full_runs.promotion import full_run_of
+from muscale.layout import CORPUS
+from muscale.plain import told_unreadable
+from muscale.plans.planning import Plan
+from muscale.settings.config import StudyConfig
+from proxy_models.numerics import Numerics
+from scaling.presentation import Result
+
+PREPARED = "prepared.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Result):
+    """A run that waits for its ranks.
+
+    Attributes:
+        path: What `muscale train` takes.
+        workers: As many ranks as the study file has for it; any other number does, too.
+    """
+
+    path: str
+    workers: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"wrote {self.path}\n"
+            f"train it:  torchrun --nproc-per-node {self.workers} -m muscale train {self.path}\n"
+            f"alone:     muscale train {self.path}\n"
+            "then run `muscale promote` again, which records how it ended"
+        )
+
+
+def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path) -> Prepared:
+    """Write what the run is made from into its directory, `full_runs/KEY` of a study's."""
+    told = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / PREPARED
+    path.write_text(json.dumps(told, indent=1) + "\n")
+    return Prepared(path=str(path), workers=config.promote.workers)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `muscale.full_runs.full_run_spec.FullRun` takes; the corpus is the study's, wherever its folder was moved to.
+
+    Raises:
+        StageError: If the file is not what `prepare` wrote.
+    """
+    try:
+        told = json.loads(path.read_text())
+        plan, numerics = Plan.from_dict(told["plan"]), Numerics.from_dict(told["numerics"])
+        config = StudyConfig.from_dict(told["config"], where=f"{path}: config")
+    except OSError as error:
+        raise StageError(f"{path}: {told_unreadable(error)}; `muscale promote --prepare` writes one") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise StageError(
+            f"{path}: can't be read as what `muscale promote --prepare` writes: {type(error).__name__}: {error}"
+        ) from error
+    directory = path.resolve().parent
+    return full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
+
+
+def train_here(path: Path) -> dict[str, Any]:
+    """Train a prepared run in this process, together with the ranks that torchrun started beside it.
+
+    Returns:
+        As `muscale.full_runs.full_run.train`.
+
+    Raises:
+        StageError: If the file can't be read, or the run diverges.
+        PreemptedError: If it was told to leave its machine; its state is saved.
+    """
+    from muscale.full_runs.full_run import train
+    from muscale.full_runs.full_run_spec import FullRun
+    from muscale.full_runs.sharding import ShardedStrategy
+
+    run = FullRun(**read(path))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        return train(run)
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+    return train(run, strategy=ShardedStrategy(world_size=world_size), plugins=[TorchElasticEnvironment()])

@@ -1,0 +1,149 @@
+"""Gathers what a study knows for its report, straight from the ledger: nothing is trained, and no stage is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import sqlalchemy as sa
+
+from muscale import json_lines
+from muscale.errors import StageError
+from muscale.full_runs.befallen import befallen
+from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
+from muscale.full_runs.run_records import RunRecords
+from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
+from muscale.pages.report import ReportContents
+from muscale.pages.reproduction import reproduction
+from muscale.pages.spending import spending
+from muscale.plans.gate import RECORD
+from muscale.search.search_so_far import search_so_far
+from muscale.search.sweep import collect
+from muscale.store.ledger import NESTED, find, now
+from muscale.store.tables import runs as run_table
+from muscale.store.tables import segments
+from muscale.watching.band import registered_band
+from muscale.watching.calibration import calibrate
+from proxy_models.coordinate_check import CoordinateCheck
+from proxy_models.corpus import MANIFEST, Corpus
+
+if TYPE_CHECKING:
+    from muscale.plans.planning import Plan
+    from muscale.study import Study
+
+
+def settled(study: Study) -> dict[str, Any]:
+    """What changes with finished trainings alone: search, transfer, law, and what it tells of the plan."""
+    if not study.ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
+        return {}
+    return _search(copy(study))  # as the study's own later stages must not stand on a sweep that is not done
+
+
+def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportContents:
+    """All that the report shows; what is not known yet is None.
+
+    Args:
+        study: The study.
+        known: As `settled` gives it; worked out if it is left out.
+    """
+    known = dict(settled(study) if known is None else known)
+    corpus = study.directory / CORPUS
+    check = study.ledger.latest_result("check")
+    runs = study.ledger.runs(without=NESTED)
+    written = Corpus.open(corpus) if (corpus / MANIFEST).exists() else None
+    known |= _full_run(study, known.pop("planned", None))
+    return ReportContents(
+        name=study.config.name,
+        config=study.config.to_dict(),
+        created_at=now(),
+        corpus=written,
+        check=CoordinateCheck.from_dict(check["payload"]) if check else None,
+        runs=runs,
+        so_far=search_so_far(study.ledger, study.config.rung_tokens()),
+        calibration=calibrate(study.ledger),
+        spending=spending(study.ledger),
+        reproduction=reproduction(
+            study.path,
+            study.overrides,
+            study.ledger.identity(),
+            {
+                "corpus": written.key if written else None,
+                "plan": known["plan"]["key"] if known.get("plan") else None,
+                "bundle": known.get("bundle"),
+            },
+            _environments(study),
+        ),
+        **known,
+    )
+
+
+def _search(study: Study) -> dict[str, Any]:
+    """Sweep, transfer, law and what it tells of the plan, as far as their runs are complete."""
+    known: dict[str, Any] = {}
+    try:
+        known["sweep"] = study._swept = study._swept or collect(study.search)
+        if study.is_complete("transfer"):
+            known.update(transfer=study.transfer())
+        if study.is_complete("ladder"):
+            known.update(fit=study.fit())
+            planned = study.planned()
+            known.update(planned=planned, next_runs=study.next_runs(planned))
+    except StageError:
+        return known  # the sections without data say which command gives them
+    return known
+
+
+def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
+    """The plan of the study file as it was registered, or else the one registered last, and what came of it."""
+    forecast = (study.ledger.forecast(planned.key) if planned else None) or study.ledger.latest_forecast()
+    if forecast is None:
+        return {}
+    promotion = study.ledger.result("promotion", forecast["plan"])
+    plan = forecast["payload"]
+    if planned and planned.key == forecast["plan"]:
+        plan = {**plan, "decision": planned.decision}
+    known: dict[str, Any] = {
+        "plan": plan,
+        "forecast": {
+            **{name: forecast[name] for name in ("loss", "low", "high", "level", "registered_at")},
+            "supported": not plan["forecast"]["reasons"],
+            "reasons": plan["forecast"]["reasons"],
+        },
+    }
+    if promotion:
+        known["promotion"] = promotion
+    gates = study.ledger.read(find, "results", {"stage": RECORD}, ["-created_at"])
+    known["gate"] = next((row["payload"] for row in gates if row["payload"]["plan"] == forecast["plan"]), None)
+    known["bundle"] = forecast["plan"] if (study.directory / BUNDLES / forecast["plan"]).exists() else None
+    known["band"] = registered_band(forecast["plan"], study.ledger)
+    known["befallen"] = pd.DataFrame([event.to_dict() for event in befallen(study.ledger, forecast["plan"])])
+    directory = study.directory / FULL_RUNS / forecast["plan"]
+    if (directory / METRICS).exists():
+        known["curve"] = pd.read_json(directory / METRICS, lines=True)
+        known["evaluations"] = RunRecords(directory).evaluations()
+    if beside := json_lines.read(directory / EVALUATIONS):
+        known["evaluated"] = CheckpointEvaluation.from_dict(beside[-1])
+    return known
+
+
+def _environments(study: Study) -> tuple[str, ...]:
+    """Where the ledger's trainings ran, a line each with how many."""
+    counts: dict[str, int] = {}
+    for environment, n in study.ledger.read(_trained_on):
+        versions = ", ".join(
+            f"{name} {environment[name]}" for name in ("python", "torch", "muscale") if name in environment
+        )
+        line = f"{environment.get('device', 'a device of an earlier version')}: {versions}"
+        counts[line] = counts.get(line, 0) + n
+    return tuple(f"{n} runs on {line}" for line, n in counts.items())
+
+
+def _trained_on(connection: sa.Connection) -> list[tuple[dict[str, Any], int]]:
+    """Every environment that runs ended in, and how many did."""
+    text = sa.type_coerce(segments.c.environment, sa.Text)  # else each row's JSON is read
+    query = sa.select(text, sa.func.count()).join(run_table, run_table.c.key == segments.c.key).group_by(text)
+    first = sa.func.min(run_table.c.created_at)
+    return [(json.loads(told), n) for told, n in connection.execute(query.order_by(first, text))]

@@ -1,0 +1,183 @@
+"""The top of the report: the forecast and its fate in one glance, and how the study came to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from muscale.pages.sections import count
+
+if TYPE_CHECKING:
+    from muscale.pages.report import ReportContents
+
+_OPEN = (None, None)
+_ROOM = 0.35  # of the interval, left and right of all that is drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A number that people ask for first; `state` is "good", "bad" or neither."""
+
+    label: str
+    value: str
+    note: str = ""
+    state: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A station on the way from the corpus to the bundle; `state` is "done", "failed" or "open"."""
+
+    title: str
+    value: str
+    note: str
+    state: str
+    leads_to: str
+
+
+def headline(contents: ReportContents) -> tuple[str, str]:
+    """The forecast and its fate, and the state: inside, outside, waiting or none."""
+    promotion, forecast = contents.promotion, contents.forecast
+    if promotion:
+        place = "inside" if promotion["inside"] else "outside"
+        error = f"{100 * promotion['relative_error']:+.2f} %"
+        return f"forecast {promotion['forecast']:.4f}, measured {promotion['loss']:.4f}: {place}, error {error}", place
+    if forecast:
+        return f"forecast {forecast['loss']:.4f}, not measured yet", "waiting"
+    return "no forecast yet", "none"
+
+
+def ruler(contents: ReportContents) -> dict[str, Any] | None:
+    """Places of the interval, the forecast and the measured loss on one line, in per cent of its width."""
+    told = contents.promotion or contents.forecast
+    if told is None or (contents.forecast is None and contents.promotion is None):
+        return None
+    forecast = told["forecast"] if contents.promotion else told["loss"]
+    measured = told["loss"] if contents.promotion else None
+    values = [told["low"], told["high"], *([measured] if measured is not None else [])]
+    room = _ROOM * (told["high"] - told["low"]) or 1e-6
+    low, high = min(values) - room, max(values) + room
+
+    def place(value: float) -> float:
+        return round(100 * float((value - low) / (high - low)), 2)
+
+    return {
+        "low": place(told["low"]),
+        "high": place(told["high"]),
+        "forecast": place(forecast),
+        "measured": None if measured is None else place(measured),
+        "told": {"low": told["low"], "high": told["high"], "forecast": forecast, "measured": measured},
+        "level": told["level"],
+    }
+
+
+def tiles(contents: ReportContents) -> list[Tile]:
+    """Size, tokens, compute, cost; the verdict's and the gate's state."""
+    return [*_of_plan(contents), *_of_promotion(contents), *_of_transfer(contents), *_of_gate(contents)]
+
+
+def _of_plan(contents: ReportContents) -> list[Tile]:
+    plan = contents.plan
+    if plan is None:
+        return []
+    n_params, n_tokens = plan["n_params"], plan["n_tokens"]
+    found = [
+        Tile(label="parameters N", value=count(n_params), note=f"{n_params:,} without the embedding table"),
+        Tile(label="tokens D", value=count(n_tokens), note=f"{n_tokens:,}"),
+        Tile(label="D/N", value=f"{n_tokens / n_params:.3g}", note="tokens per parameter"),
+        Tile(label="compute C", value=f"{plan['compute_flops']:.3g}", note="FLOPs, 6·N·D"),
+    ]
+    decision = plan.get("decision") or {}
+    if decision.get("dollars") is not None:
+        found.append(Tile(label="cost", value=f"${decision['dollars']:,.2f}", note="as planned"))
+    elif decision.get("gpu_hours") is not None:
+        found.append(Tile(label="cost", value=f"{decision['gpu_hours']:.3g}", note="GPU-hours, as planned"))
+    return found
+
+
+def _of_promotion(contents: ReportContents) -> list[Tile]:
+    promotion = contents.promotion
+    if promotion is None or "seconds" not in promotion:
+        return []
+    workers = promotion["world_size"]
+    note = f"wall time on {workers} workers" if workers else "as its owner tells"
+    return [Tile(label="trained in", value=_duration(promotion["seconds"]), note=note)]
+
+
+def _of_transfer(contents: ReportContents) -> list[Tile]:
+    if contents.transfer is None:
+        return []
+    verdict = contents.transfer.verdict
+    state = {"pass": "good", "fail": "bad"}.get(verdict, "")
+    return [Tile(label="transfer verdict", value=verdict, note="of the best rate across widths", state=state)]
+
+
+def _of_gate(contents: ReportContents) -> list[Tile]:
+    """What the launch went through, or was forced past."""
+    promotion, gate = contents.promotion or {}, contents.gate
+    if promotion.get("forced"):
+        past = ", ".join(promotion.get("forced_lines") or ()) or "a closed gate"
+        return [Tile(label="gate", value="forced", note=f"past {past}", state="bad")]
+    if gate is None:
+        return []
+    passed = sum(line["status"] == "passed" for line in gate["lines"])
+    state = "open" if gate["passed"] else "closed"
+    note = f"{passed} of {len(gate['lines'])} conditions hold"
+    return [Tile(label="gate", value=state, note=note, state="good" if gate["passed"] else "bad")]
+
+
+def lineage(contents: ReportContents) -> list[Step]:
+    """From the corpus to the bundle."""
+    corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
+    plan, forecast, promotion = contents.plan, contents.forecast, contents.promotion
+    return [
+        _step(
+            "Corpus",
+            "the-corpus",
+            *((f"{count(corpus.n_tokens)} tokens", f"key {corpus.key[:8]}") if corpus else _OPEN),
+        ),
+        _searched(contents),
+        _step(
+            "Transfer",
+            "does-it-transfer",
+            *((verdict.verdict, "verdict") if verdict else _OPEN),
+            failed=verdict is not None and verdict.verdict != "pass",
+        ),
+        _step(
+            "Law",
+            "the-law-and-its-data",
+            *((f"{law.n_rows} runs", f"of {law.n_stems} stems, {law.status}") if law else _OPEN),
+            failed=law is not None and law.status == "doubtful",
+        ),
+        _step(
+            "Plan",
+            "the-plan",
+            *((f"{forecast['loss']:.4f}", f"forecast; key {plan.get('key', '')[:8]}") if forecast and plan else _OPEN),
+        ),
+        _step(
+            "Full run",
+            "the-full-run",
+            *((f"{promotion['loss']:.4f}", "inside" if promotion["inside"] else "outside") if promotion else _OPEN),
+            failed=promotion is not None and not promotion["inside"],
+        ),
+        _step("Bundle", "how-to-reproduce", *(("written", bundle[:8]) if bundle else _OPEN)),
+    ]
+
+
+def _searched(contents: ReportContents) -> Step:
+    if sweep := contents.sweep:
+        return _step("Search", "what-was-searched", f"trial {sweep.winner}", f"leads {len(sweep.trials)} trials")
+    if so_far := contents.so_far:
+        return _step("Search", "the-search-as-it-goes", None, f"{len(so_far.trials)} trials so far")
+    return _step("Search", "what-was-searched", *_OPEN)
+
+
+def _step(title: str, leads_to: str, value: str | None, note: str | None, *, failed: bool = False) -> Step:
+    state = "failed" if failed else "done" if value else "open"
+    return Step(title=title, value=value or "–", note=note or "not yet", state=state, leads_to=leads_to)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,212 @@
+"""The report as a live page: what changes in the ledger appears by itself.
+
+A thread looks at the ledger, and makes the page's parts anew when something changed; the server (`muscale.pages.live_server`) only
+hands out what it made last. The study is only read, but for requests that something ends (`muscale.store.cancels`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from muscale.errors import MuscaleError, StageError
+from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
+from muscale.pages.contents import gather, settled
+from muscale.pages.report import ReportContents, sections_of
+from muscale.pages.sections import Section
+from muscale.search.search_so_far import search_so_far
+from muscale.store.cancels import STUDY, TRIAL, cancel_study, cancel_trial
+from muscale.store.lease import all_leases, is_dead, process_of
+from muscale.store.ledger import Ledger, find
+from muscale.store.tables import metadata
+
+if TYPE_CHECKING:
+    from muscale.study import Study
+
+LOOK_SECONDS = 1.0
+_WATCHED = ("segments", "runs", "trials", "rungs", "decisions", "results", "forecasts", "rounds")
+_SETTLES = ("segments", "runs", "trials", "rungs", "decisions", "rounds", "forecasts")
+_REST = 4.0  # times what a look took, so that looking takes a fifth of a core at most from whoever trains
+_RECENT_SECONDS = 120.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The page as it was made last.
+
+    Attributes:
+        contents: What it shows.
+        sections: Its parts.
+        tag: Of the whole: another one means that a part changed.
+    """
+
+    contents: ReportContents
+    sections: tuple[Section, ...]
+    tag: str
+
+    @property
+    def known(self) -> list[tuple[str, str]]:
+        """Every part, and the hash of its markup."""
+        return [(section.ident, section.hash) for section in self.sections]
+
+
+@dataclass(kw_only=True, eq=False)
+class LivePage:
+    """Looks at a study's ledger and keeps the page of it.
+
+    Attributes:
+        study: It is only read, but for what `report` notes of it.
+        token: That actions take; None: there are none.
+    """
+
+    study: Study
+    token: str | None = None
+    _snapshot: Snapshot | None = field(default=None, init=False)
+    _pulse: tuple[object, ...] = field(default=(None,), init=False)
+    _settled: dict[str, Any] | None = field(default=None, init=False)
+    _memo: dict[str, Any] = field(default_factory=dict, init=False)
+    _done: threading.Event = field(default_factory=threading.Event, init=False)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The page as it was made last; made where there is none yet."""
+        if self._snapshot is None:
+            self.look()
+        assert self._snapshot is not None  # noqa: S101 - made the line before
+        return self._snapshot
+
+    def look(self) -> bool:
+        """Make the page anew if the ledger, or the full run's records, changed; returns whether it was."""
+        pulse = self._feel()
+        if self._snapshot is not None and pulse == self._pulse:
+            return False
+        study = _afresh(self.study)
+        if self._settled is None or pulse[0] != self._pulse[0]:
+            self._settled = settled(study)
+        contents = gather(study, self._settled)
+        first, *others = sections_of(contents, self._memo)
+        sections = (first, self._now(contents), *others)
+        told = hashlib.sha256("".join(section.hash for section in sections).encode()).hexdigest()[:16]
+        self._snapshot, self._pulse = Snapshot(contents=contents, sections=sections, tag=told), pulse
+        return True
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look again and again while the block runs."""
+        thread = threading.Thread(target=self._look_on, name="live page", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            thread.join()
+
+    def _look_on(self) -> None:
+        pause = LOOK_SECONDS
+        while not self._done.wait(pause):
+            begun = time.monotonic()
+            try:
+                self.look()
+            except MuscaleError as error:  # a ledger that is away comes back, and the page stays as it was
+                _log.warning("live page: %s", error)
+            except Exception:  # half of a record may stand in a file that is being written; the next look has the whole
+                _log.exception("live page: could not be made anew")
+            pause = max(LOOK_SECONDS, _REST * (time.monotonic() - begun))
+
+    def _feel(self) -> tuple[object, ...]:
+        """What differs once anything that the page shows has changed, first of all trainings; far cheaper than the page."""
+        ledger = self.study.ledger
+        directory = self.study.directory / FULL_RUNS
+        files = sorted(path for name in (METRICS, EVALUATIONS) for path in directory.glob(f"*/{name}"))
+        sizes = [(str(path), path.stat().st_size) for path in files]
+        counts = ledger.read(_counts)
+        trained = {name: counts[name] for name in _SETTLES}
+        return trained, counts, self._at_work(), sizes
+
+    def _now(self, contents: ReportContents) -> Section:
+        """Who is at work, what was asked of them, and what may be asked."""
+        ledger, so_far = self.study.ledger, contents.so_far
+        asked = [
+            row for stage in (TRIAL, STUDY) for row in ledger.read(find, "results", {"stage": stage}, ["created_at"])
+        ]
+        values = {
+            "owners": self._at_work(),
+            "asked": [_told(row) for row in asked],
+            "actions": self.token is not None,
+            "running": () if so_far is None or self.study.config.sweep.is_population else so_far.running,
+        }
+        return Section(title="At work now", command="run", about="", template="now.html.jinja", values={"now": values})
+
+    def _at_work(self) -> list[str]:
+        """Who is at work on the study, as far as it can be told from here."""
+        begun = self.study.ledger.latest_result("promotion_started")
+        found = _owners(self.study.ledger)
+        if begun and not self.study.ledger.result("promotion", begun["key"]):
+            metrics = self.study.directory / FULL_RUNS / begun["key"] / METRICS
+            if metrics.exists() and time.time() - metrics.stat().st_mtime < _RECENT_SECONDS:
+                found.append(f"the full run of plan {begun['key']} is being trained")
+        return found
+
+    def cancel_trial(self, trial: int, reason: str) -> None:
+        """Ask that a trial of the sweep at work ends.
+
+        Raises:
+            StageError: If it is not at work, or belongs to a population, whose members stand for each other.
+        """
+        if self.study.config.sweep.is_population:
+            raise StageError("cancel: a member of a population can't be cancelled alone; cancel the study")
+        so_far = search_so_far(self.study.ledger, self.study.config.rung_tokens())
+        if so_far is None or trial not in so_far.running:
+            raise StageError(f"cancel: trial {trial} is not at work")
+        cancel_trial(self.study.ledger, so_far.sweep, trial, reason)
+
+    def cancel_study(self, reason: str) -> None:
+        """Ask every process that trains for the study to end."""
+        cancel_study(self.study.ledger, reason)
+
+
+def _afresh(study: Study) -> Study:
+    """The study without what it worked out before: the ledger may have moved on."""
+    fresh = type(study)(study.config, study.directory, study.display)
+    fresh.__dict__["ledger"] = study.ledger
+    fresh.path, fresh.overrides = study.path, study.overrides
+    if "corpus" in study.__dict__:
+        fresh.__dict__["corpus"] = study.corpus
+    return fresh
+
+
+def _counts(connection: sa.Connection) -> dict[str, tuple[int, str]]:
+    """Rows of each table and the time of its last one."""
+    found = {}
+    for name in _WATCHED:
+        columns = metadata.tables[name].c
+        stamp = columns["registered_at" if name == "forecasts" else "created_at"]
+        count, last = connection.execute(sa.select(sa.func.count(), sa.func.max(stamp))).one()
+        found[name] = (int(count), str(last))
+    return found
+
+
+def _owners(ledger: Ledger) -> list[str]:
+    """Who holds a lease, in words: a process is told once."""
+    held = [row for row in ledger.read(all_leases) if row["owner"] and not is_dead(row["owner"])]
+    told: dict[tuple[str, int], str] = {}
+    for row in sorted(held, key=lambda row: (not row["name"].startswith("sweep "), row["name"])):
+        host = row["owner"].split("/")[0].split(":")[0]
+        what = "leads the sweep" if row["name"].startswith("sweep ") else "trains"
+        told.setdefault((host, process_of(row["owner"])), what)
+    return [f"process {process} on {host} {what}" for (host, process), what in told.items()]
+
+
+def _told(row: dict[str, Any]) -> str:
+    asked = row["payload"]
+    what = f"trial {asked['trial']}" if row["stage"] == TRIAL else "the study"
+    return f"{row['created_at'][:19].replace('T', ' ')} UTC: {what} was asked to end: {asked['reason']}"

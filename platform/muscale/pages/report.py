@@ -1,0 +1,304 @@
+"""The report: one self-contained page of what a study knows. `muscale.pages.live_page` shows the same page while it runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from muscale.pages import glance
+from muscale.pages.law_sections import law_sections
+from muscale.pages.search_sections import running_section, search_sections, transfer_sections
+from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
+from muscale.pages.spending import draw_spending, told_spending
+from muscale.watching import figures
+from muscale.watching.watch import place
+from proxy_models.whole_file import whole_file
+from scaling import ScalingFit, Verdict
+
+if TYPE_CHECKING:
+    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
+    from muscale.pages.reproduction import Reproduction
+    from muscale.plans.next_stems import NextStems
+    from muscale.search.search_so_far import SearchSoFar
+    from muscale.search.sweep_result import SweepResult
+    from muscale.watching.band import Band
+    from muscale.watching.calibration import Calibration
+    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.corpus import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportContents:
+    """What a report shows; None where it is not known yet."""
+
+    name: str
+    config: dict[str, Any]
+    created_at: str
+    runs: pd.DataFrame
+    corpus: Corpus | None = None
+    check: CoordinateCheck | None = None
+    so_far: SearchSoFar | None = None
+    sweep: SweepResult | None = None
+    transfer: Verdict | None = None
+    fit: ScalingFit | None = None
+    next_runs: NextStems | None = None
+    plan: dict[str, Any] | None = None
+    forecast: dict[str, Any] | None = None
+    gate: dict[str, Any] | None = None
+    promotion: dict[str, Any] | None = None
+    curve: pd.DataFrame | None = None
+    evaluations: pd.DataFrame | None = None
+    evaluated: CheckpointEvaluation | None = None
+    band: Band | None = None
+    calibration: Calibration | None = None
+    befallen: pd.DataFrame | None = None
+    bundle: str | None = None
+    spending: pd.DataFrame = field(default_factory=pd.DataFrame)
+    reproduction: Reproduction | None = None
+
+
+def write_report(contents: ReportContents, path: Path) -> Path:
+    """Write the page, whole or not at all, and return its path."""
+    scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
+    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
+    with whole_file(path) as unfinished:
+        unfinished.write_text(page(contents, sections_of(contents), policy=policy(hashes), **scripts))
+    return path
+
+
+def page(contents: ReportContents, sections: list[Section], **values: Any) -> str:
+    """The whole page around its sections; `values` say where its scripts are from and what they may do."""
+    given = {
+        "policy": None,
+        "plotly": None,
+        "script": None,
+        "nonce": None,
+        "live": False,
+        "known": None,
+        "actions": False,
+        **values,
+    }
+    return (
+        templates()
+        .get_template("page.html.jinja")
+        .render(
+            contents=contents, sections=sections, groups=list(grouped(sections)), style=page_file("report.css"), **given
+        )
+    )
+
+
+def policy(scripts: str, *, connect: str = "'none'") -> str:
+    """The page's content security policy: nothing is loaded from elsewhere, and no scripts run but the page's own.
+
+    Args:
+        scripts: Hashes or a nonce of the page's scripts.
+        connect: What these may fetch.
+    """
+    # plotly.js sets style attributes, and compiles the drawing of parallel coordinates, hence unsafe-inline and unsafe-eval.
+    return (
+        f"default-src 'none'; script-src 'unsafe-eval' {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) -> list[Section]:
+    """Every part of the page, in order.
+
+    Args:
+        contents: What is known.
+        memo: Where parts are kept that take long to draw, for the next time that what they show is the same.
+    """
+
+    def kept(make: Callable[..., list[Section]], *shown: Any) -> list[Section]:
+        made: list[Section]
+        before, made = (memo or {}).get(make.__name__, (None, []))
+        if before is None or not all(a is b or _same(a, b) for a, b in zip(before, shown, strict=True)):
+            made = make(*shown)
+        if memo is not None:
+            memo[make.__name__] = (shown, made)
+        return made
+
+    return [
+        _summary(contents),
+        *_plan(contents),
+        Section(
+            title="The corpus",
+            command="check",
+            about="Every source and its share at the end of a run; with a plan, how often the full run sees each.",
+            result="\n".join(_corpus_lines(contents)),
+            table=as_table(_epochs(contents)),
+        ),
+        Section(
+            title="Coordinate check",
+            command="check",
+            about="Every activation must move by the same amount at every width, or nothing tuned small holds when large.",
+            result=str(contents.check) if contents.check else None,
+            drawings=drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
+        ),
+        *running_section(contents.so_far, contents.sweep),
+        *kept(search_sections, contents.sweep),
+        *kept(transfer_sections, contents.transfer),
+        *kept(law_sections, contents.fit, contents.plan, contents.next_runs),
+        Section(
+            title="The full run",
+            command="promote",
+            group="The full run",
+            about="The forecast was registered before the first step and can't be changed, and so was the band on the way to it.",
+            result="\n".join(str(told) for told in (contents.band, contents.evaluated) if told),
+            drawings=drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
+            table=as_table(_source_losses(contents)),
+        ),
+        _befallen(contents),
+        *_calibration(contents.calibration),
+        _spending(contents.spending),
+        Section(
+            title="Every run",
+            command="run",
+            group="The books",
+            about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text. Of many, "
+            "the latest; `muscale runs` has all.",
+            table=as_table(_latest(contents.runs) if len(contents.runs) else None),
+        ),
+        _reproduction(contents.reproduction),
+    ]
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether plain values are equal; of others it isn't asked."""
+    return isinstance(before, dict) and bool(before == now)
+
+
+def _summary(contents: ReportContents) -> Section:
+    told, state = glance.headline(contents)
+    return Section(
+        title="Summary",
+        command="run",
+        about="",
+        template="summary.html.jinja",
+        values={
+            "contents": contents,
+            "headline": told,
+            "state": state,
+            "ruler": glance.ruler(contents),
+            "tiles": glance.tiles(contents),
+            "steps": glance.lineage(contents),
+        },
+    )
+
+
+def _plan(contents: ReportContents) -> list[Section]:
+    about = "Size, tokens and hyperparameters of the full run, each with the rule that carried it there."
+    if contents.plan is None:
+        return [Section(title="The plan", command="plan", about=about)]
+    values = {"plan": contents.plan, "gate": contents.gate}
+    return [Section(title="The plan", command="plan", about=about, template="plan.html.jinja", values=values)]
+
+
+def _corpus_lines(contents: ReportContents) -> list[str]:
+    if contents.corpus is None:
+        return []
+    warnings = contents.corpus.warnings(contents.plan["n_tokens"]) if contents.plan else []
+    return [str(contents.corpus), *(f"warning: {warning}" for warning in warnings)]
+
+
+def _epochs(contents: ReportContents) -> pd.DataFrame | None:
+    if contents.corpus is None or contents.plan is None:
+        return None
+    epochs = contents.corpus.epochs(contents.plan["n_tokens"])
+    return pd.DataFrame(epochs.items(), columns=["source", "epochs in the full run"])
+
+
+def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
+    """The measured loss by source, where there are several."""
+    if contents.promotion is None:
+        return None
+    return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
+
+
+def _befallen(contents: ReportContents) -> Section:
+    events, begun = contents.befallen, contents.curve is not None or contents.promotion is not None
+    quiet = "nothing: no alarm, no batch left out, no return to a checkpoint, no restart" if begun else None
+    return Section(
+        title="What befell the full run",
+        command="promote",
+        group="The full run",
+        about="Alarms, batches left out, returns to a checkpoint and restarts, in order of time.",
+        result=quiet if events is None or events.empty else None,
+        table=as_table(events),
+    )
+
+
+def _calibration(found: Calibration | None) -> list[Section]:
+    """Of every run that ended, once there is one."""
+    if found is None or found.table.empty:
+        return []
+    return [
+        Section(
+            title="Did forecasts hold?",
+            command="promote",
+            group="The full run",
+            about="Every full run that ended, its residual in units of the forecast's own scale. Asserted: as its owner tells.",
+            table=as_table(found.table.drop(columns="study")),
+        )
+    ]
+
+
+def _spending(table: pd.DataFrame) -> Section:
+    return Section(
+        title="What it cost",
+        command="run",
+        group="The books",
+        about="Compute and time by purpose; what several runs share is counted once, at the first that wanted it.",
+        result=told_spending(table) if len(table) else None,
+        drawings=drawn(draw_spending(table) if len(table) else None, "shares of compute and time by purpose"),
+        table=as_table(table),
+    )
+
+
+def _reproduction(found: Reproduction | None) -> Section:
+    about = "The commands, what determines the result, and the study file as it was read."
+    if found is None:
+        return Section(title="How to reproduce", command="run", group="The books", about=about)
+    return Section(
+        title="How to reproduce",
+        command="run",
+        group="The books",
+        about=about,
+        template="reproduction.html.jinja",
+        values={"found": found},
+    )
+
+
+def _latest(runs: pd.DataFrame) -> pd.DataFrame:
+    """What is shown of the runs: all, oldest first, or of too many the latest first."""
+    table = runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
+    return table if len(table) <= MAX_ROWS else table.iloc[::-1]
+
+
+def _curve(contents: ReportContents) -> go.Figure | None:
+    if contents.curve is None or contents.forecast is None or contents.curve.empty:
+        return None
+    measured = contents.promotion["loss"] if contents.promotion else None
+    data = figures.curve_data(contents.curve)
+    if contents.band is None or contents.evaluations is None:
+        return figures.draw_curve(data, contents.forecast, measured)
+    return figures.draw_curve(
+        data,
+        contents.forecast,
+        measured,
+        end=contents.band.n_tokens,
+        band=figures.band_data(contents.band),
+        evaluations=place(contents.evaluations, contents.band),
+    )
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

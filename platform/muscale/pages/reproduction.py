@@ -1,0 +1,79 @@
+"""How a study's results are made again: its commands, what determines them, and the versions at hand."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from muscale.fingerprint import package_fingerprint
+from muscale.store.lineage import input_key
+
+_LIBRARIES = ("torch", "ray", "optuna", "lightning", "mup", "numpy", "scipy", "pandas", "plotly")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """What somebody else needs.
+
+    Attributes:
+        commands: To type, each with what it does.
+        keys: Name and value of each hash that a result hangs on.
+        versions: Name and version of what this page was written with.
+        study_file: The text of the study file, None where it can't be read any more.
+        overrides: Settings that replaced the file's, as given to --set.
+        environments: Where the ledger's trainings ran, a line each.
+    """
+
+    commands: tuple[tuple[str, str], ...]
+    keys: tuple[tuple[str, str], ...]
+    versions: tuple[tuple[str, str], ...]
+    study_file: str | None
+    overrides: tuple[str, ...]
+    environments: tuple[str, ...]
+
+
+def reproduction(
+    path: Path | None,
+    overrides: tuple[str, ...],
+    identity: dict[str, Any] | None,
+    keys: dict[str, str | None],
+    environments: tuple[str, ...],
+) -> Reproduction:
+    """Of a study.
+
+    Args:
+        path: Of the study file.
+        overrides: As given to --set.
+        identity: The study's, as the ledger has it.
+        keys: Further hashes, those that are known.
+        environments: Where its trainings ran.
+    """
+    name = path.name if path else "study.toml"
+    text = path.read_text() if path and path.exists() else None
+    given = "".join(f" --set {override}" for override in overrides)
+    hashes = {
+        "study": input_key(identity) if identity else None,
+        "study file": f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" if text is not None else None,
+        **keys,
+    }
+    return Reproduction(
+        commands=(
+            (f"muscale run {name}{given}", "every stage; what the ledger knows is not trained again"),
+            (f"muscale runs {name}{given}", "the ledger as a table"),
+            (f"muscale report {name}{given}", "this page"),
+            (f"muscale ui {name}{given}", "this page while the study runs"),
+        ),
+        keys=tuple((what, key) for what, key in hashes.items() if key),
+        versions=(
+            ("muscale", package_fingerprint()),
+            ("python", sys.version.split()[0]),
+            *((library, metadata.version(library)) for library in _LIBRARIES),
+        ),
+        study_file=text,
+        overrides=overrides,
+        environments=environments,
+    )

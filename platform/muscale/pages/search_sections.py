@@ -1,0 +1,123 @@
+"""The report's sections on the search and on what of it transfers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muscale.pages.sections import Section, as_table, drawn
+from muscale.search.sweep_figures import figures_of
+from scaling import Verdict
+
+if TYPE_CHECKING:
+    from muscale.search.search_so_far import SearchSoFar
+    from muscale.search.sweep_result import SweepResult
+
+SEARCH, TRANSFER = "The search", "Transfer"
+
+
+def search_sections(sweep: SweepResult | None) -> list[Section]:
+    """What was searched, with a section for each figure for which there is data."""
+    about = "Trials at the base shape, compared at rungs; those that went on and the best of each rung were annealed."
+    if sweep is None:
+        return [Section(title="What was searched", command="sweep", group=SEARCH, about=about)]
+    whole = Section(
+        title="What was searched",
+        command="sweep",
+        group=SEARCH,
+        about=about,
+        result=str(sweep),
+        drawings=drawn(sweep.plot_survivors(), "loss of each trial from rung to rung"),
+        table=as_table(sweep.trials),
+    )
+    parts = [
+        Section(
+            title=title,
+            command="sweep",
+            group=SEARCH,
+            about=about,
+            drawings=drawn(figure, title.lower()),
+            table=as_table(table),
+        )
+        for title, about, figure, table in figures_of(sweep)
+    ]
+    if isinstance(reason := sweep.importance_or_reason, str):
+        parts.append(
+            Section(
+                title="Which hyperparameters matter",
+                command="sweep",
+                group=SEARCH,
+                about="Shares of the variance of log loss.",
+                missing=f"It can't be told: {reason}.",
+            )
+        )
+    return [whole, *parts]
+
+
+def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> list[Section]:
+    """What is searched now, until its trials came to their annealed ends."""
+    if so_far is None or (sweep is not None and not so_far.running):
+        return []
+    return [
+        Section(
+            title="The search as it goes",
+            command="sweep",
+            group=SEARCH,
+            about="Every trial that was begun, with the loss at the rung it reached; nothing here is annealed yet.",
+            result=str(so_far),
+            drawings=drawn(so_far.plot(), "loss of each trial so far, from rung to rung"),
+            table=as_table(so_far.trials),
+        )
+    ]
+
+
+def transfer_sections(verdict: Verdict | None) -> list[Section]:
+    """The verdict with its drifts, a section for each scale and hyperparameter, and the laws in the tokens."""
+    about = "Under muP the best rate stays put while the model gets wider; the verdict gates promotion."
+    horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
+    laws = [
+        Section(
+            title="Best rate against training tokens",
+            command="transfer",
+            group=TRANSFER,
+            about="muP says nothing about longer training; this law carries the rate across tokens.",
+            result=str(horizon) if horizon else missing.get("horizon law"),
+            drawings=drawn(horizon and horizon.plot(), "best learning rate against training tokens"),
+        )
+    ]
+    if batch or "batch law" in missing:
+        laws.append(
+            Section(
+                title="Best batch against training tokens",
+                command="transfer",
+                group=TRANSFER,
+                about="At equal tokens, the rate tuned for each batch; the best batch follows the tokens, not the size.",
+                result=str(batch) if batch else missing.get("batch law"),
+                drawings=drawn(batch and batch.plot(), "best batch against training tokens"),
+                table=as_table(batch.cells if batch else None),
+            )
+        )
+    if verdict is None:
+        title = "Loss against learning rate, per width"
+        return [Section(title=title, command="transfer", group=TRANSFER, about=about), *laws]
+    several = len(verdict.transfers) > 1
+    panels = [
+        Section(
+            title=f"Loss against {'learning rate' if found.over == 'rate' else found.over}, per {found.along}",
+            command="transfer",
+            group=TRANSFER,
+            about="Dotted: the runs, with the range over seeds; solid: the parabola; stars: the optima.",
+            drawings=drawn(found.plot(), f"loss against {found.over} for each {found.along}"),
+            table=as_table(found.table().reset_index()),
+        )
+        for found in verdict.transfers
+    ]
+    summary = Section(
+        title="Does it transfer?",
+        command="transfer",
+        group=TRANSFER,
+        about=about,
+        result=str(verdict),
+        drawings=drawn(verdict.plot_drifts() if several else None, "drift of each optimum with its interval"),
+        table=as_table(verdict.table()),
+    )
+    return [summary, *panels, *laws]

@@ -1,0 +1,172 @@
+"""A part of the report: prose, a result, figures with alternative text, a table, all as values that the page draws."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from typing import Any
+
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+
+from muscale.plans.planning import told, told_decision
+
+_LAYOUT = {
+    "template": "none",
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"color": "#74787d", "family": "system-ui, sans-serif"},
+    "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+    "margin": {"l": 60, "r": 16, "b": 56},
+    "autosize": True,
+}
+_GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
+MAX_ROWS = 1000
+"""Of a table on the page: one of a hundred thousand rows takes minutes to write, and no browser scrolls it."""
+_HEIGHT = 420  # pixels, where a figure does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A figure as the page draws it.
+
+    Attributes:
+        data: Its data and layout as JSON that may stand inside of an element `script`.
+        alternative: What it shows, for those who do not see it.
+        height: In pixels.
+        wide: Whether it keeps its width on a narrow page and is scrolled.
+    """
+
+    data: str
+    alternative: str
+    height: int
+    wide: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        title: Of the part.
+        command: That gives what it shows.
+        about: What it shows, in a sentence.
+        group: What it is listed under in the page's contents.
+        result: As it prints itself.
+        drawings: Its figures.
+        table: As markup.
+        missing: Why there is nothing to show, where running the command alone would not help.
+        template: Of a part that is more than that, a template of the page's, with `values`.
+        values: For the template.
+    """
+
+    title: str
+    command: str
+    about: str
+    group: str = "The study"
+    result: str | None = None
+    drawings: tuple[Drawing, ...] = ()
+    table: str | None = None
+    missing: str | None = None
+    template: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.result or self.drawings or self.table or self.template)
+
+    @property
+    def ident(self) -> str:
+        """What links lead to."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+    @cached_property
+    def markup(self) -> str:
+        """The whole part, everything in it escaped."""
+        return templates().get_template(self.template or "section.html.jinja").render(section=self, **self.values)
+
+    @cached_property
+    def hash(self) -> str:
+        """Of the markup: another one means that the part changed."""
+        return hashlib.sha256(self.markup.encode()).hexdigest()[:16]
+
+
+def templates() -> jinja2.Environment:
+    """The page's templates; what they are given is escaped, and a name that is not there is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(page_file), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"told": told, "told_decision": told_decision, "moment": moment, "count": count}
+    return environment
+
+
+def page_file(name: str) -> str:
+    """A file that the page is made of."""
+    return (resources.files("muscale.pages") / "templates" / name).read_text()
+
+
+def drawn(figure: go.Figure | None, alternative: str, *, wide: bool = False) -> tuple[Drawing, ...]:
+    """The figure for the page, with its alternative text; nothing without one.
+
+    One with panels side by side, or `wide`, keeps its width on a narrow page and is scrolled.
+    """
+    if figure is None:
+        return ()
+    if figure.layout.margin.t is None:  # else it holds a note above the panels
+        figure.update_layout(margin={"t": 32})
+    height = int(figure.layout.height or _HEIGHT)
+    figure.update_layout(**_LAYOUT, height=height)
+    figure.update_xaxes(**_GRID)
+    figure.update_yaxes(**_GRID)
+    beside = any(axis.domain and axis.domain[1] - axis.domain[0] < 0.9 for axis in figure.select_xaxes())
+    data = escaped(figure.to_json())
+    return (Drawing(data=data, alternative=alternative, height=height, wide=wide or beside),)
+
+
+def escaped(json: str) -> str:
+    """JSON that can't end the element `script` which it stands in: these signs stand in its strings alone."""
+    return json.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def as_table(table: pd.DataFrame | None) -> str | None:
+    """The table as markup, of a long one its first rows; pandas escapes what it holds."""
+    if table is None or table.empty:
+        return None
+    if len(table) > MAX_ROWS:
+        return f"{as_table(table.head(MAX_ROWS))}<p>{MAX_ROWS:,} of {len(table):,} rows</p>"
+    whole = [name for name, column in table.items() if pd.api.types.is_integer_dtype(column)]
+    markup = str(
+        table.to_html(
+            index=False,
+            border=0,
+            na_rep="–",
+            float_format=lambda value: f"{value:.4g}",
+            formatters=dict.fromkeys(whole, lambda value: f"{value:,}"),
+        )
+    )
+    return markup.replace(' style="text-align: right;"', "")  # the page's style says so
+
+
+def grouped(sections: list[Section]) -> Iterator[tuple[str, list[Section]]]:
+    """The groups in order of appearance, each with its sections."""
+    for group in dict.fromkeys(section.group for section in sections):
+        yield group, [section for section in sections if section.group == group]
+
+
+def moment(stamp: str) -> str:
+    """A time of the ledger as people write it, to the second."""
+    return f"{stamp[:10]} {stamp[11:19]} UTC"
+
+
+def count(value: float) -> str:
+    """A large number in a few characters: 1.31 M, 3.6e+12 beyond the names."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if unit <= value < 1000 * unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.3g}"

@@ -1,0 +1,1 @@
+"""From a law to a decision: size, tokens, hyperparameters, forecast, cost, and the gate before it."""

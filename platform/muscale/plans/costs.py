@@ -1,0 +1,60 @@
+"""What each stage would cost at most, from the study file alone: the dry run before anything is spent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pandas as pd
+
+from muscale.proxies import ablation, ladder, transfer
+from muscale.search.sweep import budget, trial_plan
+from muscale.settings.config import StudyConfig
+from muscale.store.lineage import Chain
+from proxy_models.numerics import Numerics
+
+
+def estimate(config: StudyConfig) -> pd.DataFrame:
+    """A row for each stage that trains: runs, tokens and compute in FLOPs (6·N·D), shared stems counted once.
+
+    For the sweep it is the bound without early stopping, with every branch and repetition.
+    """
+    h, model = config.hyperparameters, config.model
+    numerics = Numerics(
+        model=model,
+        base=model,
+        corpus_key="",
+        seed=0,
+        evaluation_tokens=config.corpus.evaluation_tokens,
+        stages_by_fraction=config.corpus.stages_by_fraction,
+    )
+    sweep_tokens = budget(config, trial_plan(config, numerics)).most_tokens
+    rows: list[tuple[str, int, Any, float]] = [
+        ("sweep", config.sweep.trials, sweep_tokens, 6.0 * model.n_params * sweep_tokens)
+    ]
+    grid = [job.chain for job in transfer.jobs(transfer.members(config, numerics, h))]
+    rows.append(("transfer", len(grid), *_trained(grid)))
+    steps = []
+    for stem, seed in product(config.ladder.stems, config.ladder.seeds):
+        member = replace(numerics, model=stem.of(config.family), seed=seed)
+        lengths = ladder.stem_lengths(stem)
+        jobs = ladder.branches(member, h, lengths, tuned_at=stem.n_tokens, purpose="ladder", label="")
+        steps += [job.chain for job in jobs]
+    rows.append(("ladder", len(steps), *_trained(steps)))
+    swapped = [variant.job.chain for variant in ablation.variants(config.ablate, numerics, h, config.sweep.n_tokens)]
+    rows.append(("ablate", len(swapped), *_trained(swapped)))
+    rows.append(("promote", 1, pd.NA, config.plan.budget.compute_flops))  # how it is spent is the plan's to say
+    return pd.DataFrame(rows, columns=["stage", "runs", "n_tokens", "compute_flops"]).astype({"n_tokens": "Int64"})
+
+
+def _trained(chains: list[Chain]) -> tuple[int, float]:
+    """Tokens and FLOPs trained, what runs share counted once."""
+    lines: dict[str, tuple[int, int]] = {}  # tokens of the longest segment on each, and N
+    for chain in chains:
+        part: Chain | None = chain
+        while part:
+            tokens = max(part.last.end - part.last.start, lines.get(part.line, (0, 0))[0])
+            lines[part.line] = tokens, part.numerics.model.n_params
+            part = part.parent
+    return sum(tokens for tokens, _ in lines.values()), sum(6.0 * n * tokens for tokens, n in lines.values())

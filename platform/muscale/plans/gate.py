@@ -1,0 +1,334 @@
+"""What has to hold before a full run is paid for: a line each, with what was compared and, where it does not hold, what to do.
+
+The checks take plain values; `muscale.full_runs.prospect` finds these for a study.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from muscale.errors import StageError
+from muscale.plans.carried import Carried
+from muscale.settings.parallelism import Parallelism
+from muscale.store.ledger import Ledger, find, now
+from proxy_models.memory import MemoryEstimate
+from scaling.presentation import Result
+from search_spaces import Transfer
+
+if TYPE_CHECKING:
+    from proxy_models.coordinate_check import CoordinateCheck
+
+RECORD = "gate"
+"""Stage of the ledger's results: every gate that a launch went through."""
+MEMORY_SHARE = 0.85
+"""Of a device's memory that the estimate may fill: the allocator's and the communication's buffers need the rest (assumed)."""
+Status = Literal["passed", "failed", "unknown"]
+_WIDTH = 132
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateLine:
+    """One condition.
+
+    Attributes:
+        name: Of the condition.
+        status: "unknown" where it can't be told here; that holds nothing up.
+        compared: What was held against what.
+        advice: What to do; where it passed, empty or what would be better.
+    """
+
+    name: str
+    status: Status
+    compared: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Result):
+    """All conditions of one launch."""
+
+    plan: str
+    lines: tuple[GateLine, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no line failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the lines that did."""
+        return tuple(line.name for line in self.lines if line.status == "failed")
+
+    def require(self, *, force: bool) -> None:
+        """Let the launch go on.
+
+        Raises:
+            StageError: If a line failed, and the promotion is not forced.
+        """
+        if force or self.passed:
+            return
+        told = "\n".join(
+            f"{line.name}: {line.compared}; {line.advice}" for line in self.lines if line.status == "failed"
+        )
+        raise StageError(
+            f"promote: the gate is closed:\n{textwrap.indent(told, '  ')}\nor go through with --force, which the ledger keeps"
+        )
+
+    def record(self, ledger: Ledger) -> None:
+        """Keep it for ever."""
+        ledger.record_result(RECORD, f"{self.plan} {now()}", self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"plan": self.plan, "passed": self.passed, "lines": [asdict(line) for line in self.lines]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(plan=values["plan"], lines=tuple(GateLine(**line) for line in values["lines"]))
+
+    def __str__(self) -> str:
+        """A row for each line, and below a failed or unknown one what to do."""
+        counts = [
+            f"{sum(line.status == status for line in self.lines)} {status}"
+            for status in ("passed", "failed", "unknown")
+        ]
+        rows = [f"gate {'open' if self.passed else 'CLOSED'}: {', '.join(counts)}"]
+        for line in self.lines:
+            status = "FAILED" if line.status == "failed" else line.status
+            rows += _row(f"  {status:<9}{line.name:<18}", line.compared)
+            if line.advice:
+                rows += _row(f"  {'':<9}{'':<18}→ ", line.advice)
+        return "\n".join(rows)
+
+
+def forced_lines(ledger: Ledger, plan: str) -> tuple[str, ...]:
+    """Names of the lines that any launch of a plan was forced past, in order."""
+    rows = ledger.read(find, "results", {"stage": RECORD}, ["created_at"])
+    gates = [Gate.from_dict(row["payload"]) for row in rows if row["payload"]["plan"] == plan]
+    return tuple(dict.fromkeys(name for gate in gates for name in gate.failed))
+
+
+def transfer_line(verdict: str, reasons: Sequence[str], options: str = "") -> GateLine:
+    """Whether the transfer check passed; `options` are what its verdict says to run."""
+    told = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
+    remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
+    advice = {
+        "pass": "",
+        "fail": "what was tuned small does not hold when large: mend the parametrization, or narrow what is carried",
+    }.get(verdict, f"settle it{remedy}")
+    return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=told, advice=advice)
+
+
+def check_line(check: CoordinateCheck | None) -> GateLine:
+    """Whether the family passed its coordinate check; None: it was not made yet."""
+    name = "coordinate check"
+    if check is None:
+        return GateLine(name=name, status="unknown", compared="not made yet", advice="run `muscale check`")
+    compared = str(check).splitlines()[0].removeprefix("coordinate check ")
+    if check.passed:
+        return GateLine(name=name, status="passed", compared=compared)
+    return GateLine(
+        name=name,
+        status="failed",
+        compared=compared,
+        advice="`muscale check` names the modules; nothing tuned small would hold at full size",
+    )
+
+
+def require_check(check: CoordinateCheck, *, force: bool) -> None:
+    """Let a family pass whose coordinate check did, before there is a plan.
+
+    Raises:
+        StageError: If it failed, and the promotion is not forced.
+    """
+    Gate(plan="", lines=(check_line(check),)).require(force=force)
+
+
+def data_line(
+    planned: Mapping[str, str] | None, found: Mapping[str, str], changed: Sequence[str] | None, n_bytes: int
+) -> GateLine:
+    """Whether the corpus is the one that the plan was made from.
+
+    Args:
+        planned: Hashes of "corpus" and "tokenizer" that the plan keeps; None in an old plan.
+        found: The same of the corpus that the run would read.
+        changed: Its files that do not hold the hashes of its manifest; None where they were too large to be hashed.
+        n_bytes: Of its files.
+    """
+    told = ", ".join(f"{name} {value}" for name, value in found.items())
+    if planned is None:
+        return GateLine(
+            name="data",
+            status="unknown",
+            compared=f"{told} here, the plan was made before plans kept their corpus",
+            advice="compare by eye with the report of the study",
+        )
+    differing = [
+        f"{name} {planned[name]} planned, {found.get(name)} here"
+        for name in planned
+        if planned[name] != found.get(name)
+    ]
+    if differing:
+        return GateLine(
+            name="data",
+            status="failed",
+            compared="; ".join(differing),
+            advice="put the planned corpus back in its place, or plan anew on this one: its law is another",
+        )
+    if changed:
+        return GateLine(
+            name="data",
+            status="failed",
+            compared=f"{', '.join(changed)} not as hashed when the corpus was written",
+            advice="remove the corpus folder, so that it is written again from its source",
+        )
+    if changed is None:
+        return GateLine(
+            name="data",
+            status="unknown",
+            compared=f"{told} in the manifest as planned; {n_bytes / 1e9:.3g} GB of tokens were not hashed again",
+            advice="hold sha256sum of the token files against the manifest where storage is in doubt",
+        )
+    return GateLine(name="data", status="passed", compared=f"{told}, {n_bytes / 1e9:.3g} GB hashed again")
+
+
+def carried_line(carried: Iterable[Carried]) -> GateLine:
+    """Whether nothing came from a smaller model that no rule carries."""
+    name, every = "carried over", list(carried)
+    if not every:
+        return GateLine(
+            name=name,
+            status="unknown",
+            compared="the plan was made before plans kept where values are from",
+            advice="run `muscale plan` again",
+        )
+    silent = [one for one in every if one.is_silent]
+    if silent:
+        told = [f"{one.name} = {one.value} from {one.source}" for one in silent]
+        first = silent[0].name
+        return GateLine(
+            name=name,
+            status="failed",
+            compared=f"{', '.join(told)}: nothing says that {'it holds' if len(told) == 1 else 'they hold'} at another size",
+            advice=f"state it: muscale plan --set plan.explicit.{first}=VALUE",
+        )
+    stated = [f"{one.name} = {one.value}" for one in every if "explicit" in one.rules]
+    same = [
+        f"{one.name} = {one.value}"
+        for one in every
+        if one.transfer is Transfer.NEVER and one.value and f"{one.name} = {one.value}" not in stated
+    ]
+    parts = [f"{len(every) - len(stated) - len(same)} by rule or fixed"]
+    parts += [f"explicit: {', '.join(stated)}"] if stated else []
+    parts += [f"the study file's at every size: {', '.join(same)}"] if same else []
+    return GateLine(name=name, status="passed", compared="; ".join(parts))
+
+
+def memory_line(
+    estimate: MemoryEstimate, *, memory_bytes: float | None, device: str, workers_on_it: int = 1
+) -> GateLine:
+    """Whether the estimate fits.
+
+    Args:
+        estimate: Of one worker.
+        memory_bytes: Of the device; None where it is not known.
+        device: Its name.
+        workers_on_it: That share it.
+    """
+    needed = estimate.total * workers_on_it
+    told = f"{needed / 2**30:.3g} GiB estimated" + (
+        f" for {workers_on_it} workers" if workers_on_it > 1 else " a device"
+    )
+    if memory_bytes is None:
+        return GateLine(
+            name="memory",
+            status="unknown",
+            compared=f"{told}, {device} of unknown memory",
+            advice="name the device, plan.accelerator, or try it with `muscale promote --rehearse`",
+        )
+    compared = f"{told}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
+    if needed <= MEMORY_SHARE * memory_bytes:
+        return GateLine(name="memory", status="passed", compared=compared)
+    largest = max(
+        ("parameters", "gradients", "optimizer", "activations", "gathered"), key=lambda part: getattr(estimate, part)
+    )
+    remedy = {
+        "activations": "a smaller micro-batch or activation checkpointing",
+        "gathered": "devices with more memory",
+    }.get(largest, "more workers to cut the state over")
+    return GateLine(
+        name="memory",
+        status="failed",
+        compared=compared,
+        advice=f"most of it are {largest}, {getattr(estimate, largest) / 2**30:.3g} GiB: take {remedy}, or devices with more memory",
+    )
+
+
+def layout_line(
+    shared: Mapping[str, int],
+    *,
+    sequences: int,
+    workers: int,
+    parallelism: Parallelism,
+) -> GateLine:
+    """Whether the workers form the layout, its products can be shared, and every share of a batch has a sequence.
+
+    Shares that differ by a sequence are only told: they change no loss, but the ranks of the smaller ones wait.
+
+    Args:
+        shared: Sizes that `tensor_parallel` workers share, by what they are: heads, d_ff, ….
+        sequences: Of the smallest batch.
+        workers: In all.
+        parallelism: How they are laid out.
+    """
+    tensor = parallelism.tensor_parallel
+    problems, advice = list(parallelism.unfit(workers, sequences=sequences)), []
+    divisors = [
+        n * tensor for n in range(1, sequences + 1) if sequences % n == 0 and not any(parallelism.unfit(n * tensor))
+    ]
+    near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
+    if problems:
+        advice.append(f"take {near} workers, or another batch" if near else "take another batch, or another layout")
+    odd = [f"{size} {what} over {tensor}" for what, size in shared.items() if size % tensor]
+    if odd:
+        problems += odd
+        advice.append("take a tensor_parallel that divides them, or another size: plan.compute_flops decides it")
+    if problems:
+        return GateLine(
+            name="layout",
+            status="failed",
+            compared=f"can't be laid out: {'; '.join(problems)}",
+            advice="; ".join(advice),
+        )
+    shares = workers // tensor
+    least, more = divmod(sequences, shares)
+    told = f"{sequences} sequences over {shares} workers" + (f" × {tensor}" if tensor > 1 else "")
+    parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
+    if more:
+        waits = 1 - sequences / (shares * (least + 1))
+        told += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
+        advice.append(f"{near} workers would share it evenly")
+    return GateLine(name="layout", status="passed", compared=", ".join([told, *parts]), advice="; ".join(advice))
+
+
+def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:
+    """Whether checkpoints fit: `needed` bytes for `kept` of them, the one that is being written among them."""
+    compared = f"{needed / 2**30:.3g} GiB for {kept} checkpoints, {free / 2**30:.4g} GiB free in {place}"
+    if needed <= free:
+        return GateLine(name="disk", status="passed", compared=compared)
+    return GateLine(
+        name="disk",
+        status="failed",
+        compared=compared,
+        advice="make room there, or keep the study on a larger disk; `muscale gc` removes states that nothing goes on from",
+    )
+
+
+def _row(head: str, text: str) -> list[str]:
+    """A text beside its head, folded."""
+    return textwrap.wrap(head + text, _WIDTH, subsequent_indent=" " * 29, drop_whitespace=True, break_long_words=False)

@@ -1,0 +1,182 @@
+"""A plan for another framework: the value of every tensor's hyperparameters at the target shape, and the schedule, as JSON and CSV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from muscale.plans.planning import Plan
+from muscale.store.lineage import segment_to_dict
+from proxy_models.decoder import Decoder
+from proxy_models.numerics import Numerics
+from proxy_models.optimizer import make_optimizer
+from proxy_models.parametrization import ForwardMultipliers, TensorClass
+from proxy_models.recipe import Recipe
+
+_MOST_ROWS = 10_000  # of the schedule's table
+_BRANCH_ENDS = ("attention.output", "mlp.down")
+_README = """\
+# Plan {key} for another framework
+
+{n_params:,} parameters without the embedding table, {n_tokens:,} tokens, {n_steps:,} steps. Forecast {loss:.4f} nats per token,
+{level:.0%} interval [{low:.4f}, {high:.4f}].
+
+`plan.json` has everything, the CSV files the tables. All values are absolute: nothing is to be scaled by width or depth again, so
+leave the framework's own muP switches off.
+
+## tensors.csv
+
+| column | meaning |
+| --- | --- |
+| from_tokens | the row holds from here on; more than one value where stages or a swap of the optimizer change the recipe |
+| name, shape | as in this project's decoder; linear weights are (out, in) |
+| tensor_class | embedding, hidden, readout, norms, biases: what the rules distinguish |
+| init_mean, init_std | initial values are normal with these; a standard deviation of 0 is a constant |
+| learning_rate | at schedule factor 1: Megatron's `lr_mult` times `lr`, a parameter group's `lr` in torchtitan |
+| multiplier | of the layer's output: `embedding`, `readout` (logits), `attention.output` and `mlp.down` (residual branch) |
+| weight_decay | decoupled, as in torch.optim.AdamW: each step takes rate · decay · weight off |
+| eps | of Adam's denominator; empty for an optimizer without |
+| optimizer | of this tensor |
+
+`forward_multipliers` of plan.json has the four of them. The attention logits are (query · key) × `attention`, in place of
+1/sqrt(head_dim). A tied table is multiplied by `embedding` where it embeds and by `readout` where it reads out. Learned positions are
+added after the token embedding was multiplied. Gradients are clipped to a global norm of `clip_norm`.
+
+## schedule.csv
+
+| column | meaning |
+| --- | --- |
+| step | from 0 |
+| tokens | seen before the step |
+| batch_tokens | of the step, over all devices |
+| rate_factor | times every tensor's `learning_rate` |
+
+{thinned}
+## Afterwards
+
+`muscale observe study.toml losses.csv` holds the run against the forecast: columns `tokens` or `step`, and `loss`, on the held-out
+text of the study, in nats per token of its tokenizer.
+"""
+
+
+def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
+    """Write plan.json, tensors.csv, schedule.csv and a README into a folder, and return it.
+
+    Args:
+        plan: Registered.
+        numerics: The study's, for the parametrization.
+        folder: Created if it is not there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, schedule = tensor_table(plan, numerics), schedule_table(plan)
+    recipe, last = plan.segments[0].recipe, plan.segments[-1]
+    n_steps = last.recipe.ramp.n_steps(plan.n_tokens)
+    whole = {
+        "plan": plan.to_dict(),
+        "n_steps": n_steps,
+        "forward_multipliers": asdict(_multipliers(plan, numerics, recipe)),
+        "clip_norm": recipe.clip_norm,
+        "betas": [recipe.beta1, recipe.beta2],
+        "segments": [segment_to_dict(segment) for segment in plan.segments],
+        "tensors": json.loads(tensors.to_json(orient="records", double_precision=15)),
+        "schedule": json.loads(schedule.to_json(orient="records", double_precision=15)),
+    }
+    forecast = plan.forecast
+    thinned = (
+        ""
+        if len(schedule) == n_steps
+        else f"It has {len(schedule):,} of the {n_steps:,} steps; in between, `segments` of plan.json has the phases as formulas.\n"
+    )
+    readme = _README.format(
+        key=plan.key,
+        n_params=plan.n_params,
+        n_tokens=plan.n_tokens,
+        n_steps=n_steps,
+        thinned=thinned,
+        **{name: getattr(forecast, name) for name in ("loss", "level", "low", "high")},
+    )
+    tensors.to_csv(folder / "tensors.csv", index=False)
+    schedule.to_csv(folder / "schedule.csv", index=False)
+    (folder / "plan.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (folder / "README.md").write_text(readme)
+    return folder
+
+
+def tensor_table(plan: Plan, numerics: Numerics) -> pd.DataFrame:
+    """A row for each tensor, and again from where the recipe changes on: the columns that the README lists."""
+    rows, before = [], None
+    for segment in plan.segments:
+        if segment.recipe != before:
+            rows += [{"from_tokens": segment.start, **row} for row in _tensors(plan, numerics, segment.recipe)]
+        before = segment.recipe
+    return pd.DataFrame(rows)
+
+
+def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Of one recipe; rates, decays and eps are those of the optimizer itself, on a model without memory."""
+    parametrization = _own(plan, numerics).parametrization(recipe.optimizer)
+    with torch.device("meta"):
+        model = Decoder(plan.model)
+    optimizer = make_optimizer(model, parametrization, recipe)
+    groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
+    multipliers = _multipliers(plan, numerics, recipe)
+    for name, tensor in model.named_parameters():
+        rule, group = parametrization.rules[name], groups[id(tensor)]
+        zero = recipe.zero_readout and rule.tensor_class is TensorClass.READOUT
+        yield {
+            "name": name,
+            "shape": "x".join(map(str, tensor.shape)),
+            "tensor_class": rule.tensor_class.value,
+            "init_mean": rule.init_mean,
+            "init_std": 0.0 if zero else recipe.init_scale * rule.init_std,
+            "learning_rate": group["peak_lr"],
+            "multiplier": _multiplier(name, multipliers),
+            "weight_decay": group["weight_decay"],
+            "eps": group.get("eps"),
+            "optimizer": "adamw" if recipe.optimizer == "muon" and not group["orthogonal"] else recipe.optimizer,
+        }
+
+
+def _own(plan: Plan, numerics: Numerics) -> Numerics:
+    return plan.chain(numerics).numerics
+
+
+def _multipliers(plan: Plan, numerics: Numerics, recipe: Recipe) -> ForwardMultipliers:
+    """Those of the forward pass, with the tuned ones."""
+    return (
+        _own(plan, numerics)
+        .parametrization(recipe.optimizer)
+        .multipliers.tuned(
+            embedding=recipe.embedding_multiplier,
+            readout=recipe.output_multiplier,
+            attention=recipe.attention_multiplier,
+        )
+    )
+
+
+def _multiplier(name: str, multipliers: ForwardMultipliers) -> float:
+    """What the output of a tensor's layer is multiplied by."""
+    if name == "embedding.weight":
+        return multipliers.embedding
+    if name == "readout.weight":
+        return multipliers.readout
+    return multipliers.branch if name.rsplit(".", 1)[0].endswith(_BRANCH_ENDS) else 1.0
+
+
+def schedule_table(plan: Plan) -> pd.DataFrame:
+    """step, tokens, batch_tokens, rate_factor; every step, or of a long run evenly so many, and the ends of segments."""
+    n_steps = plan.segments[0].recipe.ramp.n_steps(plan.n_tokens)
+    every = max(1, n_steps // _MOST_ROWS)
+    rows, step = [], 0
+    for segment in plan.segments:
+        for tokens, batch in segment.steps():
+            if step % every == 0 or tokens == segment.start or tokens + batch == segment.end:
+                rows.append((step, tokens, batch, segment.rate_factor(tokens)))
+            step += 1
+    return pd.DataFrame(rows, columns=["step", "tokens", "batch_tokens", "rate_factor"])

@@ -1,0 +1,316 @@
+"""The plan as a file that people read, compare and hand on: TOML, its hash in the ledger beside the registered forecast.
+
+What a run computes is the ledger's to say: a value that was changed in the file is refused by its name. Only [resources] may be
+edited, as it says what a run is made on and not what it is. Comments, order and white space may change too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import tomlkit
+from tomlkit.items import Table
+
+from muscale.errors import StageError
+from muscale.layout import PLANS
+from muscale.plain import told_unreadable
+from muscale.plans.planning import Plan, told_decision
+from muscale.settings.config import ResourceSettings, StudyConfig
+from muscale.settings.contradictions import contradictions
+from muscale.settings.promote import PromoteSettings
+from muscale.settings.strict import StrictTable, lists_to_tuples, shown
+from muscale.settings.toml_file import read_toml
+from muscale.store.ledger import Ledger, find
+from proxy_models.whole_file import whole_file
+
+RECORD = "plan_file"
+"""Stage of the ledger's results, by hash: the plan's key and what the file said."""
+EDITABLE = "resources"
+SPIKE_KEYS = ("on_spike", "spike_threshold", "max_interventions", "spike_margin_tokens", "rewarm_tokens")
+_OF_THE_RUN = ("precision", "seed", *SPIKE_KEYS)  # of [promote]: they change what is computed
+_OF_SEARCHES = ("workers",)  # of [resources] of the study file
+_TITLES = {
+    "run": "What is trained. N leaves the embedding table out, compute is 6·N·D.",
+    "data": "Hashes of the corpus and of its tokenizer; promotion compares them.",
+    "model": "The full-size shape.",
+    "hyperparameters": "At the base shape, which the parametrization carries to the model above; rules: what took each value here.\n"
+    "To state one for this run alone: muscale plan --set plan.explicit.NAME=VALUE, which makes another plan.",
+    EDITABLE: "What it is trained on. This table may be edited; a key that is taken out has the value that was written.",
+    "cost": "As reckoned when the file was written; prices are assumed unless the study file states them.",
+    "forecast": "Of the final annealed validation loss, as registered. Where the loss along the run is forecast too, `along` has\n"
+    "its points: tokens, loss, low, high.",
+    "decision": "Why this size.",
+}
+_Contents = dict[str, Any]
+
+
+def path_of(directory: Path, key: str) -> Path:
+    """Where the file of a plan lies in a study's directory."""
+    return directory / PLANS / f"{key}.toml"
+
+
+def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, float]] = ()) -> _Contents:
+    """What the file says, as plain values; what is None is left out, as TOML has no such thing.
+
+    Args:
+        plan: As registered.
+        config: Says what it would be trained on.
+        along: The forecast along the run: rows of `tokens`, `loss`, `low` and `high`.
+    """
+    decision = plan.decision or {}
+    forecast = {name: value for name, value in plan.forecast.to_dict().items() if name not in ("n_params", "n_tokens")}
+    hyperparameters = {
+        one.name: {
+            "value": one.value,
+            "rules": list(one.rules),
+            "source": one.source,
+            "told": plan.rules.get(one.name),
+        }
+        for one in plan.carried
+    }
+    tables = {
+        "plan": plan.key,
+        "study": config.name,
+        "registered_at": plan.registered_at,
+        "run": {
+            **{name: getattr(plan, name) for name in ("n_tokens", "seed", "precision", "n_params", "compute_flops")},
+            "compute_optimal_n_params": plan.wanted_n_params,
+            **{name: getattr(config.promote, name) for name in SPIKE_KEYS},
+        },
+        "data": plan.data,
+        "model": plan.model.to_dict(),
+        "hyperparameters": hyperparameters,
+        EDITABLE: _resources(config),
+        "cost": {name: decision.get(name) for name in ("budget", "cost", "gpu_hours", "dollars", "days")}
+        | {"accelerator": config.plan.accelerator, "n_devices": config.plan.n_devices},
+        "forecast": forecast | ({"along": [dict(point) for point in along]} if along else {}),
+        "decision": {"told": told_decision(plan.decision)},
+    }
+    plain: _Contents = _without_none(json.loads(json.dumps(tables)))
+    return plain
+
+
+def text(values: _Contents) -> str:
+    """The file: `contents` with comments."""
+    head = [
+        f"# The full run of study {values['study']}, written by `muscale plan`.",
+        "# `muscale promote study.toml --plan THIS_FILE` trains it, --dry-run shows what it would do.",
+        "# A value that is edited outside [resources] is refused.",
+        "",
+    ]
+    parts = ["\n".join(head) + tomlkit.dumps({name: v for name, v in values.items() if not isinstance(v, dict)})]
+    for name, value in values.items():
+        if isinstance(value, dict):
+            title = "".join(f"# {line}\n" for line in _TITLES[name].splitlines())
+            parts.append(title + tomlkit.dumps({name: _table(value)}))
+    return "\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Mapping[str, float]] = ()) -> Path:
+    """Write the plan's file into the study's directory, its hash into the ledger; one that stands there is brought up to date.
+
+    Args:
+        plan: Registered.
+        config: The study's.
+        ledger: The study's.
+        along: See `contents`.
+
+    Raises:
+        StageError: If the file that stands there was edited by hand.
+    """
+    path = path_of(ledger.directory, plan.key)
+    if path.exists():
+        standing, written = _read(path), _written(ledger, plan.key)
+        if ledger.result(RECORD, hash_of(standing)) is None:
+            promote_it = f"promote it with --plan {path}, or " if _origin(standing, written) else ""
+            raise StageError(
+                f"{path}: {_first_edit(standing, written)}; {promote_it}remove it to have it written anew from the study file"
+            )
+    values = contents(plan, config, along=along)
+    content = text(values)
+    # Recorded before it stands there: a file without a record is one that was edited.
+    ledger.record_result(RECORD, hash_of(values), {"plan": plan.key, "contents": values})
+    path.parent.mkdir(exist_ok=True)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(content)
+    return path
+
+
+def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyConfig]:
+    """The registered plan of a file, and the study's settings with the file's [resources].
+
+    Raises:
+        StageError: If the file can't be read, its plan is not registered in this study, or a key was edited that may not be.
+    """
+    found = _read(path)
+    key = found.get("plan")
+    registered = ledger.forecast(key) if isinstance(key, str) else None
+    if registered is None:
+        raise StageError(
+            f"{path}: plan: must be one that this study registered, got {shown(key)}; `muscale plan` writes such a file"
+        )
+    written = _written(ledger, registered["plan"])
+    origin = _origin(found, written)
+    if origin is None:
+        raise StageError(f"{path}: {_first_edit(found, written)}")
+    plan = Plan.from_dict(registered["payload"])
+    of_run = _of_the_run(origin, plan)
+    table = _table_of(found, path)
+    for name, value in of_run.items():
+        if name in table and table[name] != value:
+            raise StageError(
+                f"{path}: {EDITABLE}.{name} was edited: {_shown(value)} in the ledger, {_shown(table[name])} in the file; it "
+                f"changes what is computed, so another value is another plan, made by `muscale plan --set promote.{name}=…`"
+            )
+    own = _with_resources(config, {**origin[EDITABLE], **table, **of_run}, path)
+    return replace(plan, registered_at=registered["registered_at"]), own
+
+
+def hash_of(values: _Contents) -> str:
+    """SHA-256 of a file's values, whatever their order and its comments."""
+    return hashlib.sha256(_canonical(values).encode()).hexdigest()
+
+
+def first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any, Any] | None:
+    """Key, our value and theirs of the first value that is not exactly the same; None for one that is not there."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        pairs = [(str(key), ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(ours, theirs))]
+    else:
+        return None if _canonical(ours) == _canonical(theirs) else (place, ours, theirs)
+    found = (first_difference(a, b, f"{place}.{name}" if place else name) for name, a, b in pairs)
+    return next(filter(None, found), None)
+
+
+def _origin(found: _Contents, written: Sequence[_Contents]) -> _Contents | None:
+    """What was written and differs in nothing that may not be edited."""
+    return next((known for known in written if hash_of(_fixed(known)) == hash_of(_fixed(found))), None)
+
+
+def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
+    """The key that was edited, in words."""
+    if not written:
+        return "the ledger has no file of this plan; run `muscale plan` to write one"
+    origin = _origin(found, written)
+    pair = (_fixed(written[0]), _fixed(found)) if origin is None else (origin, found)
+    key, was, now = first_difference(*pair) or ("nothing", None, None)
+    told = f"{key} was edited: {_shown(was)} in the ledger, {_shown(now)} in the file"
+    table, _, name = key.partition(".")
+    if table == EDITABLE:
+        return told
+    if table == "hyperparameters":
+        return f"{told}; state it with `muscale plan --set plan.explicit.{name.partition('.')[0]}=…`, which makes another plan"
+    return f"{told}; only [{EDITABLE}] may be edited, another value is another plan, made by `muscale plan --set`"
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else _canonical(value)
+
+
+def _canonical(value: Any) -> str:
+    """JSON; a date, which only an edit can have brought in, as a string."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _written(ledger: Ledger, key: str) -> list[_Contents]:
+    """What files of a plan said when they were written, the newest first."""
+    rows = ledger.read(find, "results", {"stage": RECORD}, ["-created_at"])
+    return [row["payload"]["contents"] for row in rows if row["payload"]["plan"] == key]
+
+
+def _read(path: Path) -> _Contents:
+    try:
+        return read_toml(path)
+    except FileNotFoundError as error:
+        raise StageError(f"{path}: no such file; `muscale plan` writes one and says where") from error
+    except OSError as error:
+        raise StageError(f"{path}: {told_unreadable(error)}") from error
+    except ValueError as error:
+        raise StageError(f"{path}: {error}") from error
+
+
+def _fixed(values: _Contents) -> _Contents:
+    return {name: value for name, value in values.items() if name != EDITABLE}
+
+
+def _of_the_run(origin: _Contents, plan: Plan) -> _Contents:
+    """The settings of [promote] that are the run's; files from before these were had those about spikes in [resources]."""
+    known = {**origin[EDITABLE], **origin["run"], "precision": plan.precision, "seed": plan.seed}
+    return {name: known[name] for name in _OF_THE_RUN if name in known}
+
+
+def _table_of(found: _Contents, path: Path) -> _Contents:
+    table = found.get(EDITABLE, {})
+    if not isinstance(table, dict):
+        raise StageError(f"{path}: {EDITABLE}: must be a table, got {shown(table)}")
+    return table
+
+
+def _resources(config: StudyConfig) -> _Contents:
+    """[resources] of the file: of [promote] and [resources] of the study file what changes no result."""
+    promote = {name: v for name, v in config.promote.model_dump(mode="json").items() if name not in _OF_THE_RUN}
+    return promote | {
+        name: v for name, v in config.resources.model_dump(mode="json").items() if name not in _OF_SEARCHES
+    }
+
+
+def _with_resources(config: StudyConfig, table: _Contents, path: Path) -> StudyConfig:
+    own = {name for name in ResourceSettings.model_fields if name not in _OF_SEARCHES}
+    given = {name: value for name, value in table.items() if name in own}
+    launch = {name: value for name, value in table.items() if name not in own}
+    promote = _settings(PromoteSettings, launch, path)
+    resources = _settings(ResourceSettings, {**given, "workers": config.resources.workers}, path)
+    changed = config.model_copy(update={"promote": promote, "resources": resources})
+    problems = set(contradictions(changed)) - set(contradictions(config))
+    if problems:
+        raise StageError(
+            "\n".join(f"{path}: {problem.replace('promote.', f'{EDITABLE}.', 1)}" for problem in sorted(problems))
+        )
+    return changed
+
+
+def _settings(kind: type[StrictTable], values: _Contents, path: Path) -> Any:
+    try:
+        return kind(**lists_to_tuples(values))
+    except pydantic.ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(map(str, (EDITABLE, *detail["loc"])))
+        if detail["type"] == "extra_forbidden":
+            raise StageError(f"{path}: {key}: unknown key (value {shown(detail['input'])})") from error
+        raise StageError(
+            f"{path}: {key}: {detail['msg'].removeprefix('Value error, ')}, got {shown(detail['input'])}"
+        ) from error
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(entry) for name, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _table(values: _Contents) -> Table:
+    """A table with one line for each key, tables in it on their line, lists of them a line for each."""
+    table = tomlkit.table()
+    for name, value in values.items():
+        table.add(name, _inline(value))
+    return table
+
+
+def _inline(value: Any) -> Any:
+    if isinstance(value, dict):
+        inline = tomlkit.inline_table()
+        inline.update({name: _inline(entry) for name, entry in value.items()})
+        return inline
+    if isinstance(value, list):
+        array = tomlkit.array()
+        array.extend(_inline(entry) for entry in value)
+        return array.multiline(any(isinstance(entry, dict) or len(str(entry)) > 30 for entry in value))
+    return tomlkit.item(value)

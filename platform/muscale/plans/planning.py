@@ -1,0 +1,352 @@
+"""The plan of the full run: size, tokens, transferred hyperparameters, and the forecast that is registered before it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from muscale.plans.carried import Carried, carried
+from muscale.plans.sizing import size_for
+from muscale.proxies.ladder import tuned_for
+from muscale.settings.config import StudyConfig
+from muscale.settings.explicit import REGULARIZERS, model_with_explicit, with_explicit
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain, input_key
+from muscale.store.tables import forecasts
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import Corpus
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.mixture import MAX_EPOCHS
+from proxy_models.numerics import Numerics, Precision
+from proxy_models.segments import Segment, chain
+from proxy_models.stages import Stage
+from scaling import Decision, Forecast, HorizonLaw, ScalingFit
+from scaling.presentation import Result
+
+FOLLOWED = 8.0
+"""Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
+octaves off (measured, widths 32 and 64)."""
+_PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
+_TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Result):
+    """What promotion takes.
+
+    Attributes:
+        key: Hash of everything the plan was made from.
+        model: The full-size shape.
+        n_tokens: Training tokens D.
+        seed: Of the initial values and the data order.
+        precision: Of the training.
+        hyperparameters: At the base shape; the parametrization carries them to `model`.
+        rules: For each tuned hyperparameter, the rule that carried it.
+        wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
+            family that does best.
+        forecast: Of the final annealed validation loss.
+        decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words; None in a plan
+            that was registered before plans kept it.
+        registered_at: When the forecast was written to the ledger; None before.
+        carried: Every hyperparameter with its rules and its source; empty in a plan from before plans kept it.
+        data: Hashes of the `corpus` and of its `tokenizer`; None in such a plan, and in one without a corpus.
+    """
+
+    key: str
+    model: ModelConfig
+    n_tokens: int
+    seed: int
+    precision: Precision
+    hyperparameters: Hyperparameters
+    rules: dict[str, str]
+    wanted_n_params: float
+    forecast: Forecast
+    decision: dict[str, Any] | None = None
+    registered_at: str | None = None
+    carried: tuple[Carried, ...] = ()
+    data: dict[str, str] | None = None
+
+    @property
+    def n_params(self) -> int:
+        """N as the law counts it: without the embedding table."""
+        return self.model.n_params
+
+    @property
+    def compute_flops(self) -> float:
+        """6·N·D."""
+        return 6.0 * self.n_params * self.n_tokens
+
+    def chain(self, numerics: Numerics) -> Chain:
+        """The full run as a training like any other."""
+        # Of regularizers the parametrization knows nothing: the full run may have others than its base.
+        base = replace(numerics.base, **{name: getattr(self.model, name) for name in REGULARIZERS})
+        own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
+        return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The full run's schedule and absolute hyperparameters at the base shape."""
+        return chain(self.hyperparameters, self.n_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "model": self.model.to_dict(),
+            "hyperparameters": self.hyperparameters.to_dict(),
+            "forecast": self.forecast.to_dict(),
+            "decision": self.decision,
+            "carried": [one.to_dict() for one in self.carried],
+            "data": self.data,
+            "n_params": self.n_params,
+            "compute_flops": self.compute_flops,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(
+            **{name: values[name] for name in _PLAIN},
+            model=ModelConfig(**values["model"]),
+            hyperparameters=Hyperparameters(**values["hyperparameters"]),
+            forecast=Forecast.from_dict(values["forecast"]),
+            decision=values.get("decision"),
+            carried=tuple(Carried.from_dict(one) for one in values.get("carried", ())),
+            data=values.get("data"),
+        )
+
+    def __str__(self) -> str:
+        forecast, model = self.forecast, self.model
+        lines = [
+            f"plan: width {model.d_model}, depth {model.n_layers}, N = {self.n_params:,} "
+            f"({forecast.n_params_convention or 'without the embedding table'}; compute-optimal "
+            f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
+            f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
+            f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
+            *(f"  {name} = {told(getattr(self.hyperparameters, name))}  ({rule})" for name, rule in self.rules.items()),
+            *(f"  outside declared support: {reason}" for reason in forecast.reasons),
+            *(f"  {line}" for line in told_decision(self.decision)),
+        ]
+        if self.registered_at:
+            lines.append(f"  registered {self.registered_at}")
+        return "\n".join(lines)
+
+
+def told(value: Any) -> str:
+    """A hyperparameter's value as people read it, stages as they are or as plain values."""
+    if isinstance(value, tuple | list):
+        return "; ".join(str(Stage(**entry) if isinstance(entry, dict) else entry) for entry in value)
+    return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def told_decision(decision: dict[str, Any] | None) -> list[str]:
+    """What a plan's size rests on, a line each."""
+    if decision is None:
+        return []
+    near = [f"{size['n_params']:,.0f} ({_shape(size)}, +{size['loss_above_best']:.2%})" for size in decision["near"]]
+    sizes = decision["intervals"]["n_params"] if decision["intervals"] else None
+    by_fit = [*decision["size_by_fit"].values()] if decision["size_by_fit"] else []
+    budget, cost = decision["budget"], decision["cost"]
+    lines = [
+        f"cost: {cost}" if budget == cost else f"budget: {budget}; cost: {cost}",
+        f"within {decision['tolerance']:.2%} of the best loss: N = {_first(near)}",
+    ]
+    if sizes:
+        lines.append(
+            f"{decision['level']:.0%} interval of the best N: {_span(sizes['low'], sizes['high'])}"
+            + (f"; each fit alone would choose {_span(min(by_fit), max(by_fit))}" if by_fit else "")
+        )
+    if decision["epochs"] is not None:
+        lines.append(f"data: {decision['epochs']:.3g} epochs over the corpus")
+    lines += [f"held by {limit}" for limit in decision["limits"]]
+    lines += [f"doubtful: {doubt}" for doubt in decision["doubts"]]
+    return lines + [f"assumed: {assumption}" for assumption in decision["assumptions"]]
+
+
+def _shape(size: dict[str, Any]) -> str:
+    """Width, and depth where shapes are named: others have the base's."""
+    return f"width {size['d_model']}" + (f", depth {size['n_layers']}" if "n_layers" in size else "")
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+
+
+def _first(told_sizes: list[str], most: int = 5) -> str:
+    """The ends and the middle of a long list."""
+    if len(told_sizes) <= most:
+        return ", ".join(told_sizes)
+    return f"{told_sizes[0]} to {told_sizes[-1]}, {len(told_sizes)} sizes"
+
+
+def make_plan(
+    config: StudyConfig,
+    best: Hyperparameters,
+    horizon: HorizonLaw,
+    fit: ScalingFit,
+    *,
+    corpus: Corpus | None = None,
+    winner: int | None = None,
+) -> Plan:
+    """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there.
+
+    `corpus` is what the run sees; without it no epochs are counted. `winner` is the trial that `best` is from.
+
+    Raises:
+        StageError: If the budget can't be spent: see `sizing.size_for`.
+    """
+    decision = size_for(config.plan, fit, config.family, corpus, precision=config.promote.precision)
+    flops = config.plan.budget.compute_flops
+    explicit = config.plan.explicit
+    n_tokens = with_explicit(best, explicit).whole_batches(decision.n_tokens)
+    by_policy = tuned_for(best, horizon, n_tokens)
+    hyperparameters = with_explicit(by_policy, explicit)
+    model = model_with_explicit(decision.config, explicit)
+    beyond = _beyond(n_tokens, horizon, config.transfer.n_tokens)
+    rules = {
+        name: "muP across width; timescale fixed across tokens"
+        if name == "weight_decay_tau"
+        else "muP across width; fixed across tokens"
+        for name in config.sweep.space
+    }
+    rules["learning_rate"] = (
+        f"muP across width; horizon law D^{-horizon.exponent:.2f} ± {horizon.stderr:.2f} across tokens{beyond}"
+    )
+    if best.stages:
+        course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
+        rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
+    rules |= dict.fromkeys(explicit, "explicit")
+    trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
+    evidence = fit.rows.to_dict("list")
+    key = input_key(
+        asdict(config.model),
+        hyperparameters.to_dict(),
+        n_tokens,
+        config.promote.seed,
+        config.promote.precision,
+        config.plan.level,
+        config.fit.n_bootstrap,
+        config.fit.seed,
+        {k: list(map(str, v)) for k, v in evidence.items()},
+        # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
+        *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [asdict(model)]),
+        *([] if config.promote.on_spike == "stop" else [config.promote.mends_by]),
+    )
+    return Plan(
+        key=key,
+        model=model,
+        n_tokens=n_tokens,
+        seed=config.promote.seed,
+        precision=config.promote.precision,
+        hyperparameters=hyperparameters,
+        rules=rules,
+        wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
+        forecast=_off_policy(
+            _forecast(fit, model, n_tokens, config, decision.epochs),
+            {
+                name: (getattr(by_policy, name, getattr(decision.config, name, None)), value)
+                for name, value in explicit.items()
+            },
+        ),
+        decision=_plain(decision, config),
+        carried=carried(
+            hyperparameters,
+            model,
+            config.model,
+            searched=frozenset(config.sweep.space) | ({"stages"} if config.sweep.is_population else set()),
+            explicit=frozenset(explicit),
+            by_mup=config.parametrization == "mup",
+            trial=trial,
+        ),
+        data=None if corpus is None else data_hashes(corpus),
+    )
+
+
+def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
+    """How far the horizon law is carried, and what would tell it nearer by; "" within its grids."""
+    times = n_tokens / horizon.n_tokens_range[1]
+    if times <= 1:
+        return ""
+    told = f", {times:.3g}× beyond its grids" + ("" if horizon.supports(n_tokens) else " and its supported range")
+    wanted = math.ceil(n_tokens / FOLLOWED / unit)
+    return (
+        told if times <= FOLLOWED else f"{told}: {wanted} among transfer.horizons would bring them within {FOLLOWED:g}×"
+    )
+
+
+def data_hashes(corpus: Corpus) -> dict[str, str]:
+    """What tells this corpus from any other, and what it was tokenized by: of a mixture, of each of its sources."""
+    tokenizers = sorted({str(files.manifest["tokenizer"]) for files in corpus.sources.values()})
+    return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
+
+
+def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]]) -> Forecast:
+    """The same forecast, unsupported where the run does not follow the policy that the ladder was trained under."""
+    reasons = [
+        f"{name} = {told(value)} is stated; the runs fitted follow a policy that has {told(policy)}"
+        for name, (policy, value) in stated.items()
+        if value != policy
+    ]
+    return replace(forecast, reasons=(*forecast.reasons, *reasons))
+
+
+def _forecast(
+    fit: ScalingFit, model: ModelConfig, n_tokens: int, config: StudyConfig, epochs: float | None
+) -> Forecast:
+    """The fit's forecast, unsupported where the run sees its data too often, or has a depth that no run fitted has."""
+    found = fit.forecast(model.n_params, n_tokens, level=config.plan.level)
+    reasons = list(found.reasons)
+    if epochs is not None and epochs > MAX_EPOCHS:
+        reasons.append(
+            f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
+        )
+    depths = {config.model.n_layers} | {stem.of(config.family).n_layers for stem in config.ladder.stems}
+    if model.n_layers not in depths:
+        fitted = ", ".join(map(str, sorted(depths)))
+        reasons.append(f"depth {model.n_layers}: the runs fitted have {fitted}; add ladder.stems of that depth")
+    return replace(found, reasons=tuple(reasons))
+
+
+def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
+    """The decision's facts as JSON has them."""
+    named = {shape.of(config.family).n_params: shape.of(config.family) for shape in config.plan.shapes}
+    facts = {name: value for name, value in decision.to_dict().items() if name not in _TOLD_ELSEWHERE}
+    near = []
+    for size in facts["near"]:
+        model = named.get(size["n_params"])
+        width = (model or config.family.for_params(size["n_params"])).d_model
+        near.append({**size, "d_model": width} | ({"n_layers": model.n_layers} if model else {}))
+    return facts | {
+        "near": near,
+        "budget": decision.budget.terms or decision.budget.worth,
+        "cost": decision.cost.worth,
+        "served_tokens": decision.served_tokens,
+        "unique_tokens": decision.unique_tokens,
+    }
+
+
+def register(plan: Plan, ledger: Ledger) -> Plan:
+    """Write the forecast into the ledger, once and for all, and return the plan as registered.
+
+    What the decision says of prices or of sizes nearby is as told now: it is no part of what is registered.
+    """
+    forecast = plan.forecast
+    ledger.insert(
+        forecasts,
+        plan=plan.key,
+        loss=forecast.loss,
+        low=forecast.low,
+        high=forecast.high,
+        level=forecast.level,
+        payload=plan.to_dict(),
+    )
+    row = ledger.forecast(plan.key) or {}
+    known = Plan.from_dict(row["payload"])
+    return replace(
+        known,
+        decision=plan.decision,
+        registered_at=row["registered_at"],
+        carried=known.carried or plan.carried,
+        data=known.data or plan.data,
+    )

@@ -1,0 +1,158 @@
+"""Which member of the family the budget buys, and on how many tokens: the law's decision among the shapes that can be built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from muscale.errors import StageError
+from muscale.settings.plan import PlanSettings
+from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.corpus import Corpus
+from proxy_models.numerics import Precision
+from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
+from scaling.forms.form import Values
+from scaling.forms.repeated import REPEAT_BOUNDS
+
+REACH = 30.0
+"""Sizes are looked at up to so many times the compute-optimal one, and from as far below it."""
+WORTH_OF_REPEATS = 15.387756
+"""R*_D: published, not fitted to this study (Muennighoff et al. 2305.16264, appendix A)."""
+_HALVINGS = 60
+
+
+def size_for(
+    settings: PlanSettings,
+    fit: ScalingFit,
+    family: ModelFamily,
+    corpus: Corpus | None = None,
+    *,
+    precision: Precision = "fp32",
+) -> Decision:
+    """The member of the family with the least loss for the budget, or of the shapes named, in the decision's `config`.
+
+    Where that would see the corpus more than once, it is decided again with the published worth of repeats. Without a
+    corpus no epochs are counted.
+
+    Raises:
+        StageError: If serving alone costs the budget.
+    """
+    budget = settings.budget
+    conditions: dict[str, Any] = {
+        "served_tokens": settings.served_tokens,
+        "tolerance": settings.tolerance,
+        "level": settings.level,
+    }
+    law = fit.ensemble.law
+    wanted = law.allocate(budget.compute_flops).n_params
+    try:
+        given = [shape.of(family) for shape in settings.shapes]
+        sizes = given or members(family, wanted / REACH, wanted * REACH)
+        chosen = decide(fit, budget, sizes=sizes, **conditions)
+        if corpus is not None:
+            seen = epochs(corpus, chosen.n_tokens)
+            unique = chosen.n_tokens / seen
+            if seen <= 1:
+                chosen = replace(chosen, unique_tokens=unique)
+            else:
+                sizes = given or members(family, wanted / REACH, wanted * max(REACH, 2 * seen))
+                limited: dict[str, Any] = {"unique_tokens": unique, "max_epochs": settings.max_epochs}
+                again = decide(with_repeats(law), budget, sizes=sizes, **limited, **conditions)
+                chosen = _telling(again, chosen, law)
+    except ScalingError as error:
+        raise StageError(f"plan: {error}") from error
+    said = list(chosen.assumptions)
+    if (device := budget.accelerator) is not None:
+        said.append(f"{device}: share of the peak and price are assumed unless you set them")
+        if device.precision != precision and settings.peak_flops is None:
+            said.append(
+                f"hours and dollars are at the {device.precision} peak, promote.precision is {precision}: see plan.peak_flops"
+            )
+    return replace(chosen, assumptions=tuple(said))
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated(Form):
+    """A form in which a token seen again counts less: D' = U·(1 + R*·(1 − exp(−(D/U − 1)/R*))) in the place of D.
+
+    What a parameter is worth beyond those that are best for so many tokens is left to the form, as the ladder tells it.
+
+    Attributes:
+        form: of a law in n_params and n_tokens.
+    """
+
+    form: Form
+
+    source = "Muennighoff et al. 2305.16264, sec. 3"
+    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens", "unique_tokens")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """With the form's own."""
+        return f"{self.form.name}, repeats counting less"
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        """With the form's own."""
+        return f"{self.form.formula} at D' for D"
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        """The form's, and R*."""
+        return {**self.form.parameters, "rd_star": REPEAT_BOUNDS}
+
+    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
+        """Expected loss, nats per token."""
+        unique, star = np.minimum(rows["unique_tokens"], rows["n_tokens"]), values["rd_star"]
+        worth = unique * (1 - star * np.expm1(-(rows["n_tokens"] / unique - 1) / star))
+        return self.form.loss(values, {"n_params": rows["n_params"], "n_tokens": worth})
+
+
+def with_repeats(law: Law) -> Law:
+    """The law where tokens are seen again, with the published worth of that."""
+    return Repeated(law.form).law(**law.parameters, rd_star=WORTH_OF_REPEATS)
+
+
+def _telling(chosen: Decision, free: Decision, law: Law) -> Decision:
+    """The decision with repeats, saying what it would be without, and what repeats are taken to cost."""
+    unique = chosen.unique_tokens or chosen.n_tokens
+    higher = chosen.loss / float(law.loss(chosen.n_params, chosen.n_tokens)) - 1
+    said = (
+        f"the worth of {chosen.n_tokens / unique:.3g} epochs over {unique:.4g} unique tokens is the published one (Muennighoff "
+        f"et al. 2305.16264, appendix A), by which the loss is {higher:.2%} higher; the forecast takes every token for a new one"
+    )
+    without = (
+        f"data: if every token were new, {free.n_params:.4g} parameters and {free.n_tokens:.4g} tokens would be best"
+    )
+    limits = chosen.limits if chosen.n_params == free.n_params else (*chosen.limits, without)
+    general = [line for line in chosen.assumptions if "what repeats of a token are worth" not in line]
+    return replace(chosen, limits=limits, assumptions=(*general, said))
+
+
+def epochs(corpus: Corpus, n_tokens: float) -> float:
+    """How often a run of `n_tokens` sees its source, of a mixture the mean over the run's tokens."""
+    seen = corpus.epochs(max(1, round(n_tokens)))
+    shares = {name: times * corpus.sources[name].n_tokens for name, times in seen.items()}
+    return sum(shares[name] * times for name, times in seen.items()) / sum(shares.values())
+
+
+def most_tokens(corpus: Corpus, max_epochs: float) -> float:
+    """The longest run of at most so many epochs."""
+    low, high = 1.0, 1e18
+    if epochs(corpus, high) <= max_epochs:
+        return float("inf")
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if epochs(corpus, middle) <= max_epochs else (low, middle)
+    return low
+
+
+def members(family: ModelFamily, least: float, most: float) -> list[ModelConfig]:
+    """Members with about so many parameters, the smallest first; widths as in `ModelFamily.for_params`."""
+    smallest, largest = family.for_params(least), family.for_params(most)
+    step = family.base.head_dim * family.base.queries_per_kv
+    widths = range(smallest.d_model, largest.d_model + 1, step)
+    return [family.at(width=width) for width in widths if float(width * family.base.mlp_ratio).is_integer()]

@@ -1,0 +1,191 @@
+"""Runs at several sizes and lengths: the ladder that tells the law.
+
+One policy holds for the ladder and for the full run: muP across size, the horizon law across tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.search.lessons import differs_in
+from muscale.search.trial import WITH_COOLDOWN
+from muscale.settings.config import Stem, StudyConfig
+from muscale.store.lineage import Chain
+from muscale.work.jobs import Job
+from proxy_models.content_key import content_key
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.recipe import Recipe
+from proxy_models.segments import branch
+from proxy_models.segments import chain as chain_of
+from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
+from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
+
+MAX_WARMUP = 2.1
+"""Warmup of a run that tells the law, in units of the study's own fraction: a branch at half its stem's length has twice
+the fraction (and a batch of rounding); a shorter one is mostly warmup, and its loss is of another recipe (assumed)."""
+SPACING = 2**0.5
+"""Between the lengths of a ladder's stem. Its warmup and decay are resolved once, so the weight-decay timescale of each
+branch, which is relative to its length, is off: a quarter octave for two branches. A whole octave costs .7 to 1.9 % of the
+loss (measured: widths 32 and 64, 0.5M tokens, two seeds each)."""
+
+
+def design(config: StudyConfig) -> pd.DataFrame:
+    """The runs of [ladder], a row each, as `scaling.simulate` takes them: n_params, n_tokens, stem."""
+    rows = [
+        (stem.of(config.family).n_params, length, number)
+        for number, (stem, _) in enumerate(product(config.ladder.stems, config.ladder.seeds))
+        for length in stem_lengths(stem)
+    ]
+    return pd.DataFrame(rows, columns=["n_params", "n_tokens", "stem"])
+
+
+def stem_lengths(stem: Stem) -> list[float]:
+    """Tokens at which a stem is annealed, the longest first."""
+    return [stem.n_tokens / SPACING**k for k in range(stem.branches)]
+
+
+def branches(
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    lengths: Sequence[float],
+    *,
+    tuned_at: float,
+    purpose: str,
+    label: str,
+) -> list[Job]:
+    """Runs of these lengths, under a schedule with a cooldown their warmup and decay resolved for a run of `tuned_at` tokens.
+
+    Those share one stem, unless the corpus's stages end at fractions of the run: then each sees other data from early on. Under
+    a schedule that decays all the way, or has stages at shares of the run, each length is a run of its own.
+    """
+    h = hyperparameters
+    recipe = h.resolve(h.whole_batches(tuned_at))
+    jobs = []
+    for length in sorted(lengths):
+        n_tokens = h.whole_batches(length)
+        shares = h.schedule in WITH_COOLDOWN and not h.stages
+        segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule) if shares else chain_of(h, n_tokens)
+        chain = Chain(numerics=numerics.for_run(n_tokens), segments=segments)
+        jobs.append(Job(purpose=purpose, label=f"{label}, {n_tokens} tokens", hyperparameters=h, chain=chain))
+    return jobs
+
+
+def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hyperparameters:
+    """The sweep's best with the rate that the horizon law gives for a run of `n_tokens`."""
+    return replace(best, learning_rate=float(horizon.rate(n_tokens)))
+
+
+def ladder_jobs(config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw) -> list[Job]:
+    """The ladder: each stem tuned for the geometric mean of its branches' lengths, so that none is far from its own."""
+    jobs = []
+    for stem, seed in product(config.ladder.stems, config.ladder.seeds):
+        lengths = stem_lengths(stem)
+        middle = float(np.exp(np.mean(np.log(lengths))))
+        member = replace(numerics, model=stem.of(config.family), seed=seed)
+        jobs += branches(
+            member,
+            tuned_for(best, horizon, middle),
+            lengths,
+            tuned_at=middle,
+            purpose="ladder",
+            label=str(stem) if len(config.ladder.seeds) == 1 else f"{stem}, seed {seed}",
+        )
+    return jobs
+
+
+def law_rows(
+    runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw, numerics: Numerics
+) -> pd.DataFrame:
+    """Every annealed run, with what `scaling.fit` needs, and in `left_out` why it can't tell the law ("" if it can).
+
+    The law is that of the policy which the full run follows, so `regret` is how far the run's loss is predicted to lie
+    from the policy's at the same size and length, in either direction. The surface it is read from is fitted to the
+    sweep and the rate grid. Where they are too few for one, only the rate's regret is known, from the horizon law. Runs of
+    an earlier revision of the study, whose other settings were not those of `best` and `numerics`, tell neither.
+    """
+    rows = (
+        runs[runs["loss"].notna() & ~runs["purpose"].isin(["full", "ablate"])]
+        .drop_duplicates("key")
+        .reset_index(drop=True)
+    )
+    at = _coordinates(rows, space, horizon)
+    policy = _policy(best, space)
+    foreign = [differs_in(row, best, space, numerics) for row in rows.to_dict("records")]
+    tells = rows["purpose"].isin(["sweep", "transfer"]) & (np.array(foreign, dtype=object) == "")
+    surface = _surface(at.assign(loss=rows["loss"])[tells], rows[tells])
+    if surface:
+        rows["regret"] = np.abs(surface.regret(at, policy))
+    else:
+        rows["regret"] = horizon.regret(rows["learning_rate"].to_numpy(), rows["n_tokens"].to_numpy())
+    rows["annealed"] = True
+    searched = rows["purpose"] == "sweep"
+    rows["left_out"] = [
+        reason
+        or ("the regret of its searched hyperparameters is not known" if unknown and surface is None else "")
+        or _left_out(row, best, space, numerics)
+        for row, reason, unknown in zip(rows.to_dict("records"), foreign, searched, strict=True)
+    ]
+    columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
+    return rows[[*columns, "annealed", "left_out"]]
+
+
+def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.DataFrame:
+    """Where each run lies in the searched hyperparameters, on scales on which optima stay put across size and length."""
+    at = pd.DataFrame(index=rows.index)
+    for name, distribution in _numeric(space).items():
+        if name == "learning_rate":
+            at[name] = np.log2(rows[name] / horizon.rate(rows["n_tokens"].to_numpy()))
+        elif name == "weight_decay_tau":
+            recipes = [Recipe(**segment["recipe"]) for segment in rows["segment"]]
+            at[name] = [np.log2(r.weight_decay_tau(n)) for r, n in zip(recipes, rows["n_tokens"], strict=True)]
+        else:
+            at[name] = [_place(h[name], distribution) for h in rows["hyperparameters"]]
+    return at
+
+
+def _policy(best: Hyperparameters, space: Space) -> dict[str, float]:
+    """Where the ladder and the full run lie, on the scales of `_coordinates`: on the horizon law in the rate.
+
+    The timescale of the decay is the last stage's, as it is of each run.
+    """
+    values = best.to_dict() | {"weight_decay_tau": best.stretches[-1].weight_decay_tau}
+    return {name: 0.0 if name == "learning_rate" else _place(values[name], d) for name, d in _numeric(space).items()}
+
+
+def _numeric(space: Space) -> dict[str, Distribution]:
+    return {name: d for name, d in space.items() if isinstance(d, Uniform | LogUniform | Integer)}
+
+
+def _place(value: float, distribution: Distribution) -> float:
+    return float(np.log2(value)) if is_log(distribution) else float(value)
+
+
+def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
+    """The regret surface, or None where the runs are too few for one."""
+    groups = list(zip(rows["numerics"].map(content_key), rows["n_tokens"], strict=True))
+    try:
+        return fit_regret_surface(at, coordinates=[name for name in at if name != "loss"], groups=groups)
+    except ScalingError:
+        return None
+
+
+def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    if (depth := row["numerics"]["model"]["n_layers"]) != numerics.model.n_layers:
+        return f"its depth is {depth}, the policy's is {numerics.model.n_layers}"
+    for name, distribution in space.items():
+        if isinstance(distribution, Choice | Ordinal) and row["hyperparameters"][name] != getattr(best, name):
+            return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"
+    if row["numerics"]["run_tokens"] not in (None, row["n_tokens"]):
+        return f"its data are those of a run of {row['numerics']['run_tokens']} tokens"
+    share = row["segment"]["recipe"]["warmup_tokens"] / row["n_tokens"]
+    allowed = MAX_WARMUP * row["hyperparameters"]["warmup_fraction"]
+    if share > allowed:
+        return f"its warmup takes {share:.0%} of its tokens, more than {allowed:.0%}"
+    return ""

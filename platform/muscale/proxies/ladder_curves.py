@@ -1,0 +1,125 @@
+"""What the ladder's runs recorded on their way: the training loss of every step, the held-out loss where a segment ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from muscale.errors import first_line
+from muscale.layout import CURVES
+from muscale.store.ledger import Ledger
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurve:
+    """One annealed run along its tokens; losses in nats per token.
+
+    Attributes:
+        stem: Runs that share it share weights.
+        warmup_tokens: Of its schedule.
+        ends: (tokens, held-out loss of the last weights) at the end of each segment; the last is the run's end.
+        positions: Tokens seen before each step, shape (steps,): what its training loss was measured at.
+        train_loss: Of each step, shape (steps,).
+    """
+
+    stem: str
+    warmup_tokens: int
+    ends: tuple[tuple[int, float], ...]
+    positions: Floats
+    train_loss: Floats
+
+    @property
+    def n_tokens(self) -> int:
+        """D."""
+        return self.ends[-1][0]
+
+    @property
+    def final_loss(self) -> float:
+        """Held-out, at the annealed end."""
+        return self.ends[-1][1]
+
+    @property
+    def fractions(self) -> Floats:
+        """Where each segment ends, as a share of the run, with 0 before them."""
+        return np.array([0, *(tokens for tokens, _ in self.ends)]) / self.n_tokens
+
+    def mean_log(self, start: float, end: float) -> float:
+        """Mean log training loss of the steps in [start, end), shares of the run; NaN where there is none."""
+        share = self.positions / self.n_tokens
+        within = (share >= start) & (share < end)
+        return float(np.log(self.train_loss[within]).mean()) if within.any() else float("nan")
+
+
+def read_curves(ledger: Ledger, keys: Sequence[str]) -> list[RunCurve]:
+    """The curves of those of these runs whose every step is on record beside the ledger."""
+    return [curve for curve in (_read(ledger, key) for key in keys) if curve]
+
+
+def _read(ledger: Ledger, key: str) -> RunCurve | None:
+    """One run from its last segment's key, back along its parents."""
+    chain: list[dict[str, Any]] = []
+    parent: str | None = key
+    while parent:
+        row = ledger.segment(parent)
+        if row is None or row["loss"] is None:
+            return None
+        chain.insert(0, row)
+        parent = row["parent"]
+    tables = [_segment_table(ledger, row) for row in chain]
+    there = [table for table in tables if table is not None]
+    if len(there) < len(tables):
+        return None
+    steps = pd.concat(there)
+    if not bool((steps["train_loss"] > 0).all()):
+        return None
+    tokens = steps["tokens"].to_numpy(dtype=float)
+    return RunCurve(
+        stem=chain[0]["line"],
+        warmup_tokens=int(chain[0]["segment"]["recipe"]["warmup_tokens"]),
+        ends=tuple((int(row["tokens"]), float(row["loss"])) for row in chain),
+        positions=np.array([0.0, *tokens[:-1]]),
+        train_loss=steps["train_loss"].to_numpy(dtype=float),
+    )
+
+
+def _segment_table(ledger: Ledger, row: dict[str, Any]) -> pd.DataFrame | None:
+    """Every step of a segment; what a longer or shorter row of its line has trained is taken from there."""
+    rows = ledger.line(row["line"])
+    cuts, parts = [int(row["tokens"])], []
+    while cuts[-1] > row["segment"]["start"]:
+        covering = [r for r in rows if r["trained_from"] < cuts[-1] <= r["tokens"]]
+        paths = [(r, ledger.directory / CURVES / f"{r['key']}.parquet") for r in covering]
+        there = [(r, path) for r, path in paths if path.exists()]
+        if not there:
+            return None
+        source, path = min(there, key=lambda found: found[0]["trained_from"])
+        if (table := _curve(path)) is None:
+            return None
+        cuts.append(int(source["trained_from"]))
+        parts.append(table)
+    whole = [
+        table[(table["tokens"] > start) & (table["tokens"] <= end)]
+        for table, (end, start) in zip(parts, pairwise(cuts), strict=True)
+    ]
+    return pd.concat(whole[::-1], ignore_index=True)
+
+
+def _curve(path: Path) -> pd.DataFrame | None:
+    """Tokens and training loss of every step of a file; None of one that is damaged."""
+    try:
+        return pd.read_parquet(path, columns=["tokens", "train_loss"], page_checksum_verification=True)
+    except Exception as error:  # of a damaged file every layer of Arrow and pandas has errors of its own
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        logging.getLogger(__name__).warning("%s: is damaged, and its run is left out: %s", path, first_line(error))
+        return None

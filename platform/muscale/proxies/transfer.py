@@ -1,0 +1,175 @@
+"""The transfer check: grids of hyperparameters at several widths and depths, and what their runs say together.
+
+Every grid varies one hyperparameter around the sweep's best. A run may be part of several grids; it is trained once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.errors import StageError
+from muscale.proxies.ladder import branches
+from muscale.settings.config import StudyConfig
+from muscale.settings.transfer import OverSettings
+from muscale.work.jobs import Job
+from proxy_models.config import ModelConfig
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+
+RATE_WITH_BATCH = 0.3
+"""Exponent by which the batches' rate grids are shifted, so that each holds its optimum: the mean of the slopes measured on
+the 17 cells of Step Law's public grids (.14 to .63; arXiv 2503.04715). A square root is derived for Adam in 2205.10287."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run as part of one grid.
+
+    Attributes:
+        along: The scale of the grid: "width", "depth" or "batch".
+        size: Where on it the run lies; of a batch, in tokens.
+        over: What the grid varies: "rate" or the name of a hyperparameter.
+        value: Its value, at the base shape.
+        n_tokens: The run's tokens before they were rounded to whole batches, equal over a grid.
+    """
+
+    along: str
+    size: int
+    over: str
+    value: float
+    n_tokens: float
+    job: Job
+
+
+def members(config: StudyConfig, numerics: Numerics, best: Hyperparameters) -> list[Member]:
+    """Every grid that [transfer] asks for, around the sweep's best.
+
+    Raises:
+        StageError: If a hyperparameter can't take a value of its grid.
+    """
+    settings, family = config.transfer, config.family
+    widths = [("width", width, family.at(width=width)) for width in settings.widths]
+    depths = [("depth", depth, family.at(depth=depth)) for depth in settings.depths]
+    rates = around(best.learning_rate, settings.rates, settings.octaves)
+    every = [settings.n_tokens * horizon for horizon in settings.shared_horizons]
+    grids = _Grids(config=config, numerics=numerics, best=best)
+    found = [m for along, size, model in widths + depths for m in grids.over_rates(along, size, model, rates, every)]
+    for name, grid in settings.over.items():
+        for along, size, model in widths:
+            found += grids.over(name, grid, along, size, model, max(every))
+    width = min(settings.widths)
+    smallest = family.at(width=width)
+    for (
+        horizon
+    ) in settings.further_horizons:  # runs of their own, as the decay of a branch is that of its stem's length
+        length = settings.n_tokens * horizon
+        found += grids.over_rates("width", width, smallest, rates, [length], tuned_at=length)
+    for batch in settings.batches:
+        shift = (batch / best.batch_tokens) ** RATE_WITH_BATCH
+        shifted = rates if batch == best.batch_tokens else [_rounded(rate * shift) for rate in rates]
+        found += grids.over_rates("batch", batch, smallest, shifted, every, batch_tokens=batch)
+    return found
+
+
+def jobs(members: Iterable[Member]) -> list[Job]:
+    """Their runs, each once."""
+    return list({member.job.chain.key: member.job for member in members}.values())
+
+
+def rows(runs: pd.DataFrame, members: Sequence[Member]) -> pd.DataFrame:
+    """The grids as `scaling.fit_verdict` wants them; loss is NaN where the run diverged."""
+    outcome = runs[runs["purpose"] == "transfer"].set_index("key")["loss"]
+    return pd.DataFrame(
+        [
+            {
+                **{name: getattr(member, name) for name in ("along", "size", "over", "value", "n_tokens")},
+                "seed": member.job.chain.numerics.seed,
+                "run": member.job.chain.key,
+                "loss": outcome.get(member.job.chain.key, np.nan),
+            }
+            for member in members
+        ]
+    )
+
+
+def around(centre: float, points: int, octaves: float) -> list[float]:
+    """Values evenly spaced in octaves around the centre, which is kept exactly where the number of points is odd.
+
+    The others are rounded, so that a wider grid of the same spacing holds the same values, and its runs are not made anew.
+    """
+    steps = np.arange(points) - (points - 1) / 2
+    spacing = octaves / (points - 1)
+    return [centre if step == 0 else _rounded(centre * 2 ** (spacing * step)) for step in steps]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grids:
+    """Makes the runs of one grid at one size."""
+
+    config: StudyConfig
+    numerics: Numerics
+    best: Hyperparameters
+
+    def over_rates(
+        self,
+        along: str,
+        size: int,
+        model: ModelConfig,
+        rates: list[float],
+        lengths: list[float],
+        *,
+        tuned_at: float | None = None,
+        **changed: Any,
+    ) -> list[Member]:
+        """A grid of rates, each annealed at every length; warmup and decay are those of a run of `tuned_at` tokens."""
+        name = {"along": along, "size": size, "over": "rate"}
+        return [
+            member
+            for rate in rates
+            for member in self._runs(name, rate, model, lengths, tuned_at, learning_rate=rate, **changed)
+        ]
+
+    def over(
+        self, name: str, grid: OverSettings, along: str, size: int, model: ModelConfig, length: float
+    ) -> list[Member]:
+        """A grid of another hyperparameter at the sweep's best rate."""
+        if name in self.best.set_by_stages:
+            told = "; ".join(map(str, self.best.stages))
+            raise StageError(f"transfer.over.{name}: the winner's schedule sets it on the way ({told}): leave it out")
+        values = grid.at or around(getattr(self.best, name), grid.points, grid.octaves)
+        label = {"along": along, "size": size, "over": name}
+        return [m for value in values for m in self._runs(label, value, model, [length], None, **{name: value})]
+
+    def _runs(
+        self,
+        grid: dict[str, Any],
+        value: float,
+        model: ModelConfig,
+        lengths: list[float],
+        tuned_at: float | None,
+        **changed: Any,
+    ) -> list[Member]:
+        label = f"{grid['along']} {grid['size']}, {grid['over']} {value:.4g}"
+        longest = tuned_at or self.config.transfer.n_tokens
+        found = []
+        for seed in self.config.transfer.seeds:
+            member = replace(self.numerics, model=model, seed=seed)
+            try:
+                tuned = replace(self.best, **changed)
+                runs = branches(member, tuned, lengths, tuned_at=longest, purpose="transfer", label=label)
+            except ValueError as error:
+                raise StageError(f"transfer: {label}: {error}") from error
+            found += [
+                Member(**grid, value=value, n_tokens=length, job=job)
+                for length, job in zip(sorted(lengths), runs, strict=True)
+            ]
+        return found

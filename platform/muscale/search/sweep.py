@@ -1,0 +1,348 @@
+"""The sweep: Ray Tune searches the space at the base shape, survivors and leaders are annealed, the best are repeated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from muscale.cluster import cluster, staying_cluster
+from muscale.errors import StageError
+from muscale.fingerprint import package_fingerprint
+from muscale.interrupts import interrupted_later
+from muscale.layout import CORPUS
+from muscale.outside.results import is_outside, outside_results
+from muscale.search.budget import Budget
+from muscale.search.engine import Engine
+from muscale.search.leg import Ending
+from muscale.search.lessons import lessons, runs_of
+from muscale.search.methods import make_rule, make_sampler, resolve_searcher
+from muscale.search.observations import KnownOf
+from muscale.search.record import Arrival, Record, Round
+from muscale.search.sweep_conclusion import make_result
+from muscale.search.sweep_result import SweepResult
+from muscale.search.trial import TrialPlan
+from muscale.search.tune_run import run_legs
+from muscale.settings.config import StudyConfig
+from muscale.store.cancels import cancellable
+from muscale.store.lease import expired_leases, held_leases, lease
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import input_key
+from muscale.store.retention import prune
+from muscale.store.tables import runs
+from muscale.work.corpus_hashes import require_unchanged
+from muscale.work.jobs import Job, dismiss_workers
+from proxy_models.numerics import Numerics
+from search_spaces import SpaceError, narrow
+
+OnArrival = Callable[[Arrival], None]
+OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
+_HOW_MUCH = (
+    "trials",
+    "max_tokens",
+    "max_flops",
+    "max_device_hours",
+    "top_k",
+    "leaders",
+    "repeats",
+    "cost_weight",
+    "learn_from",
+)
+"""Settings that say how much is searched, or what is made of it: with another value the same sweep goes on."""
+
+
+def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
+    """The trial that every suggestion of a study's sweep is put into."""
+    settings, h = config.sweep, config.hyperparameters
+    batch = config.largest_batch  # so that rungs lie at whole batches of every trial
+    return TrialPlan(
+        numerics=numerics,
+        defaults=replace(h, schedule=settings.schedule or h.schedule, batch_tokens=batch),
+        n_tokens=replace(h, batch_tokens=batch).whole_batches(settings.n_tokens),
+        rung_tokens=config.rung_tokens(),
+    )
+
+
+def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
+    """What the study file allows a sweep."""
+    settings, resources = config.sweep, config.resources
+    branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
+    return Budget(
+        trials=settings.trials,
+        rung_tokens=plan.rung_tokens,
+        branch_tokens=tuple(branches),
+        top_k=settings.top_k,
+        leaders=settings.leaders,
+        repeat_tokens=settings.repeats * plan.run_tokens(plan.top),
+        n_params=config.model.n_params,
+        devices=resources.gpus_per_worker or resources.cpus_per_worker,
+        max_tokens=settings.max_tokens,
+        max_flops=settings.max_flops,
+        max_device_hours=settings.max_device_hours,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """One search of a study: what is searched, how, and under which name it stands in the ledger."""
+
+    config: StudyConfig
+    ledger: Ledger
+    numerics: Numerics
+    learn_from: tuple[str, ...] = ()
+
+    @cached_property
+    def key(self) -> str:
+        """What makes two sweeps the same search."""
+        settings = self.config.to_dict()["sweep"]
+        searched = {name: value for name, value in settings.items() if name not in _HOW_MUCH}
+        return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched)
+
+    @cached_property
+    def plan(self) -> TrialPlan:
+        """The trial that every suggestion is put into."""
+        return trial_plan(self.config, self.numerics)
+
+    def record(self) -> Record:
+        """What the ledger has of it."""
+        return Record(self.ledger, self.key)
+
+    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, part: Round | None = None) -> Engine:
+        """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
+        settings, plan = self.config.sweep, self.plan
+        if not record.rounds:
+            record.begin_round(resolve_searcher(settings, self.taught()), settings.space)
+        part = part or record.rounds[-1]
+        allowed = self._budget(record, part)
+        n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
+        sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
+        rule = make_rule(settings, part.space)
+        endings = partial(self.endings, record, on_run)
+        return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, endings=endings)
+
+    def endings(self, record: Record, on_run: OnRun) -> list[Ending]:
+        """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
+
+        Those that are known are noted as runs of this sweep.
+        """
+        wanted: tuple[tuple[str, Callable[[], list[tuple[Ending, Job]]]], ...] = (
+            ("annealed", lambda: self.branches(record)),
+            (
+                "leaders repeated",
+                lambda: self.repetitions(record, leading(self, record)),
+            ),  # once all of the others are noted
+        )
+        for kind, find in wanted:
+            jobs = find()
+            noted = self.ledger.run_losses([job.chain.key for _, job in jobs])
+            unknown, left = [], [(ending, job) for ending, job in jobs if job.chain.key not in noted]
+            ended = self.ledger.outcomes(job.chain for _, job in left)
+            for ending, job in left:
+                if outcome := ended.get(job.chain.key):
+                    self.ledger.insert(runs, **job.row(outcome))
+                else:
+                    unknown.append(ending)
+            if jobs:
+                on_run(len(jobs) - len(unknown), len(jobs), kind)
+            if unknown:
+                return unknown
+        return []
+
+    def taught(self) -> pd.DataFrame:
+        """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
+        settings = self.config.sweep
+        studies = [file for file in self.teachers() if not is_outside(file)]
+        tables = [self.ledger.runs(), *(runs_of(file) for file in studies)]
+        known = lessons(tables, self.plan.defaults, settings.space, self.numerics)
+        told = [self.told_by(file) for file in self.teachers() if file not in studies]
+        return pd.concat([known, *told], ignore_index=True) if any(map(len, told)) else known
+
+    def told_by(self, file: Path) -> pd.DataFrame:
+        """Results of a table, or of a study of Optuna's, as their owner tells them."""
+        n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
+        return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens)
+
+    def teachers(self) -> list[Path]:
+        """Studies and outside results that the search learns from; those of the study file relative to it."""
+        return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
+
+    def _budget(self, record: Record, part: Round) -> Budget:
+        """What it may cost, up to the end of a round."""
+        settings = self.config.sweep
+        trials = settings.trials
+        if part.searcher == "grid":
+            trials = min(trials, len(part.space.grid(settings.grid_points)))
+        allowed = replace(budget(self.config, self.plan), trials=part.first_trial + trials)
+        if allowed.is_limited:
+            allowed = replace(allowed, repeated_tokens=self._repeated_tokens(record))
+        return allowed.for_population() if settings.is_population else allowed
+
+    def _repeated_tokens(self, record: Record) -> int:
+        """Tokens of the repetitions that are known, of those who lead and of those who did."""
+        annealed = annealed_runs(self, record)
+        longest = annealed[annealed["n_tokens"] == annealed["n_tokens"].max()]
+        led = [(int(row["trial"]), int(row["rung"])) for row in longest.to_dict("records")]
+        jobs = [job for _, job in self.repetitions(record, led)]
+        known = self.ledger.run_losses([job.chain.key for job in jobs])
+        return sum(job.chain.last.end for job in jobs if job.chain.key in known)
+
+    def branches(self, record: Record) -> list[tuple[Ending, Job]]:
+        """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""
+        endings = []
+        for rung in range(self.plan.top + 1):
+            if self.plan.has_branch(rung):
+                alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+                arrived = [trial for trial in alive if trial not in record.cancelled]
+                gone = {trial for trial in arrived if (trial, rung) in record.went_on}
+                endings += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
+        return [self._ending(record, trial, rung) for trial, rung in endings]
+
+    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[Ending, Job]]:
+        """The leading trials, (trial, rung), under seeds that the search did not see."""
+        first = self.config.sweep.seed + 1
+        seeds = range(first, first + self.config.sweep.repeats)
+        return [self._ending(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
+
+    def _ending(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[Ending, Job]:
+        path = record.path_towards(trial, rung)
+        job = Job(
+            purpose="sweep",
+            label=f"trial {trial}, rung {rung}" + ("" if seed is None else f", seed {seed}"),
+            hyperparameters=self.plan.followed(path, rung),
+            chain=self.plan.branch(path, rung, seed=seed),
+        )
+        return Ending(trial=trial, path=path, rung=rung, seed=seed), job
+
+
+def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
+    """Search, or go on searching, up to the budget; then anneal, then repeat the leaders.
+
+    Another process that runs the same sweep is waited for.
+
+    Args:
+        sweep: What to search.
+        on_arrival: Called with each new result at a rung.
+        on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
+        narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
+
+    Raises:
+        KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
+        StageError: If no trial came to an annealed end, a leg failed for another reason than divergence, or the budget does
+            not allow a trial.
+        LeaseLostError: If this process was away for so long that another one goes on with the sweep.
+    """
+    with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
+        record = Record(sweep.ledger.under(name, token), sweep.key)
+        engine = sweep.engine(record, on_arrival, on_run)
+        if narrower and engine.is_finished:
+            to_come = replace(record.rounds[-1], first_trial=len(record.configs))
+            engine = sweep.engine(record, on_arrival, on_run, to_come)
+            if engine.is_finished:
+                raise StageError(
+                    "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
+                    "max_flops or max_device_hours"
+                )
+            if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
+                _narrow(sweep, record)
+            engine = sweep.engine(record, on_arrival, on_run)
+        if not engine.is_finished:
+            _search(sweep, engine)
+            _prune(sweep)
+        elif not record.configs:
+            least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
+            raise StageError(
+                f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
+                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the leaders: "
+                "raise sweep.max_tokens or max_flops, or lower sweep.repeats"
+            )
+        return collect(sweep, record)
+
+
+def _prune(sweep: Sweep) -> None:
+    """Remove the states that nothing goes on from, unless somebody else is at work on this study."""
+    expired = expired_leases(sweep.ledger)
+    if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
+        prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
+
+
+def _narrow(sweep: Sweep, record: Record) -> None:
+    """Begin a round in the space around the best region."""
+    part = record.rounds[-1]
+    seen = KnownOf(record, sweep.plan.top).observations
+    results = pd.DataFrame([{**dict.fromkeys(part.space), **one.config, "loss": one.loss} for one in seen])
+    try:
+        narrowed = narrow(part.space, results)
+    except SpaceError as error:
+        raise StageError(f"sweep: can't be narrowed: {error}") from error
+    record.begin_round(part.searcher, narrowed.space, narrowed.to_dict())
+
+
+def _search(sweep: Sweep, engine: Engine) -> None:
+    """Let Tune run the engine's legs."""
+    resources = sweep.config.resources
+    require_unchanged(sweep.ledger.directory / CORPUS)
+    with cluster(resources):
+        dismiss_workers()
+        with interrupted_later():
+            from muscale.search.trial_leg import TrialLeg
+        parameters = {
+            "plan": sweep.plan,
+            "rank_by": sweep.config.sweep.rank_by,
+            "ledger": sweep.ledger,
+            "resources": resources,
+            "package": package_fingerprint(),
+        }
+        with cancellable(sweep.ledger):
+            run_legs(engine, TrialLeg, parameters, resources, sweep.ledger.directory)
+
+
+def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
+    """The sweep's finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
+    jobs = sweep.branches(record)
+    losses = sweep.ledger.run_losses([job.chain.key for _, job in jobs])
+    known = [(ending, job.chain) for ending, job in jobs if job.chain.key in losses]
+    rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
+    return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
+
+
+def leading(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None) -> list[tuple[int, int]]:
+    """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
+
+    With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
+
+    Args:
+        sweep: The search.
+        record: What the ledger has of it.
+        annealed: As `annealed_runs` gives them; asked for if they are left out.
+    """
+    settings = sweep.config.sweep
+    runs = (annealed_runs(sweep, record) if annealed is None else annealed).dropna()
+    longest = runs[runs["n_tokens"] == runs["n_tokens"].max()]
+    seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
+    score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
+    best = longest.assign(score=score).nsmallest(settings.leaders, "score")
+    return [(int(row["trial"]), int(row["rung"])) for row in best.to_dict("records")]
+
+
+def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
+    """The sweep as the ledger has it, best first; trains nothing.
+
+    Raises:
+        StageError: If no trial came to an annealed end.
+    """
+    record = record or sweep.record()
+    annealed = annealed_runs(sweep, record)
+    repetitions = sweep.repetitions(record, leading(sweep, record, annealed))
+    outcomes = sweep.ledger.outcomes(job.chain for _, job in repetitions)
+    ended = [(ending, outcomes[job.chain.key]) for ending, job in repetitions if job.chain.key in outcomes]
+    repeated = pd.DataFrame(
+        [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
+        columns=["trial", "seed", "loss"],
+    )
+    runs_beside = sweep.ledger.runs(but_of=("sweep", "full"))
+    return make_result(sweep.config, sweep.plan, record, annealed, repeated, runs_beside)

@@ -1,0 +1,134 @@
+"""What a sweep's record comes to: the winner, how sure that is over seeds, and what is doubtful about the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from muscale.errors import StageError
+from muscale.search.record import Record
+from muscale.search.sweep_result import SweepResult
+from muscale.search.sweep_tables import annealed_table, copies_table, known_noise, rungs_table, trials_table
+from muscale.search.trial import TrialPlan
+from muscale.settings.config import StudyConfig
+from scaling import Leaders, ScalingError, compare_leaders
+
+
+def make_result(
+    config: StudyConfig,
+    plan: TrialPlan,
+    record: Record,
+    annealed: pd.DataFrame,
+    repeated: pd.DataFrame,
+    runs: pd.DataFrame | None = None,
+) -> SweepResult:
+    """The result of what was recorded.
+
+    Args:
+        config: The study's.
+        plan: The trial's.
+        record: Suggestions, results, decisions.
+        annealed: Runs under the search's own seed: trial, rung, n_tokens, loss.
+        repeated: Runs of the leading trials under other seeds: trial, seed, loss.
+        runs: The ledger's, in which others may tell how far seeds differ.
+
+    Raises:
+        StageError: If no trial came to an annealed end.
+    """
+    finished = annealed_table(plan, record, annealed)
+    table = trials_table(plan, record, finished, repeated)
+    if table.empty or table["annealed_loss"].isna().all():
+        raise StageError(
+            f"sweep: none of the {len(table)} trials came to an annealed end; "
+            "lower the upper bound of sweep.space.learning_rate or raise sweep.trials"
+        )
+    noise = None if runs is None else known_noise(runs, plan, config.sweep.space)
+    leaders = _leaders(repeated, noise)
+    winner = _winner(config.sweep.cost_weight, record, table, leaders)
+    rung = int(annealed.dropna().query("trial == @winner")["rung"].max())
+    return SweepResult(
+        trials=table,
+        rungs=rungs_table(plan, record),
+        annealed=finished,
+        best=replace(plan.given(record.path_towards(winner, rung), rung), schedule=config.hyperparameters.schedule),
+        winner=winner,
+        leaders=leaders,
+        copies=copies_table(record),
+        space=config.sweep.space,
+        is_population=config.sweep.is_population,
+        seed=config.sweep.seed,
+        narrowings=tuple(
+            {"first_trial": part.first_trial, **part.narrowed} for part in record.rounds if part.narrowed is not None
+        ),
+        notes=tuple(_notes(config, plan, record, leaders, comparable=leaders is not None or repeated.empty)),
+    )
+
+
+def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Leaders | None:
+    """The comparison of the leaders; what later stages tell of the noise may change how sure it is, not whom they follow."""
+    if not repeated["loss"].notna().any():
+        return None
+    try:
+        alone = compare_leaders(repeated)
+    except ScalingError:  # divergences left them without seeds in common; `_notes` says so
+        return None
+    informed = compare_leaders(repeated, noise=noise) if noise else alone
+    return informed if informed.winner == alone.winner else alone
+
+
+def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Leaders | None) -> int:
+    """The trial with the least log loss + cost_weight · log seconds, of the leaders that can be best, else of the longest."""
+    if leaders and not cost_weight:
+        return int(leaders.winner)
+    longest = table[table["n_tokens"] == table["n_tokens"].max()].set_index("trial")["annealed_loss"].dropna()
+    losses = leaders.trials.loc[leaders.trials["p_best"] != 0, "loss"] if leaders else longest  # NaN: not known
+    seconds = np.array([max(record.cost(int(trial))[1], 1e-9) for trial in losses.index])
+    return int((np.log(losses) + cost_weight * np.log(seconds)).idxmin())
+
+
+def _notes(
+    config: StudyConfig, plan: TrialPlan, record: Record, leaders: Leaders | None, *, comparable: bool
+) -> Iterator[str]:
+    yield from _told_limits(config, plan, record)
+    searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
+    if searched != wanted:
+        yield (
+            f"searched under schedule {searched}, but the full run follows {wanted}: rankings under one don't carry over "
+            "to the other"
+        )
+    if config.sweep.searcher == "grid":
+        points = len(config.sweep.space.grid(config.sweep.grid_points))
+        if points > config.sweep.trials:
+            yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in their order"
+    repeats = config.sweep.repeats
+    done = {} if leaders is None else {int(trial): int(row["n_runs"]) for trial, row in leaders.trials.iterrows()}
+    if not comparable:
+        yield (
+            "the leaders can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
+            "sweep.repeats"
+        )
+    elif not done:
+        yield (
+            "the winner's luck is not known: it was repeated over no seed but the search's own"
+            + (f" of {repeats} that sweep.repeats asks for" if repeats else "; set sweep.repeats")
+        )
+    for trial, n_runs in done.items():
+        if n_runs < repeats:
+            yield f"trial {trial} was repeated over {n_runs} seeds of {repeats} that sweep.repeats asks for"
+
+
+def _told_limits(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
+    """That fewer trials were begun than asked for, with the limits that may be why."""
+    settings, part = config.sweep, record.rounds[-1]
+    named = {name: getattr(settings, name) for name in ("max_tokens", "max_flops", "max_device_hours")}
+    limits = [f"sweep.{name} = {value:g}" for name, value in named.items() if value is not None]
+    wanted = len(part.space.grid(settings.grid_points)) if part.searcher == "grid" else settings.trials
+    begun, wanted = len(record.configs) - part.first_trial, min(wanted, settings.trials)
+    if limits and begun < wanted:
+        leaders = min(settings.leaders, len(record.configs))
+        kept = leaders * settings.repeats * plan.run_tokens(plan.top)
+        why = f"; {kept:,} tokens are kept for {settings.repeats} seeds of {leaders} leaders" if kept else ""
+        yield f"{begun} of {wanted} trials were begun within {' and '.join(limits)}{why}"

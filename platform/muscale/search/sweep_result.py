@@ -1,0 +1,255 @@
+"""What a sweep found: its trials as a table, the winner and how sure that is, the fitted optimum, and what it cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from muscale.errors import StageError
+from muscale.search.rung_optima import RungOptima, told_edges
+from muscale.search.sweep_importance import importance_of
+from muscale.search.sweep_tables import COST, config_of, told_narrowing, told_values
+from proxy_models.hyperparameters import Hyperparameters
+from scaling import Importance, Leaders, ScalingError, pareto_front
+from search_spaces import Space
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+COSTS = (COST, "cost_seconds")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SweepResult:
+    """What a sweep found.
+
+    Attributes:
+        trials: A row each, the best annealed loss under the search's own seed first: trial, round (0, and one more for each
+            narrowing), status, configuration, the loss that it was ranked by at each rung reached, expected_loss (at the last
+            rung; of a stopped trial corrected to it), the loss and tokens of its longest annealed run (NaN and 0 without one),
+            seeds (of that run, the search's own counted), on_front (whether an annealed run of it is on the front of loss
+            against FLOPs), and what its stem cost: tokens, FLOPs (6·N·D), seconds. Losses in nats per token.
+        rungs: A row for each result at a rung; see `sweep_tables.rungs_table`.
+        annealed: A row for each annealed run under the search's own seed; see `sweep_tables.annealed_table`.
+        best: Hyperparameters of the winner.
+        winner: Its trial.
+        leaders: How the leading trials compare over seeds that the search did not see; None without repetitions.
+        copies: In a population, a row for each copy: trial, rung, donor and the values that it went on with.
+        space: What was searched.
+        is_population: Whether trials changed their values on the way.
+        seed: Of the search.
+        narrowings: What each narrowing cut, and why, in the order of the rounds that followed: first_trial, and what
+            `search_spaces.Narrowed.to_dict` gives.
+        notes: Warnings about how it was searched.
+    """
+
+    trials: pd.DataFrame = field(repr=False)
+    rungs: pd.DataFrame = field(repr=False)
+    annealed: pd.DataFrame = field(repr=False)
+    best: Hyperparameters
+    winner: int
+    leaders: Leaders | None
+    copies: pd.DataFrame = field(repr=False)
+    space: Space
+    is_population: bool
+    seed: int
+    narrowings: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def fitted(self) -> RungOptima:
+        """The surface through the annealed runs; those of a population changed their values on the way, and tell none."""
+        return RungOptima(runs=self.annealed.iloc[:0] if self.is_population else self.annealed, space=self.space)
+
+    @property
+    def optima(self) -> pd.DataFrame:
+        """The fitted optimum of every searched hyperparameter at each length, with intervals; see `RungOptima.table`.
+
+        Empty in a population, and where the annealed runs are too few.
+        """
+        return self.fitted.table
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader should know: of the search's bounds, of the winner, and of how it was searched."""
+        return (*self.notes, *self._doubts_of_winner(), *told_edges(self.fitted.longest(), self.space), *self._misses())
+
+    def importance(self) -> Importance:
+        """Which hyperparameters the loss at the last rung depends on, from every trial, stopped ones corrected to that rung.
+
+        What a condition left out of a trial lies in the middle there, so it is told by the trials that have it.
+
+        Raises:
+            StageError: If the trials are too few, or tell nothing.
+        """
+        found = self.importance_or_reason
+        if isinstance(found, str):
+            raise StageError(f"sweep: no importance of hyperparameters: {found}")
+        return found
+
+    def front(self, cost: str = COST) -> pd.DataFrame:
+        """The annealed runs of which none is both cheaper and better, the cheapest first.
+
+        Args:
+            cost: "cost_flops" (6·N·D of the run) or "cost_seconds".
+
+        Raises:
+            ValueError: If the cost is another.
+        """
+        if cost not in COSTS:
+            raise ValueError(f"cost must be one of {', '.join(COSTS)}, got {cost!r}")
+        return pareto_front(self.annealed, cost)
+
+    def plot_survivors(self) -> go.Figure:
+        """Each trial's loss from rung to rung; those that went on stand out."""
+        from muscale.search.sweep_figures import draw_survivors, survivors_data
+
+        return draw_survivors(survivors_data(self))
+
+    def plot_history(self) -> go.Figure:
+        """The best loss so far at each rung, against what the search had cost."""
+        from muscale.search.sweep_figures import draw_history, history_data
+
+        return draw_history(history_data(self))
+
+    def plot_parallel(self) -> go.Figure:
+        """Every trial across its hyperparameters, coloured by its loss at the last rung."""
+        from muscale.search.sweep_figures import draw_parallel, parallel_data
+
+        return draw_parallel(parallel_data(self), self.space)
+
+    def plot_importance(self) -> go.Figure:
+        """Shares of the variance of log loss.
+
+        Raises:
+            StageError: As `importance`.
+        """
+        return self.importance().plot()
+
+    def plot_front(self, cost: str = COST) -> go.Figure:
+        """Annealed loss against cost, with the front."""
+        from muscale.search.sweep_figures import draw_front, front_data
+
+        return draw_front(front_data(self, cost), cost)
+
+    def plot_leaders(self) -> go.Figure:
+        """The leading trials with intervals.
+
+        Raises:
+            StageError: If none was repeated.
+        """
+        if self.leaders is None:
+            raise StageError("sweep: no trial was repeated over seeds: set sweep.repeats")
+        return self.leaders.plot()
+
+    def plot_rate(self, name: str = "learning_rate") -> go.Figure:
+        """Annealed loss against a numeric hyperparameter at each length, with the fitted optimum.
+
+        Raises:
+            ValueError: If it is not a searched number.
+        """
+        from muscale.search.sweep_figures import draw_response, response_data
+
+        return draw_response(response_data(self, name), name, self.space)
+
+    def plot_lineage(self) -> go.Figure:
+        """In a population, who went on from whose state; the winner's path stands out.
+
+        Raises:
+            StageError: If it was no population.
+        """
+        from muscale.search.sweep_figures import draw_lineage, lineage_data
+
+        if not self.is_population:
+            raise StageError("sweep: only a population has a lineage (sweep.scheduler pbt or pb2)")
+        return draw_lineage(lineage_data(self))
+
+    def __str__(self) -> str:
+        best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
+        told = [
+            f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
+            f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
+            f"{self.winner}",
+            f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
+            f"{self.trials['cost_seconds'].sum() / 3600:.3g} hours of their workers, beside annealing and repetitions",
+            f"hyperparameters of trial {self.winner}: {told_values(best, self.space, self.best)}",
+            *([f"over seeds: {self.leaders.sentence}", str(self.leaders)] if self.leaders else []),
+        ]
+        if len(longest := self.fitted.longest()):
+            table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
+            told.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
+        told += [told_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
+        return "\n".join([*told, *(f"warning: {warning}" for warning in self.warnings)])
+
+    def _repr_html_(self) -> str:
+        found = self.importance_or_reason
+        importance = found if isinstance(found, str) else str(found)
+        parts = [
+            f"<pre>{escape(str(self))}</pre>",
+            f"<b>importance</b><pre>{escape(importance)}</pre>",
+            self.trials.head().to_html(index=False),
+        ]
+        return "\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: null for what is not known."""
+        found = self.importance_or_reason
+        return {
+            "best": self.best.to_dict(),
+            "winner": self.winner,
+            "leaders": self.leaders.to_dict() if self.leaders else None,
+            "warnings": list(self.warnings),
+            "optima": _records(self.optima),
+            "importance": {"missing": found} if isinstance(found, str) else found.to_dict(),
+            "front": _records(self.front()),
+            "trials": _records(self.trials),
+            "rungs": _records(self.rungs),
+            "annealed": _records(self.annealed),
+            "copies": _records(self.copies),
+            "narrowings": list(self.narrowings),
+        }
+
+    @cached_property
+    def importance_or_reason(self) -> Importance | str:
+        """The importance, or why there is none."""
+        if self.is_population:
+            return "members of a population change their values on the way"
+        expected = self.trials.set_index("trial")["expected_loss"]
+        last = self.rungs.drop_duplicates("trial", keep="last")
+        try:
+            return importance_of(last.assign(loss=last["trial"].map(expected)), self.space, self.seed)
+        except ScalingError as error:
+            return str(error)
+
+    def _doubts_of_winner(self) -> Iterator[str]:
+        if self.leaders is None or self.leaders.verdict != "near-tie":
+            return
+        # By sweep.cost_weight the winner may be another than the comparison's.
+        tied = (self.leaders.winner, *self.leaders.near_tie)
+        if self.winner in tied:
+            others = ", ".join(str(trial) for trial in tied if trial != self.winner)
+            yield (
+                f"a near-tie: trial {self.winner} can't be told from trial {others} over {self.leaders.n_seeds} seeds; "
+                "more sweep.repeats tell them apart"
+            )
+
+    def _misses(self) -> Iterator[str]:
+        row = self.trials.set_index("trial").loc[self.winner].to_dict()
+        for miss in self.fitted.misses(config_of(row, self.space), int(row["n_tokens"])):
+            yield f"the winner, trial {self.winner}, is not the fitted optimum: {miss}"
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [
+        {
+            str(name): None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        for row in table.to_dict("records")
+    ]

@@ -1,0 +1,114 @@
+"""What one suggestion of a sweep means: a run at the base shape, its rungs and its branches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from muscale.search.path import Path
+from muscale.store.lineage import Chain
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.segments import Segment, chain, staged_branch
+from proxy_models.stages import CHANGEABLE, Stage
+
+WITH_COOLDOWN = ("wsd", "wsd_linear")
+"""Schedules with a stem that runs of several lengths share; under the others a rung lies in the middle of the decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialPlan:
+    """The trial of every suggestion: what it starts from, and the tokens of each rung.
+
+    Where the corpus's stages end at fractions of a run, all of a trial sees the data of its longest run; the branches of
+    its lower rungs are then no runs of their own, and tell no law.
+
+    Attributes:
+        numerics: Model, data and precision; its seed is the search's.
+        defaults: The study's hyperparameters, under the schedule of the search.
+        n_tokens: Of a trial to its end.
+        rung_tokens: Tokens at each rung: of the stem under a schedule with a cooldown, else of the run itself.
+    """
+
+    numerics: Numerics
+    defaults: Hyperparameters
+    n_tokens: int
+    rung_tokens: tuple[int, ...]
+
+    @property
+    def top(self) -> int:
+        """The last rung."""
+        return len(self.rung_tokens) - 1
+
+    @property
+    def cools_down(self) -> bool:
+        """Whether a rung lies on a stem, from which a branch cools down."""
+        return self.defaults.schedule in WITH_COOLDOWN
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> Hyperparameters:
+        """The study's hyperparameters with the suggestion's in place."""
+        return replace(self.defaults, **config)
+
+    def run_tokens(self, rung: int) -> int:
+        """D of the run that a rung's branch ends."""
+        tokens = self.rung_tokens[rung]
+        return self.defaults.annealed_tokens(tokens) if self.cools_down else tokens
+
+    def has_branch(self, rung: int) -> bool:
+        """Whether an annealed run ends from this rung: from any with a cooldown, else from the last."""
+        return self.cools_down or rung == self.top
+
+    def rung(self, path: Path, rung: int) -> Chain:
+        """The training up to a rung; warmup and decay are those of the whole trial."""
+        if self.cools_down:
+            return self._chain(self._run(path, rung)[:-1])
+        (segment,) = chain(self.hyperparameters(path[0][1]), self.n_tokens)
+        return self._chain((replace(segment, end=self.rung_tokens[rung]),))
+
+    def branch(self, path: Path, rung: int, *, seed: int | None = None) -> Chain:
+        """The run that ends from a rung, annealed; with another seed, of its own initial values and data order."""
+        segments = self._run(path, rung) if self.cools_down else self.rung(path, rung).segments
+        return self._chain(segments, seed)
+
+    def followed(self, path: Path, rung: int) -> Hyperparameters:
+        """What the run that ends from a rung was given: the path up to there as stages of that run.
+
+        Stages that were given to all trials lie at shares of the longest run, and so at others of a shorter one.
+        """
+        start = self.hyperparameters(path[0][1])
+        longest, reached = self.rung_tokens[self.top], self.rung_tokens[rung]
+        if len(path) == 1:
+            if not start.stages or rung == self.top:
+                return start
+            begins = [start.whole_batches(stage.after * longest) for stage in start.stages]
+            kept = zip(start.stages, begins, strict=True)
+            return replace(start, stages=tuple(replace(s, after=at / reached) for s, at in kept if at < reached))
+        stages, before = [], start
+        for first, config in path[1:]:
+            after = self.hyperparameters(config)
+            if first <= rung and after != before:
+                stages.append(_stage(start, before, after, self.rung_tokens[first - 1] / reached))
+                before = after
+        return replace(start, stages=tuple(stages))
+
+    def given(self, path: Path, rung: int) -> Hyperparameters:
+        """What a run of any length is to be given to do as this one did: what was given to all trials as it was given."""
+        return self.hyperparameters(path[0][1]) if len(path) == 1 else self.followed(path, rung)
+
+    def _run(self, path: Path, rung: int) -> tuple[Segment, ...]:
+        """The run that ends from a rung: a segment for each stage, then the cooldown."""
+        tokens = self.rung_tokens[rung]
+        return staged_branch(self.followed(path, rung), tokens, self.run_tokens(rung), tuned_at=self.n_tokens)
+
+    def _chain(self, segments: tuple[Segment, ...], seed: int | None = None) -> Chain:
+        numerics = self.numerics if seed is None else replace(self.numerics, seed=seed)
+        return Chain(numerics=numerics.for_run(self.run_tokens(self.top)), segments=segments)
+
+
+def _stage(start: Hyperparameters, before: Hyperparameters, after: Hyperparameters, share: float) -> Stage:
+    """The stage that turns `before` into `after`, in a run that began with `start`."""
+    changes = {name: getattr(after, name) for name in CHANGEABLE if getattr(after, name) != getattr(before, name)}
+    if rate := changes.get("learning_rate"):
+        changes["learning_rate"] = rate / start.learning_rate
+    return Stage(after=share, **changes)

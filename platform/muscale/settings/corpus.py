@@ -1,0 +1,229 @@
+"""[corpus] of the study file: from settings to the sources, the tokenizer, the mixture, and the corpus on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt
+
+from muscale.settings.strict import StrictTable
+from proxy_models.corpus import EMBEDDED, Corpus, write_corpus, write_mixture
+from proxy_models.mixture import Mixture, Stage
+from proxy_models.sources import Kind, Source, TokenDtype
+from proxy_models.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class SourceSettings(StrictTable):
+    """[corpus.sources.NAME]: one of several sources."""
+
+    path: str
+    weight: Weight | None = None  # in tokens, on any common scale; stated here or in every stage
+    kind: Kind = "text"
+    field: str = "text"
+    dtype: TokenDtype | None = None
+    vocab_size: PositiveInt | None = None
+
+
+class StageSettings(StrictTable):
+    """One of [[corpus.stages]]: a stretch of every run with proportions of its own; the last one has no end.
+
+    Stages that end at a number of tokens cost least: runs of several lengths share their beginnings. At fractions every run
+    has the whole curriculum, and is trained from its start.
+    """
+
+    weights: dict[str, Weight] = Field(min_length=1)
+    until_tokens: PositiveInt | None = None
+    until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of each run; in all stages or in none
+
+
+class CorpusSettings(StrictTable):
+    """[corpus]: what is trained on, and what is held out of it."""
+
+    source: str = EMBEDDED  # or a file, or a folder, relative to the study file
+    kind: Kind = "text"
+    field: str = "text"  # of JSONL lines, or the column of a table
+    dtype: TokenDtype | None = None  # of kind "tokens"
+    vocab_size: PositiveInt | None = None  # of kind "tokens"
+    sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of the five keys above
+    stages: tuple[StageSettings, ...] = ()
+    tokenizer: str = (
+        "bytes"  # or "bpe", trained to model.vocab_size ids; or a tokenizer.json, relative to the study file
+    )
+    end_of_document: str | None = None  # the token of a tokenizer.json that closes documents
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
+
+    @property
+    def stages_by_fraction(self) -> bool:
+        """Whether stages end at fractions of a run."""
+        return any(stage.until_fraction is not None for stage in self.stages)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it another study's corpus; keys that have their default are left out, but for the first two."""
+        plain = self.model_dump(mode="json")
+        named = ("kind", "field", "dtype", "vocab_size", "sources", "stages", "end_of_document")
+        given = {name: plain[name] for name in named if getattr(self, name) not in (_DEFAULTS[name], {}, ())}
+        values = {"source": self.source, "validation_fraction": self.validation_fraction, **given}
+        return {f"corpus.{name}": value for name, value in values.items()} | {"tokenizer": self.tokenizer}
+
+    def contradictions(self, model_vocab_size: int) -> list[str]:
+        """What is wrong beyond single keys, a line each; reads no file."""
+        problems = []
+        if self.sources:
+            problems += [
+                f"corpus.{name}: must not stand beside corpus.sources, got {getattr(self, name)!r}"
+                for name in ("source", "kind", "field", "dtype", "vocab_size")
+                if name in self.model_fields_set
+            ]
+        elif self.stages:
+            problems.append("corpus.stages: need corpus.sources, which they weigh")
+        for name, source in self.sources.items():
+            if (source.weight is None) != bool(self.stages):
+                rule = "must not be stated beside corpus.stages" if self.stages else "missing, a value is required"
+                problems.append(f"corpus.sources.{name}.weight: {rule}")
+        if problems:
+            return problems
+        builds: tuple[tuple[str, Callable[[], object]], ...] = (
+            ("corpus.sources" if self.sources else "corpus", lambda: sources(self, Path())),
+            ("corpus.stages" if self.stages else "corpus.sources", lambda: mixture(self)),
+            ("corpus.tokenizer", lambda: tokenizer(self, Path(), model_vocab_size)),
+        )
+        for key, build in builds:
+            try:
+                build()
+            except ValueError as error:
+                problems.append(f"{key}: {error}")
+        needed = vocabularies(self)
+        for reason, size in needed.items():
+            if model_vocab_size < size:
+                problems.append(f"model.vocab_size: must be at least {size}, for {reason}, got {model_vocab_size}")
+        return problems
+
+
+_DEFAULTS: dict[str, Any] = {name: field.default for name, field in CorpusSettings.model_fields.items()}
+
+
+def vocabularies(settings: CorpusSettings) -> dict[str, int]:
+    """The smallest vocabulary that a model needs, for each reason that is known without reading a file."""
+    stated: Mapping[str, CorpusSettings | SourceSettings] = settings.sources or {"corpus": settings}
+    needed = {f"the tokens of {name}": s.vocab_size for name, s in stated.items() if s.vocab_size}
+    if any(s.kind != "tokens" for s in stated.values()):
+        if settings.tokenizer == "bytes":
+            needed["the tokenizer bytes"] = BYTE_ALPHABET
+        elif settings.tokenizer == "bpe":
+            needed["256 bytes and the token that closes documents"] = MIN_BPE_VOCAB
+    return needed
+
+
+def sources(settings: CorpusSettings, directory: Path) -> dict[str, Source]:
+    """The sources by name, their paths from the study's directory.
+
+    Raises:
+        ValueError: If a source's settings contradict each other.
+    """
+    if not settings.sources:
+        return {"corpus": _source(settings.source, settings, directory)}
+    return {name: _source(source.path, source, directory) for name, source in settings.sources.items()}
+
+
+def _source(path: str, settings: CorpusSettings | SourceSettings, directory: Path) -> Source:
+    return Source(
+        path=path if path == EMBEDDED else str(directory / Path(path).expanduser()),
+        kind=settings.kind,
+        field=settings.field,
+        dtype=settings.dtype,
+        vocab_size=settings.vocab_size,
+    )
+
+
+def mixture(settings: CorpusSettings) -> Mixture | None:
+    """The proportions of several sources, or None with one.
+
+    Raises:
+        ValueError: If the weights or the stages contradict each other.
+    """
+    if not settings.sources:
+        return None
+    if not settings.stages:
+        return Mixture.constant({name: source.weight or 0.0 for name, source in settings.sources.items()})
+    for number, stage in enumerate(settings.stages):
+        if set(stage.weights) != set(settings.sources):
+            raise ValueError(
+                f"stage {number} must weigh the sources {', '.join(sorted(settings.sources))}, "
+                f"got {', '.join(sorted(stage.weights))}"
+            )
+    if settings.stages_by_fraction and any(stage.until_tokens is not None for stage in settings.stages):
+        raise ValueError("until_tokens and until_fraction exclude each other, as runs have several lengths; got both")
+    return Mixture(
+        stages=tuple(
+            Stage(weights=s.weights, until_tokens=s.until_tokens, until_fraction=s.until_fraction)
+            for s in settings.stages
+        )
+    )
+
+
+def tokenizer(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> TokenizerSettings:
+    """The tokenizer; "bpe" fills the model's vocabulary.
+
+    Raises:
+        ValueError: If the vocabulary is too small for BPE, or a closing token is named for another kind.
+    """
+    name, end = settings.tokenizer, settings.end_of_document
+    if name == "bytes":
+        return TokenizerSettings(end_of_document=end)
+    if name == "bpe":
+        return TokenizerSettings(kind="bpe", vocab_size=max(MIN_BPE_VOCAB, model_vocab_size), end_of_document=end)
+    return TokenizerSettings(kind="file", path=str(directory / Path(name).expanduser()), end_of_document=end)
+
+
+def check(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> None:
+    """Look whether the files are there, and whether the model's vocabulary is large enough; writes nothing.
+
+    Raises:
+        ValueError: Naming the key, the file, the rule and the value; a CorpusError is one.
+    """
+    for name, source in sources(settings, directory).items():
+        try:
+            source.files()
+        except ValueError as error:
+            key = f"corpus.sources.{name}.path" if settings.sources else "corpus.source"
+            raise ValueError(f"{key}: {error}") from error
+    chosen = tokenizer(settings, directory, model_vocab_size)
+    if chosen.path is None:
+        return
+    try:
+        found = FileTokenizer(Path(chosen.path), chosen.end_of_document)
+    except ValueError as error:
+        raise ValueError(f"corpus.tokenizer: {error}") from error
+    if found.vocab_size > model_vocab_size:
+        raise ValueError(
+            f"model.vocab_size: must be at least the {found.vocab_size} ids of {chosen.path}, got {model_vocab_size}"
+        )
+
+
+def write(
+    settings: CorpusSettings,
+    directory: Path,
+    folder: Path,
+    model_vocab_size: int,
+    on_progress: Callable[[int, int], None],
+) -> Corpus:
+    """Write the corpus into `folder`, or open it.
+
+    Raises:
+        CorpusError: If the data can't be used, or the folder holds another corpus.
+    """
+    named, proportions = sources(settings, directory), mixture(settings)
+    chosen = tokenizer(settings, directory, model_vocab_size)
+    fraction = settings.validation_fraction
+    if proportions is None:
+        return write_corpus(
+            folder, named["corpus"], validation_fraction=fraction, tokenizer=chosen, on_progress=on_progress
+        )
+    return write_mixture(
+        folder, named, proportions, validation_fraction=fraction, tokenizer=chosen, on_progress=on_progress
+    )

@@ -1,0 +1,92 @@
+"""[plan] of the study file: what the full run may cost, on which devices, and what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Self
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from muscale.settings.explicit import checked
+from muscale.settings.shape import Shape
+from muscale.settings.strict import StrictTable
+from scaling import Accelerator, Budget, accelerator
+
+BUDGETS = ("compute_flops", "gpu_hours", "dollars", "days")
+_OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
+
+
+class PlanSettings(StrictTable):
+    """[plan]: the full run. Exactly one of `compute_flops`, `gpu_hours`, `dollars` and `days` is its budget."""
+
+    compute_flops: PositiveFloat | None = None  # of training and serving together
+    gpu_hours: PositiveFloat | None = None
+    dollars: PositiveFloat | None = None
+    days: PositiveFloat | None = None  # on n_devices
+    accelerator: str | None = None  # a name of scaling.ACCELERATORS; with compute_flops it only tells hours and dollars
+    n_devices: PositiveInt | None = None
+    mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # in place of the accelerator's: share of the peak
+    peak_flops: PositiveFloat | None = None  # likewise, dense FLOP/s of one device
+    dollars_per_hour: PositiveFloat | None = None  # likewise, of one device
+    served_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
+        0.0  # read and written over the model's life, out of the same budget
+    )
+    max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; else as many as are worth their compute
+    shapes: tuple[Shape, ...] = ()  # the full run has one of them; none: any width, at the base's depth
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes so near to the best are told
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # of the forecast's interval
+    explicit: dict[str, Any] = Field(
+        default_factory=dict
+    )  # hyperparameters of the full run alone, stated and not carried
+
+    @pydantic.field_validator("explicit")
+    @classmethod
+    def _is_stated(cls, explicit: dict[str, Any]) -> dict[str, Any]:
+        return checked(explicit)
+
+    @pydantic.model_validator(mode="after")
+    def _is_one_budget(self) -> Self:
+        given = {name: value for name in BUDGETS if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            told = " and ".join(f"{name} = {value:g}" for name, value in given.items())
+            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}, got {told or 'none'}")
+        wanting = [name for name in ("gpu_hours", "dollars", "days", *_OF_DEVICE, "n_devices") if getattr(self, name)]
+        if self.accelerator is None and wanting:
+            raise ValueError(f"{wanting[0]} needs plan.accelerator, the name of the device, got none")
+        if self.days is not None and self.n_devices is None:
+            raise ValueError(f"days needs plan.n_devices, how many of them, got days = {self.days:g} alone")
+        _ = self.budget  # names an accelerator that is not known, and what is not finite
+        return self
+
+    @property
+    def device(self) -> Accelerator | None:
+        """The accelerator with what the study file says otherwise of it."""
+        if self.accelerator is None:
+            return None
+        known = accelerator(self.accelerator)
+        edited = {name: value for name in ("mfu", "dollars_per_hour") if (value := getattr(self, name)) is not None}
+        if self.peak_flops is not None:
+            edited["peak_flops"] = {**known.peak_flops, known.precision: self.peak_flops}
+        return replace(known, **edited)
+
+    @property
+    def budget(self) -> Budget:
+        """What may be spent, in FLOPs, on the device if one is named."""
+        device = self.device
+        if self.compute_flops is not None or device is None:
+            return Budget(compute_flops=self.compute_flops or 0.0, accelerator=device, n_devices=self.n_devices)
+        if self.gpu_hours is not None:
+            return Budget.of_gpu_hours(self.gpu_hours, device, self.n_devices)
+        if self.dollars is not None:
+            return Budget.of_dollars(self.dollars, device, self.n_devices)
+        return Budget.of_days(self.days or 0.0, device, self.n_devices or 0)
+
+    def at(self, compute_flops: float) -> Self:
+        """The same settings with this budget instead.
+
+        Raises:
+            ValueError: If it is not finite and above 0.
+        """
+        Budget(compute_flops=compute_flops)
+        return self.model_copy(update=dict.fromkeys(BUDGETS) | {"compute_flops": float(compute_flops)})

@@ -1,0 +1,135 @@
+"""[promote] of the study file: how the full run is trained, watched and preserved."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from muscale.settings.parallelism import Parallelism
+from muscale.settings.spikes import SpikePolicy
+from muscale.settings.strict import StrictTable, require_parts
+from proxy_models.guard import GuardSettings
+from proxy_models.memory import Checkpointing, Sharding
+from proxy_models.numerics import Precision
+
+
+class PromoteSettings(StrictTable):
+    """[promote]: how the full run is trained."""
+
+    workers: PositiveInt = 2
+    workers_min: PositiveInt | None = (
+        None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
+    )
+    precision: Precision = "fp32"
+    checkpoint_every_tokens: PositiveInt = 500_000
+    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first
+    keep_last: PositiveInt = 2  # checkpoints
+    keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
+    evaluate_every_tokens: PositiveInt = 200_000
+    evaluation: Literal["within", "beside"] = (
+        "within"  # training stops for it; or each newest checkpoint, as a task of Ray
+    )
+    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "beside", before the workers take theirs
+    evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
+    prompts: tuple[str, ...] = ()  # of "beside": text that every checkpoint that is evaluated goes on from
+    sample_tokens: PositiveInt = 64  # of each sample, at most
+    seed: int = 0
+    max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; what would come again is not tried again
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # a loss that is not finite ends the run; or see SpikePolicy
+    spike_threshold: PositiveFloat = 10.0  # robust standard deviations above the median of the last 128 steps
+    max_interventions: Annotated[int, Field(ge=0)] = 3
+    spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
+    rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
+    sharding: Sharding = "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
+    shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
+    tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
+    activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
+    micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
+    bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
+    alarm_after: PositiveInt = 3  # evaluations in a row outside the band
+    on_alarm: Literal["log", "stop"] = "log"
+    webhook: str | None = None  # name of the environment variable that holds its URL, which is a secret
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.workers_min is not None and self.workers_min > self.workers:
+            raise ValueError(
+                f"promote.workers_min must be at most promote.workers = {self.workers}, got {self.workers_min}"
+            )
+        if self.on_spike != "rollback":
+            for name in ("spike_margin_tokens", "rewarm_tokens"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f'promote.{name} is for promote.on_spike = "rollback", got {value} with "{self.on_spike}"'
+                    )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _evaluation_fits(self) -> Self:
+        require_parts("promote", self, ("evaluator_cpus", "evaluator_gpus"))
+        if self.evaluation == "within":
+            for name in ("prompts", "evaluator_gpus"):
+                if value := getattr(self, name):
+                    raise ValueError(f'promote.{name} is for promote.evaluation = "beside", got {value} with "within"')
+        return self
+
+    @property
+    def evaluates_every(self) -> int | None:
+        """Tokens from one evaluation within the training to the next; None: it evaluates at its end alone."""
+        return self.evaluate_every_tokens if self.evaluation == "within" else None
+
+    @property
+    def mends_by(self) -> dict[str, Any]:
+        """What changes the numbers of a run that spikes. Not how often it may: a larger budget goes on as if it always had been."""
+        names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
+        return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}
+
+    @property
+    def spike_policy(self) -> SpikePolicy | None:
+        """What the full run does about spikes; None: it ends where a loss is not finite."""
+        if self.on_spike == "stop":
+            return None
+        return SpikePolicy(
+            action=self.on_spike,
+            max_interventions=self.max_interventions,
+            margin_tokens=self.spike_margin_tokens,
+            rewarm_tokens=self.rewarm_tokens,
+        )
+
+    @property
+    def guard(self) -> GuardSettings | None:
+        """What tells a spike; the interventions' budget is the policy's."""
+        if self.on_spike == "stop":
+            return None
+        return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
+
+    @pydantic.model_validator(mode="after")
+    def _webhook_is_a_name(self) -> Self:
+        if self.webhook is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.webhook):
+            raise ValueError(  # without the value, which may be the secret itself
+                "webhook must be the name of an environment variable that holds the URL, and is no such name"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _layout_holds(self) -> Self:
+        _ = self.parallelism.grid(self.workers, node_ranks=self.tensor_parallel)  # a node's ranks are not known yet
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of workers that the run may have, ascending."""
+        return self.parallelism.sizes(self.workers_min or self.workers, self.workers)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the run is laid over its workers; no part of its key."""
+        return Parallelism(
+            sharding=self.sharding,
+            shard_ranks=self.shard_ranks,
+            tensor_parallel=self.tensor_parallel,
+            checkpointing=self.activation_checkpointing,
+        )

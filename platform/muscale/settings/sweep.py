@@ -1,0 +1,151 @@
+"""[sweep]: one description of a search, whatever the method; combinations that make no sense are refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from muscale.settings.strict import StrictTable
+from proxy_models.averaging import Tail
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.schedule import ScheduleName
+from proxy_models.stages import CHANGEABLE
+from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
+
+Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
+Scheduler = Literal["asha", "hyperband", "median", "pbt", "pb2", "none"]
+RankBy = Literal["averaged", "stable", "annealed", "mid_decay"]
+
+POPULATIONS = ("pbt", "pb2")
+MODELS = ("across_scales", "tpe", "gp", "cma_es")  # searchers that learn from losses
+MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
+MOST_RUNGS = 100  # generations too; at the least ratio the first of them has a billionth of the tokens
+MOST_REDUCTION = 1000.0  # of the trials that one in so many survives (assumed)
+COOLING, DECAYING = ("wsd", "wsd_linear"), ("linear", "cosine", "exponential", "step")
+
+
+class SweepSettings(StrictTable):
+    """[sweep]: the search at the base shape."""
+
+    trials: PositiveInt  # suggestions ever made; under pbt and pb2 the members of the population
+    n_tokens: PositiveInt  # of a trial that is not stopped, its cooldown counted
+    searcher: Searcher = "auto"  # across_scales where the ledger knows other sizes or lengths, else tpe
+    scheduler: Scheduler = "asha"
+    rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
+    reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = (
+        2.0  # between rungs, and of the survivors
+    )
+    rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; beyond 6 generations "stable"
+    schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
+    top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
+    leaders: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
+    repeats: NonNegativeInt = 3  # seeds of each leader, none of them the search's own
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: of the members that copy one of the best as many
+    resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
+    cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log seconds of training
+    max_tokens: PositiveInt | None = None  # the sweep stops before it would go beyond any of these
+    max_flops: PositiveFloat | None = None
+    max_device_hours: PositiveFloat | None = None
+    learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or results from outside
+    seed: int = 0
+    grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
+    space: Space = Field(default_factory=mup_adamw)
+
+    @property
+    def is_population(self) -> bool:
+        """Whether trials are members of a population, whose hyperparameters change on the way."""
+        return self.scheduler in POPULATIONS
+
+    def contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
+        """What no single key can tell, a line each.
+
+        Args:
+            h: The study's hyperparameters, under the schedule of the full run.
+            rung_tokens: Tokens at each rung.
+        """
+        searched = self.schedule or h.schedule
+        if searched not in (*COOLING, *DECAYING):
+            yield (
+                f"sweep.schedule: a search compares trials on their way to one end, under {', '.join((*COOLING, *DECAYING))}; "
+                f'got "{searched}"'
+            )
+        try:
+            replace(h, schedule=searched)
+        except ValueError as error:
+            yield f"sweep.schedule: {error}"
+        for rank_by, schedules in (("stable", COOLING), ("annealed", COOLING), ("mid_decay", DECAYING)):
+            if self.rank_by == rank_by and searched not in schedules:
+                yield f'sweep.rank_by: "{rank_by}" is for schedule {" or ".join(schedules)}, got "{searched}"'
+        yield from self._method_contradictions(searched)
+        if self.is_population:
+            yield from self._course_contradictions(h)
+        if self.rank_by == "averaged":
+            yield from self._average_contradictions(h, rung_tokens)
+
+    def _course_contradictions(self, h: Hyperparameters) -> Iterator[str]:
+        """Why the full run can't follow what a population finds."""
+        if h.schedule not in COOLING:
+            yield (
+                f'sweep.scheduler: the course that "{self.scheduler}" finds is the full run\'s up to its cooldown: set '
+                f'hyperparameters.schedule to "wsd" or "wsd_linear", got "{h.schedule}"'
+            )
+        if h.stages:
+            told = "; ".join(map(str, h.stages))
+            yield f'hyperparameters.stages: "{self.scheduler}" finds the stages itself, so leave them out; got {told}'
+
+    def _average_contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
+        """Why trials can't all be ranked by averaged weights: an average over two stages is of neither."""
+        cuts = rung_tokens if self.is_population else [h.whole_batches(s.after * rung_tokens[-1]) for s in h.stages]
+        for rung in rung_tokens:
+            begins = Tail().begins(rung, h.batch_tokens)
+            if any(begins < cut < rung for cut in cuts):
+                what = "generation" if self.is_population else "stage"
+                remedy = f'rank_by "stable"{" or at most 6 rungs" if self.is_population else ""}'
+                yield (
+                    f"sweep.rank_by: the average at the rung of {rung} tokens begins at {begins}, before the last {what} "
+                    f'does: use {remedy}, got "averaged"'
+                )
+                return
+
+    def _method_contradictions(self, schedule: ScheduleName) -> Iterator[str]:
+        scheduler, searcher = self.scheduler, self.searcher
+        kinds = [type(self.space[name]) for name in self.space.searched]
+        if scheduler != "none" and self.rungs < 2:
+            yield f'sweep.rungs: "{scheduler}" compares trials before their end, so it needs at least 2, got {self.rungs}'
+        if searcher == "cma_es" and (len(kinds) < 2 or Choice in kinds):
+            yield (
+                'sweep.searcher: "cma_es" adapts a covariance, so it needs at least two hyperparameters and none of them a '
+                f'choice; got {len(kinds)}, {kinds.count(Choice)} of them choices; "tpe" takes any'
+            )
+        if not self.is_population:
+            return
+        if searcher in ("grid", *MODELS):
+            why = (
+                "a grid's points stay where they are"
+                if searcher == "grid"
+                else "nothing is known when its members start"
+            )
+            yield f'sweep.searcher: a population can\'t start from "{searcher}", as {why}; use "random" or "quasi_random"'
+        if schedule not in COOLING:
+            yield f'sweep.scheduler: "{scheduler}" finds the course of the rate itself, from a constant one: use schedule "wsd"'
+        if self.rank_by == "annealed":
+            yield f'sweep.rank_by: members of "{scheduler}" go on from what they are ranked by, so it can\'t be "annealed"'
+        movable = changeable(self.space)
+        if not movable:
+            yield (
+                f'sweep.space: "{scheduler}" needs a hyperparameter that can change in mid-run: one of '
+                f"{', '.join(CHANGEABLE)}"
+            )
+        rough = [name for name in movable if not isinstance(self.space[name], Uniform | LogUniform)]
+        if scheduler == "pb2" and rough:
+            yield f'sweep.space: "pb2" moves real numbers only, got {", ".join(rough)}; "pbt" takes any'
+        if self.trials < 2:
+            yield f"sweep.trials: a population needs at least 2 members, got {self.trials}"
+
+
+def changeable(space: Mapping[str, object]) -> Sequence[str]:
+    """The hyperparameters of a space that may change in mid-run; all else comes with the copied state."""
+    return [name for name in space if name in CHANGEABLE]

@@ -1,0 +1,129 @@
+"""[transfer] of the study file: which grids the transfer check trains, and what can't be right about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from muscale.settings.strict import StrictTable
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.segments import chain
+
+FOLLOWED = (
+    *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),
+    *("output_multiplier", "output_rate", "warmup_fraction", "weight_decay_tau"),
+)
+"""Hyperparameters whose scale is logarithmic; an octave of a beta, say, is no measure of how far it lies from its best."""
+MIN_VALUES = 5  # of a hyperparameter: a parabola, and degrees of freedom that tell its noise
+MIN_BATCHES = 4  # of the batch law: a parabola in the batch, and a degree of freedom that tells its noise
+
+
+class OverSettings(StrictTable):
+    """One of [transfer.over]: a list of values (`at`), or their number and span around the sweep's best."""
+
+    at: tuple[PositiveFloat, ...] = ()
+    points: Annotated[int, Field(ge=MIN_VALUES)] = 5
+    octaves: PositiveFloat = 4.0  # from the lowest value to the highest
+
+
+class TransferSettings(StrictTable):
+    """[transfer]: the learning-rate grid at several widths, depths and horizons, and those of what else is named."""
+
+    widths: tuple[PositiveInt, ...]
+    depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: the check is of widths only
+    n_tokens: PositiveInt
+    rates: Annotated[int, Field(ge=5)] = 7
+    octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
+    horizons: tuple[Annotated[float, Field(gt=0)], ...] = (
+        0.25,
+        0.5,
+        1.0,
+    )  # in units of n_tokens; those above 1 are for the horizon law, on the smallest width alone
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    over: dict[str, OverSettings] = Field(
+        default_factory=dict
+    )  # each varied alone, at each width and the longest horizon
+    batches: tuple[PositiveInt, ...] = ()  # tokens; a rate grid at each and every horizon on the smallest width
+
+    @pydantic.field_validator("over", mode="before")
+    @classmethod
+    def _lists(cls, over: Any) -> Any:
+        """A list of values may stand for the table that holds it."""
+        if not isinstance(over, dict):
+            return over
+        return {name: {"at": grid} if isinstance(grid, tuple) else grid for name, grid in over.items()}
+
+    @property
+    def shared_horizons(self) -> tuple[float, ...]:
+        """Those at which every width and depth is trained."""
+        return tuple(horizon for horizon in self.horizons if horizon <= 1)
+
+    @property
+    def further_horizons(self) -> tuple[float, ...]:
+        """Those of the smallest width alone."""
+        return tuple(horizon for horizon in self.horizons if horizon > 1)
+
+    def contradictions(self, h: Hyperparameters, context_length: int) -> list[str]:
+        """What no single key can tell, a line each: `transfer.key: rule, got value`."""
+        problems = [
+            *_all_differ("widths", self.widths, 2),
+            *_all_differ("depths", self.depths, 2),
+            *_all_differ("horizons", self.horizons, 1),
+            *_all_differ("seeds", self.seeds, 1),
+            *_all_differ("batches", self.batches, MIN_BATCHES),
+        ]
+        if not self.shared_horizons:
+            rule = "needs one of at most 1, at which sizes are compared"
+            problems.append(f"transfer.horizons: {rule}, got {list(self.horizons)}")
+        if self.batches and h.batch_doublings:
+            ramp = f"hyperparameters.batch_doublings = {h.batch_doublings}"
+            problems.append(f"transfer.batches: a batch law is of batches without a ramp, got {ramp}")
+            return problems
+        for batch in self.batches:
+            if batch % context_length:
+                rule = f"must be multiples of model.context_length = {context_length}"
+                problems.append(f"transfer.batches: {rule}, got {batch}")
+            elif unfit := _unfit(h, "batch_tokens", batch, self.n_tokens * min(self.horizons, default=1.0)):
+                problems.append(f"transfer.batches: {unfit}, got {batch}")
+        for name, grid in self.over.items():
+            problems += _over_contradictions(h, name, grid, self.n_tokens)
+        return problems
+
+
+def _all_differ(key: str, values: Sequence[float], least: int) -> list[str]:
+    if len(set(values)) != len(values):
+        return [f"transfer.{key}: must all differ, got {list(values)}"]
+    if 0 < len(values) < least:
+        return [f"transfer.{key}: needs at least {least} to compare, got {list(values)}"]
+    return []
+
+
+def _over_contradictions(h: Hyperparameters, name: str, grid: OverSettings, n_tokens: int) -> list[str]:
+    """Why a hyperparameter's optimum can't be followed over its grid, if it can't."""
+    key = f"transfer.over.{name}"
+    if name not in FOLLOWED:
+        return [f"{key}: not a hyperparameter with a scale in octaves; allowed are {', '.join(FOLLOWED)}"]
+    if name in h.set_by_stages:
+        return [
+            f"{key}: hyperparameters.stages set it on the way, so that a grid of it would vary the first stage only"
+        ]
+    if grid.at and {"points", "octaves"} & grid.model_fields_set:
+        return [f"{key}: points and octaves are for a grid around the sweep's best, got {list(grid.at)} beside them"]
+    if grid.at and len(set(grid.at)) < MIN_VALUES:
+        return [f"{key}: needs at least {MIN_VALUES} different values, got {list(grid.at)}"]
+    return [f"{key}: {unfit}" for value in grid.at if (unfit := _unfit(h, name, value, n_tokens))]
+
+
+def _unfit(h: Hyperparameters, name: str, value: float, n_tokens: float) -> str:
+    """Why a run of `n_tokens` can't be trained with this value, "" if it can."""
+    changed: dict[str, Any] = {name: value}
+    try:
+        varied = replace(h, **changed)
+        chain(varied, varied.whole_batches(n_tokens))
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,218 @@
+"""A lease keeps two workers from training the same line at once, and a dead one's lease does not outlive it for long.
+
+The owner raises a counter; whoever waits judges by its own monotonic clock, so no two machines' clocks are compared. Each
+new owner gets a larger fencing token, and a result is accepted only with the current one. Time in which the ledger does not
+answer counts against nobody: the owner could not beat either.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+import sqlalchemy as sa
+
+from muscale.errors import MuscaleError
+from muscale.store.ledger import Ledger, check_token, find, insert_once, stamped
+from muscale.store.storage import P, T
+from muscale.store.tables import leases, segments
+
+BEAT_SECONDS = 2.0
+EXPIRES_SECONDS = 20.0  # without a beat; a dead process of this machine is noticed at once
+_POLL_SECONDS = 0.2
+_TELLS_SECONDS = 3.0  # of waiting, before a person is told for whom
+_ANSWER_SECONDS = 1.0  # what a call takes beyond that was spent waiting for the ledger
+_TRIES_WRITING = 0.8  # of the time without a beat
+
+_log = logging.getLogger(__name__)
+
+Standing: TypeAlias = tuple[str, int, int]
+"""Name, token and beat of a lease: the same again later means that nobody has beaten."""
+
+
+@contextmanager
+def lease(ledger: Ledger, name: str) -> Iterator[int]:
+    """Hold the lease called `name`, waiting for it as long as its owner lives; yields the fencing token."""
+    token = _acquire(ledger, name)
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_SECONDS):
+            try:
+                ledger.write(_beat, name, token)
+            except MuscaleError as error:  # the owner is told when it records; until then it trains on
+                _log.warning("lease %s: no heartbeat: %s", name, error)
+
+    heart = threading.Thread(target=beat, name=f"lease {name}", daemon=True)
+    heart.start()
+    try:
+        yield token
+    finally:
+        done.set()
+        heart.join()
+        ledger.write(_release, name, token)
+
+
+def record_segment(ledger: Ledger, name: str, token: int, row: Mapping[str, Any]) -> None:
+    """Record what was trained under a lease.
+
+    Raises:
+        LeaseLostError: If another owner has taken the lease since; nothing is recorded then.
+    """
+    ledger.write(_record, name, token, stamped(segments, row))
+
+
+def all_leases(connection: sa.Connection) -> list[dict[str, Any]]:
+    """Every lease, for a ledger's `read`; free ones have no owner."""
+    return find(connection, "leases")
+
+
+def expired_leases(ledger: Ledger) -> frozenset[Standing]:
+    """The leases of other processes that stand still for `EXPIRES_SECONDS`: their owners died on another machine, or hang.
+
+    It watches for that long where there are any, and where all owners live only until each has beaten.
+    """
+    clock, mine = _LedgerClock(), f"{_me()}/"
+    still: frozenset[Standing] | None = None
+    since = clock.now()
+    while True:
+        held = [row for row in clock.timed(ledger.read, all_leases) if row["owner"] and not is_dead(row["owner"])]
+        seen = frozenset(standing_of(row) for row in held if not row["owner"].startswith(mine))
+        if still is None:
+            still, since = seen, clock.now()
+        still &= seen
+        if not still or clock.now() - since > EXPIRES_SECONDS:
+            return still
+        time.sleep(_POLL_SECONDS)
+
+
+def standing_of(row: Mapping[str, Any]) -> Standing:
+    """What identifies a lease as it stands."""
+    return row["name"], int(row["token"]), int(row["beat"])
+
+
+def is_held(row: Mapping[str, Any], expired: Collection[Standing]) -> bool:
+    """Whether a lease has an owner who is not known to be dead, given those that have expired."""
+    return row["owner"] is not None and not is_dead(row["owner"]) and standing_of(row) not in expired
+
+
+def held_leases(ledger: Ledger, expired: Collection[Standing]) -> list[str]:
+    """Names of the leases that somebody holds, given those that have expired (`expired_leases`)."""
+    return [row["name"] for row in ledger.read(all_leases) if is_held(row, expired)]
+
+
+class _LedgerClock:
+    """Seconds in which the ledger answered, by this process's monotonic clock.
+
+    Of each call `_ANSWER_SECONDS` count at most. So an owner who can't beat while the ledger is away is not judged, and one
+    who died is judged even on a ledger that is always slow.
+    """
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() - self._waited
+
+    def timed(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        begun = time.monotonic()
+        found = call(*args, **kwargs)
+        self._waited += max(0.0, time.monotonic() - begun - _ANSWER_SECONDS)
+        return found
+
+
+def _acquire(ledger: Ledger, name: str) -> int:
+    me = f"{_me()}/{secrets.token_hex(4)}"  # of this attempt, so that one whose answer was lost is recognized as ours
+    clock = _LedgerClock()
+    seen: Standing | None = None
+    since, tried = clock.now(), False
+    tells_at = since + _TELLS_SECONDS
+    while True:
+        row = next(iter(clock.timed(ledger.read, find, "leases", {"name": name})), None)
+        standing = standing_of(row) if row else None
+        if standing != seen:
+            seen, since, tried = standing, clock.now(), False
+        silent = clock.now() - since
+        free = row is None or row["owner"] is None or is_dead(row["owner"]) or silent > EXPIRES_SECONDS
+        # Where reads are answered while writes wait, the owner can't beat: a write of ours has to go through before its time.
+        if free or (silent > _TRIES_WRITING * EXPIRES_SECONDS and not tried):
+            held = clock.timed(ledger.write, _take, name, me, standing if free else None)
+            if held["owner"] == me:
+                return int(held["token"])
+            tried = True
+        elif row and clock.now() > tells_at:
+            host = row["owner"].rsplit("/", 3)[0].split(":")[0]
+            who = f"process {process_of(row['owner'])} on {host}"
+            _log.warning("%s: %s is at work on it; waiting until it ends", name, who)
+            tells_at = math.inf
+        time.sleep(_POLL_SECONDS)
+
+
+def _take(connection: sa.Connection, name: str, me: str, judged: Standing | None) -> dict[str, Any]:
+    """Take the lease if it is free, or stands where its owner was judged to be gone; returns it as it is then."""
+    row = next(iter(find(connection, "leases", {"name": name})), None)
+    if row is None:
+        first = {"name": name, "token": 1, "owner": me, "beat": 0}
+        insert_once(connection, "leases", [first])
+        return first
+    if row["owner"] is not None and standing_of(row) != judged:
+        return row
+    taken = {"token": row["token"] + 1, "owner": me, "beat": row["beat"] + 1}
+    connection.execute(sa.update(leases).where(leases.c.name == name).values(**taken))
+    return {**row, **taken}
+
+
+def _beat(connection: sa.Connection, name: str, token: int) -> None:
+    mine = (leases.c.name == name) & (leases.c.token == token)
+    connection.execute(sa.update(leases).where(mine).values(beat=leases.c.beat + 1))
+
+
+def _release(connection: sa.Connection, name: str, token: int) -> None:
+    mine = (leases.c.name == name) & (leases.c.token == token)
+    connection.execute(sa.update(leases).where(mine).values(owner=None))
+
+
+def _record(connection: sa.Connection, name: str, token: int, row: Mapping[str, Any]) -> None:
+    check_token(connection, name, token)
+    insert_once(connection, "segments", [row])
+
+
+@cache
+def _machine() -> str:
+    """This machine, as far as process ids mean the same on it: containers of one host are told apart."""
+    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    parts = [boot.read_text()[:8]] if boot.exists() else []
+    parts += [str(processes.stat().st_ino)] if processes.exists() else []
+    return ":".join([socket.gethostname(), *parts])
+
+
+def _me() -> str:
+    return f"{_machine()}/{os.getpid()}/{psutil.Process().create_time():.2f}"
+
+
+def process_of(owner: str) -> int:
+    """The owner's process id, on whatever machine."""
+    return int(owner.rsplit("/", 3)[1])
+
+
+def is_dead(owner: str) -> bool:
+    """Whether the owner is a process of this machine that has ended."""
+    machine, pid, created, _ = owner.rsplit("/", 3)
+    if machine != _machine():
+        return False
+    try:
+        process = psutil.Process(int(pid))
+        return f"{process.create_time():.2f}" != created or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

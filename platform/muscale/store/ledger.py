@@ -1,0 +1,438 @@
+"""The ledger: one database of everything a study knows, written by the driver and by every worker.
+
+Rows are facts: inserted once and never changed, but for the status of a trial and the path of a training state that was
+pruned. A result is known by what determines it (`muscale.store.lineage` makes the keys), so asking the ledger before working
+is what resuming means. Every method is one transaction, and may be run again when its answer was lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, Concatenate, cast
+
+import pandas as pd
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from muscale.errors import LeaseLostError, StudyDirectoryError
+from muscale.store.lineage import Chain
+from muscale.store.storage import P, SqliteStorage, Storage, T
+from muscale.store.tables import (
+    decisions,
+    forecasts,
+    leases,
+    metadata,
+    retrained,
+    revisions,
+    rounds,
+    rungs,
+    runs,
+    segments,
+    studies,
+    trials,
+)
+
+_LATEST = ("results", "forecasts", "rounds")  # tables whose latest row is asked for
+_OUTCOME = (
+    "loss",
+    "source_losses",
+    "diverged_at_step",
+    "diverged_because",
+    "seconds",
+    "numerics",
+    "segment",
+    "environment",
+)
+
+
+NESTED = ("hyperparameters", "source_losses", "numerics", "segment", "environment")
+"""Columns of the table of runs that are JSON."""
+KEYS_AT_ONCE = 500  # in one statement
+
+
+def now() -> str:
+    """The time as it stands in the ledger: UTC, ISO 8601, microseconds."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The end of a chain as the ledger has it: losses in nats per token, or why there are none."""
+
+    key: str
+    tokens: int
+    loss: float | None
+    averaged_loss: float | None
+    diverged_because: str | None
+    seconds: float
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the training ended without a loss."""
+        return self.diverged_because is not None
+
+
+class Ledger:
+    """The ledger of one study; picklable, as another process opens its own connection.
+
+    Args:
+        where: The storage, or the path of an SQLite file.
+        directory: The study's, which states and curves lie in; the file's own by default.
+    """
+
+    def __init__(self, where: Storage | Path, directory: Path | None = None) -> None:
+        if isinstance(where, Path):
+            directory, where = directory or where.absolute().parent, SqliteStorage(where)
+        if directory is None:
+            raise ValueError(f"a ledger in {where.name} needs the study's directory, got None")
+        self.storage = where
+        self.directory = directory.absolute()
+        self._held: tuple[str, int] | None = None
+
+    def __reduce__(self) -> tuple[type[Ledger], tuple[Storage, Path]]:
+        return type(self), (self.storage, self.directory)
+
+    def __repr__(self) -> str:
+        return f"Ledger({self.storage.name})"
+
+    def under(self, lease: str, token: int) -> Ledger:
+        """This ledger, but a write through it raises a LeaseLostError once the lease has another token."""
+        fenced = copy(self)
+        fenced._held = (lease, token)
+        return fenced
+
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        self.storage.close()
+
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a module's function of a connection finds, in one snapshot."""
+        return self.storage.read(function, *args, **kwargs)
+
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a module's function while nobody else writes, all or nothing; it must come to the same if it is run twice."""
+        if self._held:
+            write: Any = self.storage.write
+            return cast(T, write(_fenced, *self._held, function, *args, **kwargs))
+        return self.storage.write(function, *args, **kwargs)
+
+    def insert(self, table: sa.Table, **values: Any) -> None:
+        """Insert one row stamped with the time; a row that is there already stays as it is.
+
+        Where the latest row is asked for, it is the one inserted last, also after a clock was set back.
+        """
+        if table.name in _LATEST:
+            self.write(_insert_latest, table.name, stamped(table, values))
+        else:
+            self.write(insert_once, table.name, [stamped(table, values)])
+
+    # The study
+
+    def claim(self, identity: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Make this the ledger of the study with this identity, and note a configuration that is new.
+
+        Raises:
+            StudyDirectoryError: If it is another study's; the message lists what differs.
+        """
+        found = self.write(_claim, dict(identity), dict(config), now())
+        if found != identity:
+            raise StudyDirectoryError(
+                f"{self.directory}: the directory belongs to another study: {differences(identity, found)}"
+            )
+
+    def identity(self) -> dict[str, Any] | None:
+        """What identifies the study, or None before it was claimed."""
+        return next((row["identity"] for row in self.read(find, "studies")), None)
+
+    def result(self, stage: str, key: str) -> dict[str, Any] | None:
+        """What the stage found for these inputs, or None."""
+        return next((row["payload"] for row in self.read(find, "results", {"stage": stage, "key": key})), None)
+
+    def latest_result(self, stage: str) -> dict[str, Any] | None:
+        """The row of what the stage found last, whatever the inputs, or None."""
+        return next(iter(self.read(find, "results", {"stage": stage}, ["-created_at"], limit=1)), None)
+
+    def record_result(self, stage: str, key: str, payload: Mapping[str, Any]) -> None:
+        """Keep what the stage found for these inputs."""
+        self.insert(metadata.tables["results"], stage=stage, key=key, payload=dict(payload))
+
+    # Trainings
+
+    def segment(self, key: str) -> dict[str, Any] | None:
+        """The trained segment with this key, or None."""
+        return next(iter(self.read(find, "segments", {"key": key})), None)
+
+    def line(self, line: str) -> list[dict[str, Any]]:
+        """All trained segments of one line, the longest first."""
+        return self.read(find, "segments", {"line": line}, ["-tokens"])
+
+    def outcome(self, chain: Chain) -> Outcome | None:
+        """How the chain ended, or None where that is not known; one that diverged on the way ended there."""
+        return self.outcomes([chain]).get(chain.key)
+
+    def outcomes(self, chains: Iterable[Chain]) -> dict[str, Outcome]:
+        """How those of the chains ended that did, by the chain's key."""
+        beginnings = {chain.key: [*_beginnings(chain)] for chain in chains}
+        parts = [part for some in beginnings.values() for part in some]
+        keys, lines = (dict.fromkeys(names) for names in ((p.key for p in parts), (p.line for p in parts)))
+        ended, diverged = self.read(_outcomes, [*keys], [*lines])
+        found = {}
+        for key, (whole, *before) in beginnings.items():
+            for part in (whole, *before):
+                on_line = (row for row in diverged.get(part.line, ()) if row.tokens <= part.last.end)
+                outcome = ended.get(part.key) or next(on_line, None)
+                if outcome and (part is whole or outcome.diverged):
+                    found[key] = outcome
+                if outcome:
+                    break
+        return found
+
+    def forget_states(self, keys: Sequence[str]) -> None:
+        """Note that the training states of these segments are no longer kept."""
+        self.write(_forget_states, list(keys))
+
+    def record_retrained(self, key: str, *, tokens: int, seconds: float) -> None:
+        """Count that a segment was trained again, over so many tokens, as its state had been pruned."""
+        self.insert(retrained, key=key, tokens=tokens, seconds=seconds)
+
+    def retrained(self) -> list[dict[str, Any]]:
+        """Every training that was repeated to get a pruned state back, in order of time."""
+        return self.read(find, "retrained", {}, ["created_at"])
+
+    def runs(self, *, without: Collection[str] = (), but_of: Collection[str] = ()) -> pd.DataFrame:
+        """Every run with its result: a row each, oldest first.
+
+        `loss` is the validation loss in nats per token at the annealed end, NaN where the run diverged; `source_losses` are
+        those of a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
+
+        Args:
+            without: Columns to leave out: of many runs, nested ones take most of the time (`NESTED`).
+            but_of: Purposes whose runs are left out.
+        """
+        return runs_table(self.read(find_runs, sorted(without), sorted(but_of)), without)
+
+    def least_losses(self) -> dict[str, tuple[int, float]]:
+        """How many runs each purpose has, and their least loss, NaN where all diverged."""
+        found = self.read(_least_losses)
+        return {purpose: (n, math.nan if loss is None else loss) for purpose, n, loss in found}
+
+    # Sweeps
+
+    def rounds(self, sweep: str) -> list[dict[str, Any]]:
+        """The rounds of the sweep: the space of the first, and of each narrowing."""
+        return self.read(find, "rounds", {"sweep": sweep}, ["round"])
+
+    def trials(self, sweep: str) -> list[dict[str, Any]]:
+        """Every suggestion ever made for the sweep, by number."""
+        return self.read(find, "trials", {"sweep": sweep}, ["number"])
+
+    def rungs(self, sweep: str) -> list[dict[str, Any]]:
+        """Every result at a rung of the sweep, in order of arrival."""
+        return self.read(find, "rungs", {"sweep": sweep}, ["sequence"])
+
+    def decisions(self, sweep: str) -> list[dict[str, Any]]:
+        """Every decision of the sweep that a trial goes on, in order."""
+        return self.read(find, "decisions", {"sweep": sweep}, ["sequence"])
+
+    def add_round(self, **values: Any) -> None:
+        """Insert a round."""
+        self.insert(rounds, **values)
+
+    def add_trial(self, **values: Any) -> None:
+        """Insert a suggestion."""
+        self.insert(trials, **values)
+
+    def add_rung(self, **values: Any) -> None:
+        """Insert a result at a rung, with the sweep's next sequence number; one that is there stays."""
+        self.write(_add_event, rungs.name, stamped(rungs, values))
+
+    def add_decision(self, **values: Any) -> None:
+        """Insert the decision that a trial goes on, with the sweep's next sequence number; one that is there stays."""
+        self.write(_add_event, decisions.name, stamped(decisions, values))
+
+    def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
+        """The losses of those of these segments that are recorded as runs, NaN where one diverged."""
+        found = dict(self.read(_run_losses, list(keys)))
+        return {key: math.nan if loss is None else loss for key, loss in found.items()}
+
+    # Forecasts
+
+    def latest_forecast(self) -> dict[str, Any] | None:
+        """The forecast registered last, or None."""
+        return next(iter(self.read(find, "forecasts", {}, ["-registered_at"], limit=1)), None)
+
+    def forecast(self, plan: str) -> dict[str, Any] | None:
+        """The forecast registered for a plan, or None; the database refuses to change or delete one."""
+        return next(iter(self.read(find, "forecasts", {"plan": plan})), None)
+
+
+def _beginnings(chain: Chain) -> Iterator[Chain]:
+    """The chain, the one before its last segment, and so on to the first."""
+    part: Chain | None = chain
+    while part:
+        yield part
+        part = part.parent
+
+
+def stamped(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the time in it."""
+    return {**values, "registered_at" if table is forecasts else "created_at": now()}
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """What differs between two identities, for a message."""
+    return "; ".join(
+        f"{name} is {here.get(name)!r} here but {there.get(name)!r} there"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    )
+
+
+def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:
+    """What `find_runs` found, as the table that `Ledger.runs` describes."""
+    table = pd.DataFrame(rows, columns=[column.name for column in _run_columns(without)])
+    table["loss"] = table["loss"].astype(float)
+    table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))
+    return table
+
+
+# What storages run: functions of a connection with plain arguments
+
+
+def find(
+    connection: sa.Connection,
+    table: str,
+    where: Mapping[str, Any] | None = None,
+    order: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of a table whose columns have these values, ordered by columns, from the largest where one is written `-name`."""
+    columns = metadata.tables[table].c
+    query = sa.select(metadata.tables[table])
+    for name, value in (where or {}).items():
+        query = query.where(columns[name] == value)
+    for name in order:
+        query = query.order_by(columns[name[1:]].desc() if name.startswith("-") else columns[name])
+    return [dict(row) for row in connection.execute(query.limit(limit)).mappings()]
+
+
+def insert_once(connection: sa.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Insert rows, but those whose keys are there already; returns how many were new."""
+    statement = _insert_once(connection.dialect.name, table)
+    return sum(connection.execute(statement, dict(row)).rowcount for row in rows)
+
+
+@cache
+def _insert_once(dialect: str, table: str) -> sa.Insert:
+    insert: Any = (postgresql if dialect == "postgresql" else sqlite).insert
+    statement: sa.Insert = insert(metadata.tables[table]).on_conflict_do_nothing()
+    return statement.execution_options(preserve_rowcount=True)
+
+
+def _insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any]) -> None:
+    """Insert a row at its time, or right after the latest one, if a clock that was set back or is another's says less."""
+    stamp = "registered_at" if table == forecasts.name else "created_at"
+    last = connection.execute(sa.select(sa.func.max(metadata.tables[table].c[stamp]))).scalar()
+    if last and last >= row[stamp]:
+        after = datetime.fromisoformat(last) + timedelta(microseconds=1)
+        row = {**row, stamp: after.isoformat(timespec="microseconds")}
+    insert_once(connection, table, [row])
+
+
+def check_token(connection: sa.Connection, name: str, token: int) -> None:
+    """Refuse, inside a writing transaction, a token that is no longer the lease's.
+
+    Raises:
+        LeaseLostError: If another owner has taken the lease since.
+    """
+    current = connection.execute(sa.select(leases.c.token).where(leases.c.name == name)).scalar()
+    if current != token:
+        raise LeaseLostError(f"lease {name}: held with token {token}, but the current one is {current}")
+
+
+def _fenced(
+    connection: sa.Connection, lease: str, token: int, function: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    check_token(connection, lease, token)
+    return function(connection, *args, **kwargs)
+
+
+def _claim(
+    connection: sa.Connection, identity: dict[str, Any], config: dict[str, Any], created_at: str
+) -> dict[str, Any]:
+    found: dict[str, Any] | None = connection.execute(sa.select(studies.c.identity)).scalar()
+    if found is None:
+        insert_once(connection, "studies", [{"identity": identity, "created_at": created_at}])
+    elif found != identity:
+        return found
+    latest = connection.execute(sa.select(revisions.c.config).order_by(revisions.c.revision.desc()).limit(1)).scalar()
+    if latest != config:
+        insert_once(connection, "revisions", [{"config": config, "created_at": created_at}])
+    return identity
+
+
+def _forget_states(connection: sa.Connection, keys: Sequence[str]) -> None:
+    for key in keys:
+        connection.execute(sa.update(segments).where(segments.c.key == key).values(state=None))
+
+
+def find_runs(
+    connection: sa.Connection, without: Sequence[str] = (), but_of: Sequence[str] = ()
+) -> list[tuple[Any, ...]]:
+    """Every run with its result, oldest first: the columns of `runs_table`."""
+    query = (
+        sa.select(*_run_columns(without))
+        .join_from(runs, segments, runs.c.key == segments.c.key)
+        .where(runs.c.purpose.not_in(but_of))
+        .order_by(runs.c.created_at, runs.c.key)
+    )
+    return [tuple(row) for row in connection.execute(query)]
+
+
+def _least_losses(connection: sa.Connection) -> list[tuple[str, int, float | None]]:
+    query = sa.select(runs.c.purpose, sa.func.count(), sa.func.min(segments.c.loss)).group_by(runs.c.purpose)
+    return [tuple(row) for row in connection.execute(query.join(segments, runs.c.key == segments.c.key))]
+
+
+def _run_columns(without: Collection[str]) -> list[sa.Column[Any]]:
+    return [column for column in (*runs.c, *(segments.c[name] for name in _OUTCOME)) if column.name not in without]
+
+
+def by_key(connection: sa.Connection, query: sa.Select[Any], column: sa.Column[Any], keys: Sequence[str]) -> list[Any]:
+    """The rows of a query whose column is one of these keys, however many they are."""
+    found: list[Any] = []
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+        found += connection.execute(query.where(column.in_(keys[start : start + KEYS_AT_ONCE])))
+    return found
+
+
+def _outcomes(
+    connection: sa.Connection, keys: Sequence[str], lines: Sequence[str]
+) -> tuple[dict[str, Outcome], dict[str, list[Outcome]]]:
+    """Segments by key, and those that diverged by line, the longest first."""
+    names = [field.name for field in fields(Outcome)]
+    query = sa.select(*(segments.c[name] for name in names), segments.c.line)
+    diverged = query.where(segments.c.diverged_because.is_not(None)).order_by(segments.c.tokens.desc())
+    by_line: dict[str, list[Outcome]] = {}
+    for *values, line in by_key(connection, diverged, segments.c.line, lines):
+        by_line.setdefault(line, []).append(Outcome(**dict(zip(names, values, strict=True))))
+    ended = by_key(connection, query, segments.c.key, keys)
+    return {row.key: Outcome(**dict(zip(names, row[:-1], strict=True))) for row in ended}, by_line
+
+
+def _run_losses(connection: sa.Connection, keys: Sequence[str]) -> list[tuple[str, float | None]]:
+    query = sa.select(segments.c.key, segments.c.loss).join(runs, runs.c.key == segments.c.key)
+    return [(key, loss) for key, loss in by_key(connection, query, segments.c.key, keys)]
+
+
+def _add_event(connection: sa.Connection, table: str, values: Mapping[str, Any]) -> None:
+    lasts = [sa.select(sa.func.max(t.c.sequence)).where(t.c.sweep == values["sweep"]) for t in (rungs, decisions)]
+    sequence = max(connection.execute(last).scalar() or 0 for last in lasts) + 1
+    insert_once(connection, table, [{**values, "sequence": sequence}])

@@ -1,0 +1,158 @@
+"""An SQLite ledger for several machines: one named Ray actor, pinned to the node that holds the file, runs every transaction.
+
+A write counts once the actor has acknowledged it. The actor is found by its name, and made where it is not there; when it
+dies with its process or with the driver that made it, whoever needs it next makes it again on the same node. Where no
+cluster runs, a process of the file's own machine opens the file itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate
+
+import sqlalchemy as sa
+
+from muscale.errors import StudyDirectoryError
+from muscale.fingerprint import package_fingerprint, require_same_package
+from muscale.store.storage import P, SqliteStorage, Storage, T, persist
+from proxy_models.content_key import content_key
+
+NAMESPACE = "muscale"
+_CALL_SECONDS = 60.0  # without an answer: the call is made again
+
+
+class LedgerActor:
+    """Owns the file, inside Ray."""
+
+    def __init__(self, path: Path) -> None:
+        self._storage = SqliteStorage(path, must_exist=True)
+
+    def run(self, package: str, write: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One transaction for a caller of the same package."""
+        require_same_package(package)
+        return (self._storage.write if write else self._storage.read)(function, *args, **kwargs)
+
+    def node(self) -> str:
+        """The node that it runs on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+
+class ActorStorage(Storage):
+    """The file at a path of one host, reached through its actor.
+
+    Args:
+        host: Name of the machine that holds the file, as Ray tells it.
+        path: Of the file on it.
+    """
+
+    def __init__(self, host: str, path: Path) -> None:
+        self.host, self.path = host, path
+        self.name = f"{host}:{path}"
+        self._file = SqliteStorage(path, must_exist=True)
+        self._actor: tuple[Any, Any] | None = None  # of one connection to Ray
+
+    def __reduce__(self) -> tuple[type[ActorStorage], tuple[str, Path]]:
+        return type(self), (self.host, self.path)
+
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function finds, in one snapshot of the database."""
+        return self._run(False, function, *args, **kwargs)
+
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function while nobody else writes; it is kept when this returns."""
+        return self._run(True, function, *args, **kwargs)
+
+    def _run(
+        self, write: bool, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if not _connected():
+            if self.host == socket.gethostname():
+                return (self._file.write if write else self._file.read)(function, *args, **kwargs)
+            self._connect()
+        import ray
+
+        def attempt() -> T:
+            try:
+                actor = self.actor()
+                call = actor.run.remote(package_fingerprint(), write, function, args, kwargs)
+                found: T = ray.get(call, timeout=_CALL_SECONDS)
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause or error) from None
+            except lost:
+                self._actor = None
+                raise
+            return found
+
+        lost = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
+        passing = (*lost, ray.exceptions.GetTimeoutError)
+        return persist(self.name, attempt, lambda error: isinstance(error, passing))
+
+    def _connect(self) -> None:
+        """Join the cluster, as the file is on another machine."""
+        import ray
+
+        from muscale.cluster import connect
+
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        try:
+            connect(address=address)
+        except (ConnectionError, ray.exceptions.RaySystemError) as error:
+            raise StudyDirectoryError(
+                f"{self.name}: the ledger lies on {self.host}, and this is {socket.gethostname()}: run there, or set "
+                f"RAY_ADDRESS to a cluster that {self.host} is a node of ({error})"
+            ) from None
+
+    def actor(self) -> Any:
+        """The actor's handle.
+
+        Raises:
+            StudyDirectoryError: If no node of the cluster holds the file.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        context = ray.get_runtime_context()
+        connection = (context.get_node_id(), context.get_job_id())  # both new after Ray was shut down and started again
+        if self._actor is None or self._actor[0] != connection:
+            name = f"ledger-{content_key([self.host, str(self.path)])}"
+            try:
+                actor = ray.get_actor(name, namespace=NAMESPACE)
+            except ValueError:  # not there
+                remote: Any = ray.remote(num_cpus=0, max_restarts=-1)(LedgerActor)
+                actor = remote.options(
+                    name=name,
+                    namespace=NAMESPACE,
+                    get_if_exists=True,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(self._node(context.get_node_id()), soft=False),
+                ).remote(self.path)
+            self._actor = connection, actor
+        return self._actor[1]
+
+    def _node(self, mine: str) -> str:
+        """The id of the host's node: this process's own, if it is one of several on the host."""
+        import ray
+
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        there = sorted(node["NodeID"] for node in alive if node["NodeManagerHostname"] == self.host)
+        if not there:
+            raise StudyDirectoryError(
+                f"{self.name}: the ledger lies on {self.host}, which is no node of this cluster; its nodes are "
+                f"{', '.join(sorted({node['NodeManagerHostname'] for node in alive}))}"
+            )
+        return mine if mine in there else there[0]
+
+    def close(self) -> None:
+        """Close this process's connections; the actor stays, as others may use it."""
+        self._file.close()
+        self._actor = None
+
+
+def _connected() -> bool:
+    """Whether this process is connected to Ray, without importing it."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())

@@ -1,0 +1,120 @@
+"""Keys: a training is known by what determines it.
+
+A run is a chain of segments. A segment's key hashes its parent's key, what it trains with and where it ends, so that
+two chains with an equal beginning share the keys of that beginning. The part of the hash without the end is the line:
+all lengths of one training, where a longer one can go on from a shorter one's state. Where rungs lie is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from muscale.store.incidents import Mending
+from proxy_models.content_key import content_key
+from proxy_models.numerics import Numerics
+from proxy_models.recipe import Recipe
+from proxy_models.schedule import Constant, phase_from_dict, phase_to_dict
+from proxy_models.segments import Segment
+
+
+def segment_to_dict(segment: Segment) -> dict[str, Any]:
+    """The segment as plain values."""
+    return {
+        "recipe": segment.recipe.to_dict(),
+        "phase": phase_to_dict(segment.phase),
+        "start": segment.start,
+        "end": segment.end,
+    }
+
+
+def segment_from_dict(values: dict[str, Any]) -> Segment:
+    """Rebuild what `segment_to_dict` wrote."""
+    recipe, phase = Recipe(**values["recipe"]), phase_from_dict(values["phase"])
+    return Segment(recipe=recipe, phase=phase, start=values["start"], end=values["end"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A training from its initial values to the end of its last segment.
+
+    Attributes:
+        numerics, segments: What is trained.
+        mending: What befell a full run's steps; None without a policy about spikes, as proxies are.
+    """
+
+    numerics: Numerics
+    segments: tuple[Segment, ...]
+    mending: Mending | None = None
+
+    def __post_init__(self) -> None:
+        ends = [0, *(segment.end for segment in self.segments)]
+        if not self.segments or any(s.start != end for s, end in zip(self.segments, ends, strict=False)):
+            raise ValueError(f"a chain starts at 0 and has no gaps, got {[(s.start, s.end) for s in self.segments]}")
+        self.numerics.require_length(self.last.end)
+
+    @property
+    def last(self) -> Segment:
+        """The segment that ends the chain."""
+        return self.segments[-1]
+
+    @property
+    def parent(self) -> Chain | None:
+        """The chain before the last segment."""
+        return replace(self, segments=self.segments[:-1]) if len(self.segments) > 1 else None
+
+    def _last_to_dict(self) -> dict[str, Any]:
+        own = segment_to_dict(self.last)
+        return own | {"mending": self.mending.within(self.last.start, self.last.end)} if self.mending else own
+
+    @cached_property
+    def line(self) -> str:
+        """Hash of everything but the end."""
+        before = self.parent.key if self.parent else self.numerics.key
+        return content_key([before, {**self._last_to_dict(), "end": None}])
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of the whole chain."""
+        return content_key([self.line, self.last.end])
+
+    @property
+    def stem(self) -> str:
+        """Line of the first segment: chains that share it share weights, so their losses are not independent."""
+        return replace(self, segments=self.segments[:1]).line
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the chain ends a run: its rate has come down, and its loss may enter a law."""
+        return not isinstance(self.last.phase, Constant) and getattr(self.last.phase, "end", None) == self.last.end
+
+    def row(self) -> dict[str, Any]:
+        """What the ledger keeps of the chain itself."""
+        return {
+            "key": self.key,
+            "line": self.line,
+            "parent": self.parent.key if self.parent else None,
+            "numerics": self.numerics.to_dict(),
+            "segment": self._last_to_dict(),
+            "tokens": self.last.end,
+        }
+
+    @property
+    def compute_flops(self) -> float:
+        """6·N·D of the whole chain."""
+        return 6.0 * self.numerics.model.n_params * self.last.end
+
+
+def input_key(*inputs: Any) -> str:
+    """Hash of a stage's inputs, plain values all."""
+    return content_key(list(inputs))
+
+
+def stems(chains: Sequence[Chain]) -> dict[str, list[Chain]]:
+    """Chains by stem, the shorter before the longer: each goes on where the one before it stopped."""
+    grouped: dict[str, list[Chain]] = {}
+    for chain in sorted(chains, key=lambda chain: chain.last.end):
+        grouped.setdefault(chain.stem, []).append(chain)
+    return grouped

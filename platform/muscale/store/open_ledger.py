@@ -1,0 +1,153 @@
+"""Opens the ledger that a study file asks for, where it was begun: never silently a new one.
+
+A ledger that does not lie in the study's directory leaves a small file there that says where it is: a host and a path, or a
+schema of a PostgreSQL database. Neither holds a secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from muscale.errors import StudyDirectoryError
+from muscale.layout import LEDGER, LEDGER_PLACE
+from muscale.settings.config import StorageSettings
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_actor import ActorStorage
+from muscale.store.postgresql import PostgresStorage
+from muscale.store.storage import SqliteStorage
+
+_MARK_SECONDS = 10.0  # assumed: far longer than a rename takes
+_POLL_SECONDS = 0.05
+_RAYS_COPIES = "runtime_resources"  # the folder of a Ray session that working directories of jobs are unpacked in
+
+
+def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger:
+    """The ledger of the study called `name` in a directory.
+
+    Raises:
+        StudyDirectoryError: If it was begun in another kind of storage, or is not where it was.
+        LedgerUnavailableError: If the database does not answer.
+    """
+    directory = directory.absolute()
+    if _RAYS_COPIES in directory.parts:
+        raise StudyDirectoryError(
+            f"{directory}: is Ray's own copy of the job's working directory, and goes away with it; give the study file "
+            "by its absolute path on a file system that every node has"
+        )
+    place = read_place(directory)
+    begun = str(place["ledger"]) if place else "sqlite" if (directory / LEDGER).exists() else None
+    at_hand = settings.ledger == "actor" and begun == "sqlite" and settings.path in (None, str(directory / LEDGER))
+    if begun not in (None, settings.ledger) and not at_hand:
+        raise StudyDirectoryError(
+            f'{directory}: the study\'s ledger was begun with storage.ledger = "{begun}", got "{settings.ledger}"; set it '
+            "back, or begin a study in a new directory and merge this one into it with `muscale merge`"
+        )
+    if settings.ledger == "sqlite":
+        return Ledger(SqliteStorage(directory / LEDGER), directory)
+    if place is None:
+        place = _begin(settings, directory, name)
+    if settings.ledger == "actor" and settings.path not in (None, place["path"]):
+        raise StudyDirectoryError(
+            f"{directory}: the ledger lies at {place['path']} of {place['host']}, got storage.path = {settings.path!r}; set it back"
+        )
+    return Ledger(_storage(place), directory)
+
+
+def read_place(directory: Path) -> dict[str, Any] | None:
+    """Where the ledger of a study's directory lies, or None where it has no such file.
+
+    Raises:
+        StudyDirectoryError: If the file can't be used.
+    """
+    path = directory / LEDGER_PLACE
+    if not path.exists():
+        return None
+    wanted = {"actor": ("host", "path"), "postgresql": ("schema",)}
+    try:
+        place = dict(json.loads(path.read_text()))
+        if all(isinstance(place[key], str) for key in wanted[place["ledger"]]):
+            return place
+    except (ValueError, KeyError, TypeError):
+        place = {}
+    raise StudyDirectoryError(f"{path}: does not say where the ledger lies; restore it from a copy of the directory")
+
+
+def _storage(place: dict[str, Any]) -> ActorStorage | PostgresStorage:
+    if place["ledger"] == "actor":
+        return ActorStorage(place["host"], Path(place["path"]))
+    return PostgresStorage(None, place["schema"], must_exist=True)
+
+
+def _begin(settings: StorageSettings, directory: Path, name: str) -> dict[str, Any]:
+    """Make the ledger and note where it lies; of two processes that do so at once, one is the first."""
+    place: dict[str, Any]
+    if settings.ledger == "actor":
+        path = Path(settings.path or directory / LEDGER)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place = {"ledger": "actor", "host": socket.gethostname(), "path": str(path)}
+        begun: SqliteStorage | PostgresStorage = SqliteStorage(path)
+    else:
+        slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:40]
+        place = {"ledger": "postgresql", "schema": f"study_{slug}_{secrets.token_hex(4)}"}
+        begun = PostgresStorage(None, place["schema"])
+    begun.read(_nothing)
+    try:
+        return _note(directory, place)
+    finally:
+        if isinstance(begun, PostgresStorage) and read_place(directory) != place:
+            begun.drop_unclaimed()  # another process was first, and nobody else knows this schema's name
+        begun.close()
+
+
+def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
+    """Write down where the ledger lies, whole or not at all, unless another process did so first; returns what stands there."""
+    noted = directory / LEDGER_PLACE
+    unfinished = directory / f"{LEDGER_PLACE}.{secrets.token_hex(4)}.unfinished"
+    try:
+        unfinished.write_text(json.dumps(place, indent=1) + "\n")
+        try:
+            os.link(unfinished, noted)
+        except FileExistsError:
+            pass  # another was first
+        except OSError:  # a file system without hard links
+            _rename_first(unfinished, noted)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return read_place(directory) or place
+
+
+def _rename_first(unfinished: Path, noted: Path) -> None:
+    """Rename a file to a name that nothing has: only the process that made the mark beside it may, the others wait.
+
+    Raises:
+        StudyDirectoryError: If a process that made the mark did not finish.
+    """
+    mark = noted.with_name(f"{noted.name}.begun")
+    given_up = time.monotonic() + _MARK_SECONDS
+    while not noted.exists():
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            if time.monotonic() > given_up:
+                raise StudyDirectoryError(
+                    f"{mark}: another process has begun the ledger for more than {_MARK_SECONDS:.0f} s; if none is at it "
+                    "any more, remove this file and run the same command again"
+                ) from None
+            time.sleep(_POLL_SECONDS)
+            continue
+        try:
+            if not noted.exists():  # else another made it between our look and our mark
+                unfinished.rename(noted)
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+def _nothing(_connection: object) -> None:
+    """Opens a storage, and so makes its tables."""

@@ -1,0 +1,246 @@
+"""The ledger in PostgreSQL: each study in a schema (a namespace of tables) of its own, in one database for all of them.
+
+The URL comes from the environment alone, never from a study file, and no message, log or file of ours holds its password.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Concatenate
+
+import sqlalchemy as sa
+
+from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
+from muscale.store.migrations import is_older, migrate, tell
+from muscale.store.storage import P, Storage, T, persist
+from muscale.store.tables import SCHEMA, metadata, studies
+
+URL_VARIABLE = "MUSCALE_LEDGER_URL"
+_DRIVERS = ("postgresql", "postgres", "postgresql+psycopg")
+_IDLE_SECONDS = 60  # a client that vanishes in the middle of a write holds up the others no longer
+_number = sa.Table("schema_number", sa.MetaData(), sa.Column("number", sa.Integer, nullable=False))
+
+
+def url_from_environment() -> sa.URL:
+    """The database's URL.
+
+    Raises:
+        StudyDirectoryError: If it is missing, or no PostgreSQL URL; the value is not told, as it may hold a password.
+    """
+    if not (value := os.environ.get(URL_VARIABLE)):
+        raise StudyDirectoryError(
+            f'storage.ledger: "postgresql" takes its URL from the environment variable {URL_VARIABLE}, such as '
+            "postgresql://user:password@host:5432/database; it is not set"
+        )
+    try:
+        url = sa.make_url(value)
+    except (sa.exc.ArgumentError, ValueError):
+        raise StudyDirectoryError(
+            f"{URL_VARIABLE}: must be a URL such as postgresql://user:password@host:5432/database"
+        ) from None
+    if url.drivername not in _DRIVERS:
+        raise StudyDirectoryError(f"{URL_VARIABLE}: must begin with postgresql://, got {url.drivername}://")
+    return url.set(drivername="postgresql+psycopg")
+
+
+def shown(url: sa.URL) -> str:
+    """The URL without password and options."""
+    user = f"{url.username}@" if url.username else ""
+    host = url.host or str(url.query.get("host", ""))
+    return f"postgresql://{user}{host}{f':{url.port}' if url.port else ''}/{url.database or ''}"
+
+
+class PostgresStorage(Storage):
+    """One schema of a PostgreSQL database.
+
+    Args:
+        url: Of the database; None takes it from the environment.
+        schema: Of the study.
+        must_exist: Refuse to begin a new one.
+        read_only: Refuse to write.
+    """
+
+    def __init__(self, url: sa.URL | None, schema: str, *, must_exist: bool = False, read_only: bool = False) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,62}", schema):
+            raise ValueError(f"a schema's name must be small letters, digits and underscores, got {schema!r}")
+        self._url = url or url_from_environment()
+        self.schema = schema
+        self.name = f"{shown(self._url)} (schema {schema})"
+        self._must_exist, self._read_only = must_exist, read_only
+        self._answered = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._url if _inside_ray() else None, self.schema, self._must_exist, self._read_only)
+
+    def __repr__(self) -> str:
+        return f"PostgresStorage({self.name})"
+
+    @cached_property
+    def _engine(self) -> sa.Engine:
+        try:
+            # A worker needs one connection, and now and then one more for its heartbeat.
+            engine = sa.create_engine(self._url, pool_size=1, max_overflow=3)
+        except ModuleNotFoundError as error:
+            raise StudyDirectoryError(
+                f"storage.ledger: \"postgresql\" needs psycopg, install it with: pip install 'muscale[postgresql]' ({error})"
+            ) from None
+
+        @sa.event.listens_for(engine, "connect")
+        def _configure(connection: Any, _record: object) -> None:
+            connection.autocommit = True
+            connection.execute(f'SET search_path TO "{self.schema}"')
+            connection.execute(f"SET idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'")
+            if self._read_only:
+                connection.execute("SET default_transaction_read_only = on")
+            connection.autocommit = False
+
+        try:
+            with engine.connect() as connection:
+                migrated = self._make_or_recognize(connection)
+                connection.commit()
+            if migrated:
+                tell(self.name, migrated, "")
+        except BaseException:
+            engine.dispose()
+            raise
+        return engine
+
+    def _make_or_recognize(self, connection: sa.Connection) -> int | None:
+        """Make the schema and the tables of a new ledger, or bring those of an old one to this version's.
+
+        Returns the number of the schema before, if it was migrated.
+        """
+        tables = sa.inspect(connection).get_table_names(schema=self.schema)
+        if not tables and (self._must_exist or self._read_only):
+            raise StudyDirectoryError(
+                f"{self.name}: the study's ledger is not in this database; is it the one that {URL_VARIABLE} named before?"
+            )
+        if not tables:
+            self._lock(connection)
+            tables = sa.inspect(connection).get_table_names(schema=self.schema)  # another process may have been faster
+        if not tables:
+            connection.execute(sa.schema.CreateSchema(self.schema, if_not_exists=True))
+            metadata.create_all(connection)
+            _number.create(connection)
+            connection.execute(sa.insert(_number).values(number=SCHEMA))
+            return None
+        if not is_older(self.name, found := _found(connection, tables)):
+            return None
+        if self._read_only:
+            raise StudyDirectoryError(
+                f"{self.name}: the ledger has schema {found}, and is only read here: open its own study with this version of "
+                f"muscale first (`muscale runs`), which brings it to schema {SCHEMA}"
+            )
+        self._lock(connection)
+        if not is_older(self.name, found := _found(connection, tables)):  # another process was faster
+            return None
+        migrate(connection, self.name, found)
+        connection.execute(sa.update(_number).values(number=SCHEMA))
+        return found
+
+    def _lock(self, connection: sa.Connection) -> None:
+        """Let one transaction of this study write at a time, until it ends."""
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": self.schema})
+
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function finds, in one snapshot of the database."""
+
+        def attempt() -> T:
+            with self._engine.connect() as connection:
+                found = function(connection.execution_options(isolation_level="REPEATABLE READ"), *args, **kwargs)
+                connection.rollback()
+                return found
+
+        return self._persist(attempt)
+
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function with the study's lock from its start, so that what it reads can't change before it writes."""
+
+        def attempt() -> T:
+            with self._engine.begin() as connection:
+                self._lock(connection)
+                return function(connection, *args, **kwargs)
+
+        return self._persist(attempt)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Callable[..., Any]]:
+        """A `read` that finds one state of the database, however often and for how long it is called.
+
+        Raises:
+            LedgerUnavailableError: If the server can't be reached; from the `read`, if it is lost on the way.
+        """
+
+        def told(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            try:
+                return call(*args, **kwargs)
+            except sa.exc.OperationalError as error:
+                raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+
+        with told(lambda: self._engine.connect()) as connection:
+            connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            # It holds up nobody's writes, and ours may take long between two reads.
+            told(connection.exec_driver_sql, "SET LOCAL idle_in_transaction_session_timeout = 0")
+            yield lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
+
+    def drop_unclaimed(self) -> None:
+        """Remove the schema, unless it is a study's."""
+        self.write(_drop_unclaimed, self.schema)
+
+    def _persist(self, attempt: Callable[[], T]) -> T:
+        """Outlast a server that is away for a while; one that never answered is told at once."""
+
+        def known() -> T:
+            try:
+                found = attempt()
+            except sa.exc.OperationalError as error:
+                if self._answered:
+                    raise
+                raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
+            self._answered = True
+            return found
+
+        return persist(self.name, known, _is_passing)
+
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        if engine := self.__dict__.pop("_engine", None):
+            engine.dispose()
+
+
+def _found(connection: sa.Connection, tables: list[str]) -> int:
+    """The number of the schema, 0 where it is missing."""
+    return int(connection.execute(sa.select(_number.c.number)).scalar() or 0) if _number.name in tables else 0
+
+
+def _drop_unclaimed(connection: sa.Connection, schema: str) -> None:
+    if connection.execute(sa.select(studies)).first() is None:
+        connection.execute(sa.schema.DropSchema(schema, cascade=True))
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether the server may be back soon: a lost or refused connection, not a statement that it refuses."""
+    return isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or (
+        isinstance(error, sa.exc.DBAPIError) and error.connection_invalidated
+    )
+
+
+def _reopen(url: sa.URL | None, schema: str, must_exist: bool, read_only: bool) -> PostgresStorage:
+    storage = PostgresStorage(url, schema, must_exist=must_exist, read_only=read_only)
+    storage._answered = url is not None  # the driver's was answered, so a worker may wait for it
+    return storage
+
+
+def _inside_ray() -> bool:
+    """Whether Ray is pickling arguments for its own processes: what else is pickled may end in a file, without the URL."""
+    if "ray" not in sys.modules:
+        return False
+    from ray._private.worker import global_worker
+
+    worker: Any = global_worker
+    return bool(worker.connected and worker.get_serialization_context().is_in_band_serialization())

@@ -1,0 +1,108 @@
+"""Two runs side by side: which settings differ, both losses, and their difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import pandas as pd
+
+from muscale.store.differing import shown
+from muscale.store.run_selection import one_run
+
+_NAMED = ("purpose", "label", "created_at", "n_params", "n_tokens", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """What differs between two runs.
+
+    Attributes:
+        keys: Of both.
+        losses: Held-out, nats per token; None where one diverged.
+        seconds: That each took.
+        settings: Values of both by name, where they differ: of the run, its hyperparameters, its model and data.
+        environment: The same of what they were trained on.
+    """
+
+    keys: tuple[str, str]
+    losses: tuple[float | None, float | None]
+    seconds: tuple[float, float]
+    settings: dict[str, tuple[Any, Any]]
+    environment: dict[str, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, runs: pd.DataFrame, first: str, second: str) -> Self:
+        """Compare two of `Ledger.runs()`.
+
+        Args:
+            runs: The table.
+            first: Key of a run, or a beginning that no other key has.
+            second: The same of the other.
+
+        Raises:
+            RunSelectionError: If there is no such run, or more than one.
+        """
+        rows = [one_run(runs, key).to_dict() for key in (first, second)]
+        settings = [
+            {name: row[name] for name in _NAMED} | _flat(row["hyperparameters"]) | _numerics(row) for row in rows
+        ]
+        a, b = (None if math.isnan(row["loss"]) else float(row["loss"]) for row in rows)
+        return cls(
+            keys=(rows[0]["key"], rows[1]["key"]),
+            losses=(a, b),
+            seconds=(float(rows[0]["seconds"]), float(rows[1]["seconds"])),
+            settings=_differing(*settings),
+            environment=_differing(*(_flat(row["environment"] or {}) for row in rows)),
+        )
+
+    @property
+    def difference(self) -> float | None:
+        """Loss of the second minus that of the first, nats per token; None where one diverged."""
+        first, second = self.losses
+        return None if first is None or second is None else second - first
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the difference with them."""
+        return {**asdict(self), "difference": self.difference}
+
+    def __str__(self) -> str:
+        first = self.losses[0]
+        rows = [("run", *self.keys)]
+        rows += [_told(name, pair) for name, pair in self.settings.items()]
+        rows += [_told(f"on {name}", pair) for name, pair in self.environment.items()]
+        rows.append(_told("seconds", self.seconds))
+        rows.append(_told("loss", self.losses, none="diverged"))
+        wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{name:<{wide[0]}}  {a:<{wide[1]}}  {b}" for name, a, b in rows]
+        if self.difference is not None and first:
+            lines.append(f"the second's loss is {self.difference:+.4f} nats per token ({self.difference / first:+.2%})")
+        if not self.settings:
+            lines.insert(1, "no setting differs")
+        return "\n".join(lines)
+
+
+def _told(name: str, pair: tuple[Any, Any], none: str = "–") -> tuple[str, str, str]:
+    return name, shown(pair[0], none=none), shown(pair[1], none=none)
+
+
+def _numerics(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Model, base shape, data and semantics."""
+    return _flat({name: value for name, value in row["numerics"].items() if name not in ("seed", "run_tokens")})
+
+
+def _flat(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{place}{name}.")
+        else:
+            found[f"{place}{name}"] = value
+    return found
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = dict.fromkeys([*first, *second])
+    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

@@ -1,0 +1,259 @@
+"""Where a ledger's database lies: a storage runs functions of a connection, each in one transaction.
+
+What is run is a function of a module with plain arguments, so that a process on another machine can run it for us
+(`muscale.store.ledger_actor`). A write may be run again when its answer was lost on the way, so each must come to the same if it
+is run twice: rows are inserted once by their keys, and times are taken by the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sqlite3
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import psutil
+import sqlalchemy as sa
+
+from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
+from muscale.store.migrations import is_older, migrate, tell
+from muscale.store.tables import SCHEMA, metadata
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 120.0  # assumed: longer than a server's or an actor's restart
+_LONGEST_PAUSE = 1.0  # seconds between two attempts
+NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
+_BUSY_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class Storage(ABC):
+    """A database that a ledger is kept in; picklable, as each process opens its own connections.
+
+    Attributes:
+        name: What messages call it; never holds a password.
+    """
+
+    name: str
+
+    @abstractmethod
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function finds, in one snapshot of the database."""
+
+    @abstractmethod
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function while nobody else writes; what it wrote is kept when this returns, and nothing if it raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+
+
+class SqliteStorage(Storage):
+    """A file of SQLite on a local disk, shared by the processes of one machine.
+
+    Args:
+        path: Of the file.
+        must_exist: Refuse to begin a new one.
+    """
+
+    def __init__(self, path: Path, *, must_exist: bool = False) -> None:
+        self.path = path.absolute()
+        self.name = str(self.path)
+        self._must_exist = must_exist
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sqlite, (self.path, socket.gethostname())
+
+    @cached_property
+    def _engine(self) -> sa.Engine:
+        if (kind := file_system(self.path.parent)) in NETWORK_FILE_SYSTEMS:
+            raise StudyDirectoryError(
+                f"{self.path}: SQLite can't keep a ledger on {kind}; put the study on a local disk, or set "
+                'storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'
+            )
+        if self._must_exist and not self.path.exists():
+            raise StudyDirectoryError(
+                f"{self.path}: the study's ledger is gone; bring the file back, or begin the study anew"
+            )
+        engine = sa.create_engine(f"sqlite:///{self.path}", connect_args={"timeout": _BUSY_SECONDS})
+
+        @sa.event.listens_for(engine, "connect")
+        def _configure(connection: Any, _record: object) -> None:
+            connection.isolation_level = None  # transactions begin in `write`, with the lock taken
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+
+        try:
+            with engine.connect() as connection:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                told = self._make_or_recognize(connection)
+                connection.commit()
+            if told:
+                tell(self.name, *told)
+        except sa.exc.OperationalError as error:  # locked for as long as it waits, or no folder to make it in
+            engine.dispose()
+            raise LedgerUnavailableError(f"{self.name}: the ledger can't be opened: {first_line(error)}") from None
+        except sa.exc.DatabaseError as error:
+            engine.dispose()
+            raise _told(self.name, error) from None
+        except BaseException:
+            engine.dispose()
+            raise
+        return engine
+
+    def _make_or_recognize(self, connection: sa.Connection) -> tuple[int, str] | None:
+        """Make the tables of a new ledger, or bring those of an old one to this schema; SQLite keeps its number.
+
+        Returns what it was before, and where it is kept so; None if it was not migrated.
+        """
+        if not sa.inspect(connection).get_table_names():
+            metadata.create_all(connection)
+        elif is_older(self.name, found := sqlite_schema(connection)):
+            kept = self.path.with_name(f"{self.path.name}.schema-{found}")
+            copy_sqlite(self.path, kept)
+            migrate(connection, self.name, found)
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
+            return found, f"; as it was, it is kept as {kept.name}"
+        else:
+            return None
+        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
+        return None
+
+    def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the function finds, in one snapshot of the database."""
+        return self._run("BEGIN", function, *args, **kwargs)
+
+    def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function with the write lock from its start, so that what it reads can't change before it writes."""
+        return self._run("BEGIN IMMEDIATE", function, *args, **kwargs)
+
+    def _run(
+        self, begin: str, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        with self._engine.connect() as connection:
+            try:
+                connection.exec_driver_sql(begin)
+                try:
+                    found = function(connection, *args, **kwargs)
+                except BaseException:
+                    connection.rollback()
+                    raise
+                connection.commit()
+            except sa.exc.DatabaseError as error:
+                raise _told(self.name, error) from None
+            return found
+
+    def close(self) -> None:
+        """Close the connections; the next call opens a new one."""
+        if engine := self.__dict__.pop("_engine", None):
+            engine.dispose()
+
+
+def _told(name: str, error: sa.exc.DatabaseError) -> Exception:
+    """What to do about an error of SQLite's; one of a statement stays as it is."""
+    match getattr(error.orig, "sqlite_errorname", "").split("_")[:2]:
+        case ["SQLITE", "NOTADB"]:
+            return StudyDirectoryError(
+                f"{name}: is no ledger: {first_line(error)}; bring it back from a copy, or begin the study anew"
+            )
+        case ["SQLITE", "CORRUPT"]:
+            return StudyDirectoryError(
+                f"{name}: the ledger is damaged: {first_line(error)}; nothing was written; bring the file back from a copy, or "
+                "begin the study anew in another directory"
+            )
+        case ["SQLITE", "BUSY"]:  # it has waited for the lock as long as it may
+            return LedgerUnavailableError(
+                f"{name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
+            )
+        case ["SQLITE", "FULL" | "READONLY" | "IOERR" | "CANTOPEN"]:
+            return LedgerUnavailableError(
+                f"{name}: the ledger can't be kept: {first_line(error)}; see to its disk and run the same command again to go on"
+            )
+    return error
+
+
+def _sqlite(path: Path, host: str) -> SqliteStorage:
+    """A worker's, which never begins a ledger: on another machine the path would be another file."""
+    if host != socket.gethostname():
+        raise StudyDirectoryError(
+            f"{path}: this ledger is SQLite on {host}, and the worker runs on {socket.gethostname()}; for several machines "
+            'set storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'
+        )
+    return SqliteStorage(path, must_exist=True)
+
+
+def sqlite_schema(connection: sa.Connection) -> int:
+    """The number of the schema of an SQLite ledger; the first one had none."""
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar() or 1)
+
+
+def read_only(path: Path) -> str:
+    """The URI that a file of SQLite is only read by.
+
+    A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    unwritten = log.exists() and log.stat().st_size > 0
+    return f"{path.as_uri()}?mode=ro" + ("" if unwritten else "&immutable=1")
+
+
+def copy_sqlite(path: Path, target: Path) -> None:
+    """Copy an SQLite file as it was last committed, whole or not at all, while others may use it.
+
+    Raises:
+        StudyDirectoryError: If it can't be written.
+    """
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+    try:
+        with (
+            closing(sqlite3.connect(read_only(path), uri=True)) as source,
+            closing(sqlite3.connect(unfinished)) as copy,
+        ):
+            source.backup(copy)
+        unfinished.replace(target)
+    except (OSError, sqlite3.Error) as error:
+        raise StudyDirectoryError(f"{path}: can't be copied to {target}: {first_line(error)}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
+    """Try again, at growing intervals of up to a second, while what fails is only passing.
+
+    Raises:
+        LedgerUnavailableError: If the ledger called `name` does not answer for `PATIENCE_SECONDS`.
+    """
+    begun, pause = time.monotonic(), 0.05
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            if not transient(error):
+                raise
+            if (waited := time.monotonic() - begun) > PATIENCE_SECONDS:
+                raise LedgerUnavailableError(
+                    f"{name}: the ledger has not answered for {waited:.0f} s; bring it back and run the same command "
+                    f"again to go on ({first_line(error)})"
+                ) from None
+            if pause < _LONGEST_PAUSE <= 2 * pause:  # once
+                _log.warning("%s: the ledger does not answer, trying again: %s", name, first_line(error))
+        time.sleep(pause)
+        pause = min(_LONGEST_PAUSE, 2 * pause)
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`, wherever links on the way lead."""
+    path = path.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""

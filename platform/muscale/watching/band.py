@@ -1,0 +1,281 @@
+"""The band that a full run's held-out losses are expected in, all the way: the forecast times what the ladder's runs showed.
+
+At a share u of its tokens a run's loss is r(u) times its final one. What r is, and how far it differs from run to run, is
+read off the ladder's runs of the plan's schedule. They evaluate only where a segment ends; between, their training losses
+stand for it: each step's batch is new to the model, so over a window their mean is a held-out loss but for an offset, which
+is measured where both are known. The full run evaluates its last weights, and so do these: averaged weights, which rungs are
+ranked by, lie lower in the stable phase and are in no band.
+
+With h the forecast's interval in log loss and s(u) the standard deviation of log r(u) over runs of n stems, the band is
+
+    forecast · exp(mean log r(u) ± sqrt(h² + t²·(s²(1 + 1/n) + e²)))
+
+t the quantile of Student's t with n - 1 degrees of freedom (the prediction interval of one more run), e the standard error of
+the offset, 0 where the ladder evaluated. At the end r is 1, and the band is the registered interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+from scipy.stats import t as student
+
+from muscale.plans.planning import Plan
+from muscale.proxies.ladder_curves import Floats, RunCurve, read_curves
+from muscale.store.ledger import Ledger
+from scaling.presentation import Result
+
+WINDOW = 0.05
+"""Share of a run over which training losses are averaged, and that must have gone by after warmup before anything is expected
+(assumed: on the quickstart's ladder it is 8 to 128 steps)."""
+LEAST_STEPS = 100  # of a run, so that a window has five (assumed)
+LEAST_STEMS = 3  # for a spread (assumed)
+STAGE = "band"  # of the ledger's results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band(Result):
+    """What is expected of the held-out loss along one run, in nats per token; registered with the plan.
+
+    Attributes:
+        loss, low, high, level: The forecast of the final loss.
+        n_tokens: D.
+        shares: u of each point, ascending, the last one 1.
+        log_ratio: Mean of log r there.
+        log_reach: Half the interval in log loss there.
+        n_runs, n_stems: That told r.
+        offset: Held-out over training loss of the same weights, in log, by the ladder.
+        window: Share of a run that one mean of training losses is over.
+        reason: Why the band is of the end alone; "" if it is not.
+    """
+
+    loss: float
+    low: float
+    high: float
+    level: float
+    n_tokens: int
+    shares: tuple[float, ...]
+    log_ratio: tuple[float, ...]
+    log_reach: tuple[float, ...]
+    n_runs: int
+    n_stems: int
+    offset: float
+    window: float = WINDOW
+    reason: str = ""
+
+    @property
+    def begins(self) -> float:
+        """Share of the run before which nothing is expected of its loss."""
+        return self.shares[0]
+
+    def at(self, tokens: ArrayLike) -> pd.DataFrame:
+        """Columns expected, low, high at these tokens, a row each; NaN before the band begins."""
+        share = np.atleast_1d(np.asarray(tokens, dtype=float)) / self.n_tokens
+        ratio = np.interp(share, self.shares, self.log_ratio, left=math.nan)
+        reach = np.interp(share, self.shares, self.log_reach, left=math.nan)
+        end = share >= 1
+        frame = pd.DataFrame({name: self.loss * np.exp(ratio + sign * reach) for name, sign in _SIDES.items()})
+        frame.loc[end, ["expected", "low", "high"]] = self.loss, self.low, self.high
+        return frame
+
+    @classmethod
+    def of_end_alone(
+        cls,
+        reason: str,
+        *,
+        n_tokens: int,
+        loss: float,
+        low: float,
+        high: float,
+        level: float,
+        n_runs: int = 0,
+        n_stems: int = 0,
+    ) -> Self:
+        """The registered interval at the end, and nothing before it, for a reason."""
+        return cls(
+            loss=loss,
+            low=low,
+            high=high,
+            level=level,
+            n_tokens=n_tokens,
+            shares=(1.0,),
+            log_ratio=(0.0,),
+            log_reach=(math.log(high / loss),),
+            n_runs=n_runs,
+            n_stems=n_stems,
+            offset=0.0,
+            reason=reason,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {name: list(getattr(self, name)) for name in _TUPLES}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(**values | {name: tuple(values[name]) for name in _TUPLES})
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"band: of the end alone, [{self.low:.4f}, {self.high:.4f}]: {self.reason}"
+        return (
+            f"band: from {self.begins:.0%} of the run on, by {self.n_runs} runs of {self.n_stems} stems of the ladder; at the end "
+            f"[{self.low:.4f}, {self.high:.4f}]"
+        )
+
+
+_SIDES = {"expected": 0, "low": -1, "high": 1}
+_TUPLES = ("shares", "log_ratio", "log_reach")
+
+
+def make_band(
+    curves: Sequence[RunCurve],
+    *,
+    n_tokens: int,
+    warmup_tokens: int,
+    ends: Sequence[int],
+    loss: float,
+    low: float,
+    high: float,
+    level: float,
+) -> Band:
+    """The band of a run of `n_tokens`.
+
+    Args:
+        curves: Runs of its schedule.
+        n_tokens: D.
+        warmup_tokens: Of the run.
+        ends: Tokens at which its segments end; the last is D.
+        loss, low, high, level: The forecast of its final loss.
+    """
+    usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= LEAST_STEPS]
+    stems = sorted({curve.stem for curve in usable})
+    known: dict[str, Any] = {"loss": loss, "low": low, "high": high, "level": level, "n_tokens": n_tokens}
+    known |= {"n_runs": len(usable), "n_stems": len(stems)}
+    if len(stems) < LEAST_STEMS:
+        reason = (
+            f"{len(stems)} stems of the ladder with recorded curves of {LEAST_STEPS} steps or more under the plan's schedule, "
+            f"{LEAST_STEMS} are needed for a spread; add to ladder.stems"
+        )
+        return Band.of_end_alone(reason, **known)
+    warmup = max(warmup_tokens / n_tokens, *(curve.warmup_tokens / curve.n_tokens for curve in usable))
+    fractions = np.array([0, *ends]) / n_tokens
+    begins = warmup + WINDOW
+    centres = _centres(fractions, warmup)
+    inner = [float(end) for end in fractions[1:-1] if end > warmup]
+    if len(centres) == 0:
+        return Band.of_end_alone(
+            f"no part of the schedule after warmup is longer than {WINDOW:.0%} of the run", **known
+        )
+    offset, stderr = _offset(usable, warmup)
+    if math.isnan(offset):
+        return Band.of_end_alone("no held-out loss lies one window after warmup", **known)
+    smooth = np.array([[_smoothed(curve, fractions, c) for c in centres] for curve in usable]) + offset
+    exact = np.array([[_evaluated(curve, fractions, end) for end in inner] for curve in usable]).reshape(-1, len(inner))
+    t = float(student.ppf((1 + level) / 2, len(stems) - 1))
+    h = math.log(high / loss)
+    points = [(1.0, 0.0, h)]
+    for share, logs, error in [
+        *((c, smooth[:, i], stderr) for i, c in enumerate(centres)),
+        *((end, exact[:, i], 0.0) for i, end in enumerate(inner)),
+    ]:
+        variance = logs.var(ddof=1) * (1 + 1 / len(stems)) + error**2
+        points.append((float(share), float(logs.mean()), math.hypot(h, t * math.sqrt(variance))))
+    shares, ratio, reach = (np.array(column) for column in zip(*sorted(points), strict=True))
+    first = max(begins, shares[0])
+    kept = shares > first
+    return Band(
+        **known,
+        shares=(first, *map(float, shares[kept])),
+        log_ratio=(float(np.interp(first, shares, ratio)), *map(float, ratio[kept])),
+        log_reach=(float(np.interp(first, shares, reach)), *map(float, reach[kept])),
+        offset=offset,
+    )
+
+
+def _centres(fractions: Floats, warmup: float) -> list[float]:
+    """Of the windows, half a window apart; none reaches over the end of a segment, where the rate may begin to fall."""
+    found: list[float] = []
+    for start, end in pairwise(fractions):
+        first, last = max(start, warmup) + WINDOW / 2, end - WINDOW / 2
+        if last >= first:
+            found += [float(c) for c in np.linspace(first, last, math.ceil((last - first) / (WINDOW / 2)) + 1)]
+    return found
+
+
+def _own_share(curve: RunCurve, fractions: Floats, share: float) -> float:
+    """Where a run is at the same place of the same segment: whole batches move the ends of segments a little."""
+    return float(np.interp(share, fractions, curve.fractions))
+
+
+def _smoothed(curve: RunCurve, fractions: Floats, centre: float) -> float:
+    """Log of training loss around a share over the final held-out loss."""
+    own = _own_share(curve, fractions, centre)
+    return curve.mean_log(own - WINDOW / 2, own + WINDOW / 2) - math.log(curve.final_loss)
+
+
+def _evaluated(curve: RunCurve, fractions: Floats, end: float) -> float:
+    """Log of held-out loss at the end of a segment over the final one."""
+    number = int(np.argmin(np.abs(fractions[1:] - end)))
+    return math.log(curve.ends[number][1] / curve.final_loss)
+
+
+def _offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
+    """Mean log of held-out over training loss of the same weights where segments end, and its standard error by stems.
+
+    The training loss at an end is read off the line through the means of the two half windows before it.
+    """
+    by_stem: dict[str, list[float]] = {}
+    for curve in curves:
+        for (start, end), (_, loss) in zip(pairwise(curve.fractions), curve.ends, strict=True):
+            if end - WINDOW >= max(start, warmup):
+                middle = end - WINDOW / 2
+                before, last = curve.mean_log(end - WINDOW, middle), curve.mean_log(middle, end)
+                by_stem.setdefault(curve.stem, []).append(math.log(loss) - (1.5 * last - 0.5 * before))
+    if not by_stem:
+        return math.nan, math.nan
+    means = np.array([np.mean(found) for found in by_stem.values()])
+    return float(means.mean()), float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
+
+
+def registered_band(plan: str, ledger: Ledger) -> Band | None:
+    """The band that is registered for a plan's key."""
+    known = ledger.result(STAGE, plan)
+    return Band.from_dict(known) if known else None
+
+
+def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float) -> Band:
+    """The band of a plan, written into the ledger before the run's first step, once and for all.
+
+    A run that began without one is held against the end of its forecast alone.
+
+    Args:
+        plan: Registered.
+        ledger: The study's.
+        ladder: As `ladder.law_rows` gives it; those of its runs that tell the law tell the band.
+        max_regret: As in [fit].
+    """
+    if known := registered_band(plan.key, ledger):
+        return known
+    tells = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
+    forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
+    if ledger.result("promotion_started", plan.key) or ledger.result("observation_started", plan.key):
+        reason = "the run began before the band was registered"
+        return Band.of_end_alone(reason, n_tokens=plan.n_tokens, **forecast)
+    band = make_band(
+        read_curves(ledger, list(ladder["key"][tells])),
+        n_tokens=plan.n_tokens,
+        warmup_tokens=plan.segments[0].recipe.warmup_tokens,
+        ends=[segment.end for segment in plan.segments],
+        **forecast,
+    )
+    ledger.record_result(STAGE, plan.key, band.to_dict())
+    return registered_band(plan.key, ledger) or band  # another process may have been the first

@@ -1,0 +1,128 @@
+"""How often forecasts held: every promotion of a ledger, or of several, against the interval that was registered before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from scipy.stats import binomtest
+
+from muscale.full_runs.promotion import Promotion
+from muscale.store.ledger import Ledger, find
+from muscale.store.merge import Read, opened
+from scaling.forecast import interval_factor
+from scaling.presentation import Result
+
+_COVERAGE_LEVEL = 0.9  # of the interval of the share inside
+_COLUMNS = (
+    "study",
+    "plan",
+    "registered",
+    "ended",
+    "forecast",
+    "low",
+    "high",
+    "level",
+    "measured",
+    "residual",
+    "residual_in_s",
+    "inside",
+    "asserted",
+    "forced",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration(Result):
+    """Forecasts and what came of them; losses in nats per token.
+
+    Attributes:
+        table: A row for each run that ended, the oldest first: study, plan, registered and ended (UTC), forecast, low, high,
+            level, measured, residual (measured minus forecast), residual_in_s (log of measured over forecast, in units of the
+            forecast's own scale s), inside, asserted (whether the run was elsewhere), forced.
+        coverage: A row for each level, own and asserted runs apart: level, asserted, runs, inside, share, low and high of its
+            90 % interval (Clopper and Pearson, Biometrika 26, 1934).
+    """
+
+    table: pd.DataFrame = field(repr=False)
+
+    @property
+    def coverage(self) -> pd.DataFrame:
+        """See the class."""
+        rows = []
+        for (level, asserted), group in self.table.groupby(["level", "asserted"]):
+            inside = int(group["inside"].sum())
+            limits = binomtest(inside, len(group)).proportion_ci(_COVERAGE_LEVEL, method="exact")
+            rows.append(
+                {
+                    "level": level,
+                    "asserted": asserted,
+                    "runs": len(group),
+                    "inside": inside,
+                    "share": inside / len(group),
+                    "low": float(limits.low),
+                    "high": float(limits.high),
+                }
+            )
+        return pd.DataFrame(rows, columns=["level", "asserted", "runs", "inside", "share", "low", "high"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"table": self.table.to_dict("records"), "coverage": self.coverage.to_dict("records")}
+
+    def __str__(self) -> str:
+        if self.table.empty:
+            return "calibration: no promoted run has ended yet"
+        lines = [self.table.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
+        for row in self.coverage.to_dict("records"):
+            runs = "observed elsewhere, as their owners tell," if row["asserted"] else "promoted here"
+            lines.append(
+                f"{row['inside']} of {row['runs']} runs {runs} inside, nominal {row['level']:.0%}: "
+                f"{row['share']:.0%} [{row['low']:.0%}, {row['high']:.0%}]"
+            )
+        return "\n".join(lines)
+
+
+def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
+    """The history of a ledger and of other studies: their files, directories or ledgers, which are only read.
+
+    Raises:
+        StudyDirectoryError: If another has no ledger, or one of another version.
+    """
+    rows = list(_ended(ledger.read, str(ledger.directory)))
+    for source in others:
+        with opened(source.parent if source.suffix == ".toml" else source) as (name, read):
+            rows += list(_ended(read, name))
+    rows.sort(key=lambda row: row["ended"])
+    unique = {(row["plan"], row["registered"], row["asserted"]): row for row in reversed(rows)}
+    return Calibration(table=pd.DataFrame(list(unique.values())[::-1], columns=list(_COLUMNS)))
+
+
+def _ended(read: Read, study: str) -> Iterator[dict[str, Any]]:
+    forecasts = {row["plan"]: row["payload"]["forecast"] for row in read(find, "forecasts")}
+    for stage in ("promotion", "observation"):
+        for row in read(find, "results", {"stage": stage}):
+            run = Promotion.from_dict(row["payload"])
+            s = forecasts.get(run.plan, {}).get("log_scale") or math.log(run.high / run.forecast) / interval_factor(
+                run.level
+            )
+            yield {
+                "study": study,
+                "plan": run.plan,
+                "registered": run.registered_at[:19],
+                "ended": run.finished_at[:19],
+                "forecast": run.forecast,
+                "low": run.low,
+                "high": run.high,
+                "level": run.level,
+                "measured": run.loss,
+                "residual": run.residual,
+                "residual_in_s": math.log(run.loss / run.forecast) / s,
+                "inside": run.inside,
+                "asserted": run.asserted,
+                "forced": run.forced,
+            }

@@ -1,0 +1,164 @@
+"""A worker reaches the end of a chain: it asks the ledger, goes on from the nearest state that is kept, and records."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from muscale.environment import device_name, environment
+from muscale.layout import CORPUS, CURVES, STALLS, STATES
+from muscale.store.lease import lease, record_segment
+from muscale.store.ledger import Ledger, Outcome
+from muscale.store.lineage import Chain
+from muscale.work.stalls import ended_where_stalled
+from proxy_models.averaging import Tail
+from proxy_models.compilation import Compile
+from proxy_models.corpus import Corpus
+from proxy_models.peak import datasheet_flops
+from proxy_models.state import StateError, TrainState
+from proxy_models.training import SegmentResult, Trainer
+from proxy_models.whole_file import whole_file
+
+OnStep = Callable[[int, float], None]
+_RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Trains chains of one study in this process, on one device; keeps its models warm from one to the next."""
+
+    def __init__(
+        self, ledger: Ledger, *, compiled: Compile, device: str = "cpu", stall_seconds: float = math.inf
+    ) -> None:
+        self.ledger = ledger
+        self.stall_seconds = stall_seconds  # without a step, after which this process ends itself
+        self.directory = ledger.directory
+        self.trainer = Trainer(Corpus.open(self.directory / CORPUS), device=device, compile=compiled)
+
+    def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
+        """The outcome at the end of the chain, trained only as far as the ledger does not know it.
+
+        The state at an annealed end is kept only if training goes on from there, as it does between cycles.
+        """
+        if known := self.ledger.outcome(chain):
+            return known
+        if chain.parent and (before := self.reach(chain.parent, on_step, goes_on=True)).diverged:
+            return before
+        with lease(self.ledger, chain.line) as token:
+            if not self.ledger.outcome(chain):
+                keep = goes_on or not chain.anneals
+                start, result = self._advance(chain, on_step)
+                self._count_repeated(chain, start, result.seconds)
+                self._record(chain, token, start, result, keep=keep)
+        return self.reach(chain)
+
+    def _advance(self, chain: Chain, on_step: OnStep | None) -> tuple[int, SegmentResult]:
+        """Train the last segment from the nearest state that is kept; returns where that was, and the result."""
+        state = self._nearest_state(chain)
+        if state is None and chain.parent:
+            state = self._state(chain.parent)
+        start = state.tokens if state else 0
+        remainder = replace(chain.last, start=start)
+        told = self.directory / STALLS / f"{chain.key}.txt"
+        with ended_where_stalled(told, self.stall_seconds, f"segment {chain.key}") as moves:
+            return start, self.trainer.train(
+                chain.numerics, remainder, state, averaged=_is_averaged(chain), on_step=on_step, moves=moves
+            )
+
+    def _nearest_state(self, chain: Chain) -> TrainState | None:
+        """The last kept state on the chain's own line that its training can go on from."""
+        for row in self.ledger.line(chain.line):
+            if row["tokens"] <= _latest_start(chain) and (state := self._load(row)):
+                return state
+        return None
+
+    def _count_repeated(self, chain: Chain, start: int, seconds: float) -> None:
+        """Count what was trained again on the chain's own line, as a state that lay nearer had been pruned."""
+        if chain.anneals:
+            return  # the states of such ends are not kept in the first place
+        for row in self.ledger.line(chain.line):
+            if start < row["tokens"] <= _latest_start(chain) and row["loss"] is not None:
+                share = (row["tokens"] - start) / (chain.last.end - start)
+                self.ledger.record_retrained(row["key"], tokens=row["tokens"] - start, seconds=share * seconds)
+                return
+
+    def _state(self, chain: Chain) -> TrainState:
+        """The state at the end of a chain that was reached; one that was pruned is trained again.
+
+        Raises:
+            RuntimeError: If it does not come out with the recorded loss.
+        """
+        row = self.ledger.segment(chain.key) or {}
+        if state := self._load(row):
+            return state
+        start, result = self._advance(chain, None)
+        if (
+            result.state is None
+            or result.loss is None
+            or not math.isclose(result.loss, row["loss"], rel_tol=_RETRAINED_TOLERANCE)
+        ):
+            raise RuntimeError(
+                f"segment {chain.key} came out at a loss of {result.loss} when it was trained again from a pruned state, "
+                f"but {row['loss']} is recorded"
+            )
+        self.ledger.record_retrained(chain.key, tokens=chain.last.end - start, seconds=result.seconds)
+        return result.state
+
+    def _load(self, row: dict[str, Any]) -> TrainState | None:
+        if not row.get("state"):
+            return None
+        try:
+            return TrainState.load(self.directory / row["state"])
+        except FileNotFoundError:  # pruned since the row was read, or lost
+            return None
+        except StateError as error:
+            _log.warning("%s; going on without it, from the nearest one before", error)
+            return None
+
+    def _record(self, chain: Chain, token: int, trained_from: int, result: SegmentResult, *, keep: bool) -> None:
+        state = None
+        if result.state and keep:
+            state = f"{STATES}/{chain.key}.pt"
+            result.state.save(self.directory / state)
+        self._write_curve(chain, result)
+        divergence = result.divergence
+        row = {
+            **chain.row(),
+            "trained_from": trained_from,
+            "loss": result.loss,
+            "source_losses": dict(result.source_losses),
+            "averaged_loss": result.averaged_loss,
+            "diverged_at_step": divergence.step if divergence else None,
+            "diverged_because": divergence.reason if divergence else None,
+            "seconds": result.seconds,
+            "state": state,
+            "environment": environment(self.trainer.device, compiled=result.compiled),
+        }
+        record_segment(self.ledger, chain.line, token, row)
+
+    def _write_curve(self, chain: Chain, result: SegmentResult) -> None:
+        trainer, numerics = self.trainer, chain.numerics
+        curve = result.curve.table(
+            bytes_per_token=trainer.corpus.bytes_per_token,
+            train_flops_per_token=numerics.model.train_flops_per_token,
+            peak_flops=datasheet_flops(device_name(trainer.device), numerics.precision),
+        )
+        path = self.directory / CURVES / f"{chain.key}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        with whole_file(path) as unfinished:
+            curve.to_parquet(unfinished, index=False, write_page_checksum=True)
+
+
+def _is_averaged(chain: Chain) -> bool:
+    """Whether averaged weights are evaluated at the end, as rungs on stems are ranked by them: if all of them are its own."""
+    last = chain.last
+    return not chain.anneals and Tail().begins(last.end, last.recipe.batch_tokens) >= last.start
+
+
+def _latest_start(chain: Chain) -> int:
+    """The tokens at which a training of the last segment may start at the latest: before what is averaged begins."""
+    last = chain.last
+    return Tail().begins(last.end, last.recipe.batch_tokens) if _is_averaged(chain) else last.end - 1

@@ -1,0 +1,386 @@
+"""The bundle: written whole from a real run, usable without it, and any change to it is told by file."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from muscale.bundles import bundle as parts
+from muscale.bundles.bundle import Bundle, load_bundle
+from muscale.bundles.bundle_files import MANIFEST, sha256, verify
+from muscale.bundles.bundle_writing import FinishedRun, write_bundle
+from muscale.cli import app
+from muscale.errors import BundleError, StageError
+from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.full_runs.finished_run import held_out_loss, last_state
+from muscale.full_runs.full_run import train
+from muscale.full_runs.full_run_spec import FullRun
+from muscale.full_runs.promotion import Promotion
+from muscale.layout import METRICS, RESULT
+from muscale.plans.planning import Plan
+from muscale.store.lineage import Chain
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import write_corpus
+from proxy_models.guard import GuardSettings
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
+from proxy_models.schedule import Constant
+from proxy_models.segments import Segment, chain
+from proxy_models.state import capture
+from proxy_models.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
+from proxy_models.training import Trainer
+from scaling import Forecast
+
+BATCH, STEPS = 256, 24
+NUMBERS: dict[str, Any] = {"n_params": 1e4, "n_tokens": 6144.0, "loss": 3.0, "low": 2.0, "high": 9.0, "level": 0.9}
+WRITTEN = {
+    *(parts.CARD, parts.WEIGHTS, parts.OPTIMIZER, parts.MODEL, parts.PARAMETRIZATION, parts.SCHEDULE, parts.STUDY),
+    *(parts.DATA, parts.ENVIRONMENT, parts.LOCK, parts.SEEDS, parts.METRICS, parts.FORECAST, parts.LINEAGE, parts.RUNS),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    run: FinishedRun
+    bundle: Path
+
+
+def finish(
+    folder: Path,
+    *,
+    tokenizer: TokenizerSettings = BYTES,
+    hyperparameters: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    guard: GuardSettings | None = None,
+) -> FinishedRun:
+    """A real run in one process, with what a plan and a promotion would say of it."""
+    text = folder / "text"
+    text.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
+    for number in range(30):
+        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
+    corpus = write_corpus(folder / "corpus", str(text), tokenizer=tokenizer)
+    shape = {"context_length": 32, "vocab_size": 300, **(options or {})}
+    model, base = (ModelConfig(d_model=width, n_layers=depth, **shape) for width, depth in ((32, 2), (16, 1)))
+    numerics = Numerics(
+        model=model, base=base, corpus_key=corpus.key, seed=3, evaluation_tokens=1024, guard=guard, depth_exponent=0.75
+    )
+    tuned = Hyperparameters(
+        **{"learning_rate": 0.01, "batch_tokens": BATCH, "output_multiplier": 2.0, **(hyperparameters or {})}
+    )
+    segments = chain(tuned, BATCH * STEPS)
+    directory = folder / "run"
+    result = train(
+        FullRun(
+            numerics=numerics,
+            segments=segments,
+            directory=directory,
+            corpus=corpus.folder,
+            checkpoint_every_tokens=BATCH * 8,
+            evaluate_every_tokens=BATCH * 100,
+        )
+    )
+    forecast = Forecast(**NUMBERS, log_scale=0.1, extrapolation=2.0, reasons=(), law_loss=3.0)
+    plan = Plan(
+        key="0123456789abcdef",
+        model=model,
+        n_tokens=BATCH * STEPS,
+        seed=3,
+        precision="fp32",
+        hyperparameters=tuned,
+        rules={"learning_rate": "muP across width | and a law"},
+        wanted_n_params=1e4,
+        forecast=forecast,
+        registered_at="2026-01-01T00:00:00+00:00",
+    )
+    promotion = Promotion(
+        plan=plan.key,
+        loss=result["loss"],
+        source_losses={},
+        forecast=forecast.loss,
+        **{name: NUMBERS[name] for name in ("low", "high", "level")},
+        registered_at="2026-01-01T00:00:00+00:00",
+        started_at="2026-01-01T00:00:01+00:00",
+        finished_at="2026-01-01T00:00:09+00:00",
+        verdict="pass",
+        forced=False,
+        world_size=1,
+        seconds=result["seconds"],
+    )
+    return FinishedRun(
+        name="a <b>study</b>",
+        plan=plan,
+        promotion=promotion,
+        chain=Chain(numerics=numerics, segments=segments),
+        directory=directory,
+        corpus=corpus,
+        config={"name": "a study", "sweep": {"seed": 7}, "fit": {"max_regret": float("inf")}},
+        lineage={
+            "sweep": {"winner": 4, "trials": [{}] * 6},
+            "check": None,
+            "transfer": {},
+            "fit": None,
+            "doubts": ["x"],
+        },
+        runs=pd.DataFrame([{"key": "k", "loss": 1.5}]),
+    )
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("bundle")
+    run = finish(folder, tokenizer=TokenizerSettings(kind="bpe", vocab_size=290))
+    return Case(run, write_bundle(run, folder / "bundle", average=2).path)
+
+
+@pytest.fixture
+def copied(case: Case, tmp_path: Path) -> Path:
+    """A bundle that a test may damage."""
+    return Path(shutil.copytree(case.bundle, tmp_path / "bundle"))
+
+
+def test_it_holds_everything_and_each_file_s_hash(case: Case) -> None:
+    found = verify(case.bundle)
+    assert found.passed
+    files = json.loads((case.bundle / MANIFEST).read_text())["files"]
+    averaged = {parts.AVERAGED, parts.AVERAGING}
+    assert files.keys() == WRITTEN | averaged | {"tokenizer/tokenizer.json", "tokenizer/tokenizer.manifest.json"}
+    assert all(entry["sha256"] == sha256(case.bundle / name) for name, entry in files.items())
+    assert found.digest == sha256(case.bundle / MANIFEST)
+
+
+def test_its_weights_are_the_run_s_and_give_its_loss_without_the_study(case: Case, tmp_path: Path) -> None:
+    alone = Path(shutil.copytree(case.bundle, tmp_path / "elsewhere"))
+    decoder = load_bundle(alone)
+    run = case.run
+    assert held_out_loss(decoder, run.corpus, run.chain.numerics) == pytest.approx(run.promotion.loss, rel=1e-6)
+    trained = last_state(Checkpoints(run.directory / CHECKPOINTS), run.chain.numerics, run.chain.segments)
+    expected = dict(trained.module.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in decoder.named_parameters())
+    tokens = torch.arange(32)[None]
+    torch.testing.assert_close(decoder(tokens), trained.module.eval()(tokens))
+    state = Bundle.open(alone).train_state().tensors
+    expected_state = capture(trained.module, trained.optimizer)
+    assert state.keys() == expected_state.keys()
+    assert all(torch.equal(state[key], expected_state[key]) for key in state)
+
+
+@pytest.mark.parametrize(
+    ("options", "hyperparameters", "guard"),
+    [
+        ({"tied": True}, {"optimizer": "muon"}, None),
+        ({"norm": "layernorm", "biases": True}, {"optimizer": "lion"}, GuardSettings(action="rewind", window=8)),
+        ({"qk_norm": True}, {"swap_optimizer": "adafactor", "swap_fraction": 0.5, "swap_learning_rate": 0.01}, None),
+    ],
+    ids=["tied, Muon", "Lion, guard", "swapped to Adafactor"],
+)
+def test_every_optimizer_and_variant_comes_back(
+    options: dict[str, Any], hyperparameters: dict[str, Any], guard: GuardSettings | None, tmp_path: Path
+) -> None:
+    run = finish(tmp_path, options=options, hyperparameters=hyperparameters, guard=guard)
+    bundle = write_bundle(run, tmp_path / "bundle")
+    assert {path.name for path in bundle.path.iterdir()} == WRITTEN | {MANIFEST}
+    again = held_out_loss(bundle.decoder(), run.corpus, run.chain.numerics)
+    assert again == pytest.approx(run.promotion.loss, rel=1e-6)
+    check_that_a_training_goes_on(run, bundle)
+    assert bundle.numerics == run.chain.numerics
+    assert bundle.tokenizer() == BytesTokenizer()
+    assert 0 < len(bundle.generate("abc", 10)) <= 10
+
+
+def check_that_a_training_goes_on(run: FinishedRun, bundle: Bundle) -> None:
+    """From the bundle as from the state that the lean loop has at the same place."""
+    numerics, last = run.chain.numerics, run.chain.last
+    trainer, state = Trainer(run.corpus, compile=False), None
+    for segment in run.chain.segments:
+        state = trainer.train(numerics, segment, state).state
+    further = Segment(recipe=last.recipe, phase=Constant(warmup_tokens=0), start=last.end, end=last.end + 4 * BATCH)
+    undisturbed = trainer.train(numerics, further, state)
+    resumed = trainer.train(numerics, further, bundle.train_state())
+    np.testing.assert_allclose(resumed.train_losses, undisturbed.train_losses, rtol=1e-4)
+    assert resumed.loss == pytest.approx(undisturbed.loss, rel=1e-4)
+
+
+def test_the_facts_are_those_of_the_run(case: Case) -> None:
+    bundle, run = Bundle.open(case.bundle), case.run
+    forecast = bundle.read(parts.FORECAST)
+    assert forecast["residual"] == run.promotion.loss - 3.0
+    assert bundle.read(parts.SEEDS) == {"full_run": 3, "sweep.seed": 7}
+    assert bundle.read(parts.STUDY)["fit"] == {"max_regret": None}, "JSON has no infinity"
+    assert bundle.read(parts.DATA)["key"] == run.corpus.key
+    assert bundle.read(parts.SCHEDULE)[-1]["end"] == BATCH * STEPS
+    assert bundle.read(parts.PARAMETRIZATION) == run.chain.numerics.parametrization("adamw").to_dict()
+    assert (case.bundle / parts.METRICS).read_text() == (run.directory / METRICS).read_text()
+    assert f"torch=={torch.__version__}" in (case.bundle / parts.LOCK).read_text().splitlines()
+    assert bundle.read(parts.ENVIRONMENT)["run"] == json.loads((run.directory / RESULT).read_text())["environment"]
+
+
+def test_the_card_tells_forecast_residual_lineage_and_limits(case: Case) -> None:
+    card, loss = (case.bundle / parts.CARD).read_text(), case.run.promotion.loss
+    assert "# a &lt;b&gt;study&lt;/b&gt;" in card
+    assert f"| measured | {loss:.4f}, inside the interval |" in card
+    assert f"| residual | {loss - 3:+.4f}, {(loss - 3) / loss:+.2%} of what was measured |" in card
+    assert "trial 4 of 6" in card
+    assert "muP across width \\| and a law" in card
+    assert "tokenizer: bpe of 290 ids" in card
+    assert "not to follow instructions" in card
+    assert "{{" not in card
+
+
+def test_averages_are_fp32_means_beside_the_last_weights(case: Case) -> None:
+    run = case.run
+    checkpoints = Checkpoints(run.directory / CHECKPOINTS)
+    newest = [tokens for tokens, _ in checkpoints.whole()][:2]
+    bundle = Bundle.open(case.bundle)
+    told = bundle.read(parts.AVERAGING)
+    assert told["checkpoints"] == newest == [BATCH * 24, BATCH * 16]
+    assert told["loss"] == pytest.approx(run.promotion.loss, rel=1e-6)
+    averaged = bundle.decoder(averaged=True)
+    assert held_out_loss(averaged, run.corpus, run.chain.numerics) == pytest.approx(told["averaged_loss"], rel=1e-6)
+    assert f"average of 2 checkpoints {told['averaged_loss']:.4f}, last weights {told['loss']:.4f}" in str(bundle)
+    weights = [_weights_at(run, tokens) for tokens in newest]
+    for name, parameter in averaged.named_parameters():
+        torch.testing.assert_close(parameter.detach(), (weights[0][name] + weights[1][name]) / 2)
+    with pytest.raises(StageError, match="average of 3 checkpoints needs as many, 2 are whole"):
+        write_bundle(run, case.bundle.with_name("more"), average=3)
+    assert not case.bundle.with_name("more").exists()
+
+
+def _weights_at(run: FinishedRun, tokens: int) -> dict[str, Tensor]:
+    """The weights of one checkpoint, read as if the run had ended there."""
+    folder = run.directory.with_name(f"only-{tokens}")
+    shutil.copytree(run.directory / CHECKPOINTS / f"tokens={tokens}", folder / f"tokens={tokens}", dirs_exist_ok=True)
+    segments = tuple(replace(s, end=min(s.end, tokens)) for s in run.chain.segments if s.start < tokens)
+    return dict(last_state(Checkpoints(folder), run.chain.numerics, segments).module.named_parameters())
+
+
+def test_generation_and_export_need_only_the_bundle(copied: Path, transformers: ModuleType, tmp_path: Path) -> None:
+    bundle = Bundle.open(copied)
+    assert bundle.generate("ab", 20) == bundle.generate("ab", 20)
+    assert bundle.generate("ab", 20, temperature=1.0, seed=1) != bundle.generate("ab", 20, temperature=1.0, seed=2)
+    folder = bundle.export(tmp_path / "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = bundle.tokenizer()
+    assert ours is not None
+    text = "abcd efgh, and a text beyond"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == ours.encode([text.encode()])[0].tolist()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, bundle.decoder()(ids), atol=1e-4, rtol=0)
+    assert (folder / parts.CARD).read_text() == (copied / parts.CARD).read_text()
+    with pytest.raises(BundleError, match="there is something already"):
+        bundle.export(folder)
+
+
+def test_what_llama_can_t_hold_is_refused(copied: Path, tmp_path: Path) -> None:
+    model = json.loads((copied / parts.MODEL).read_text())
+    for shape in ("model", "base"):
+        model["numerics"][shape]["parallel"] = True
+    tamper(copied, parts.MODEL, json.dumps(model).encode())
+    weights = load_file(copied / parts.WEIGHTS)
+    save_file({name: t for name, t in weights.items() if "mlp_norm" not in name}, copied / parts.WEIGHTS)
+    tamper(copied, parts.WEIGHTS, (copied / parts.WEIGHTS).read_bytes())
+    with pytest.raises(BundleError, match=r"export: .*model.parallel must be False .* got True"):
+        Bundle.open(copied).export(tmp_path / "llama")
+
+
+def tamper(bundle: Path, name: str, content: bytes) -> None:
+    """Change a file and its hash, as somebody would who means it."""
+    (bundle / name).write_bytes(content)
+    manifest = json.loads((bundle / MANIFEST).read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": sha256(bundle / name)}
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_weights_of_another_model_are_refused(copied: Path) -> None:
+    weights = load_file(copied / parts.WEIGHTS)
+    weights["embedding.weight"] = weights["embedding.weight"][:5].contiguous()
+    save_file(weights, copied / parts.WEIGHTS)
+    tamper(copied, parts.WEIGHTS, (copied / parts.WEIGHTS).read_bytes())
+    with pytest.raises(BundleError, match=r"embedding.weight is \(5, 32\), the model's is \(300, 32\)"):
+        load_bundle(copied)
+
+
+def test_a_pickle_in_place_of_the_weights_is_not_opened(copied: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'opened'}",)
+
+    torch.save({"embedding.weight": Evil()}, tmp_path / "evil.pt")
+    tamper(copied, parts.WEIGHTS, (tmp_path / "evil.pt").read_bytes())
+    with pytest.raises(BundleError, match="not safetensors"):
+        load_bundle(copied)
+    assert not (tmp_path / "opened").exists()
+
+
+def test_a_bundle_is_never_written_over_another_nor_by_halves(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="there is something already"):
+        write_bundle(case.run, case.bundle)
+    broken = replace(case.run, lineage={"sweep": None})  # the card fails, after the weights are written
+    with pytest.raises(KeyError):
+        write_bundle(broken, tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_do_not_give_the_run_s_loss_are_refused(case: Case, tmp_path: Path) -> None:
+    other = replace(case.run, promotion=replace(case.run.promotion, loss=case.run.promotion.loss * 1.01))
+    with pytest.raises(StageError, match="they are not its last ones"):
+        write_bundle(other, tmp_path / "bundle")
+    gone = replace(case.run, directory=tmp_path / "nowhere")
+    with pytest.raises(StageError, match="needs the checkpoint of the run's end at 6144 tokens; there is no whole one"):
+        write_bundle(gone, tmp_path / "bundle")
+
+
+def test_weights_beyond_the_memory_are_refused_before_they_are_read(case: Case, tmp_path: Path) -> None:
+    numerics = case.run.chain.numerics
+    huge = replace(numerics, model=replace(numerics.model, d_model=2**20))
+    other = replace(case.run, chain=replace(case.run.chain, numerics=huge))
+    with pytest.raises(StageError, match=r"optimizer are \d+\.\d GiB, .* with more memory"):
+        write_bundle(other, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_the_commands_verify_generate_and_export(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def muscale(*arguments: str | Path) -> tuple[int, str]:
+        code = app([str(argument) for argument in arguments], result_action="return_value")
+        return code, capsys.readouterr().out
+
+    bundle = Bundle.open(copied)
+    assert muscale("verify", copied) == (0, f"{bundle.verification}\n")
+    assert json.loads(muscale("verify", copied, "--json")[1])["passed"]
+    draw = ("--tokens", "20", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5", "--averaged")
+    text = bundle.generate("ab", 20, temperature=0.8, top_p=0.9, seed=5, averaged=True)
+    assert muscale("generate", copied, "--prompt", "ab", *draw) == (0, f"ab{text}\n")
+    assert muscale("export", copied, tmp_path / "llama", "--to", "llama") == (0, f"wrote {tmp_path / 'llama'}\n")
+    exported = load_file(tmp_path / "llama" / "model.safetensors")
+    assert exported["lm_head.weight"].shape == (300, 32)
+    (copied / parts.SEEDS).unlink()
+    code, told = muscale("verify", copied)
+    assert code == 1
+    assert told.endswith(f"DAMAGED\n  missing: {parts.SEEDS}\n")
+    with pytest.raises(BundleError, match=f"missing: {parts.SEEDS}"):
+        muscale("generate", copied)
+
+
+def test_a_corpus_of_tokens_has_no_tokenizer_to_generate_with(copied: Path) -> None:
+    data = json.loads((copied / parts.DATA).read_text())
+    tamper(copied, parts.DATA, json.dumps({**data, "tokenizer_known": False}).encode())
+    bundle = Bundle.open(copied)
+    assert bundle.tokenizer() is None
+    with pytest.raises(BundleError, match="no tokenizer to write text with"):
+        bundle.generate("ab", 5)

@@ -1,0 +1,142 @@
+"""The model card: what went wrong stands in it as plainly as what went well, and nothing in it breaks its layout."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from muscale.bundles.model_card import model_card
+from muscale.full_runs.befallen import Event
+from muscale.full_runs.promotion import Promotion
+from muscale.plans.planning import Plan
+from proxy_models.config import ModelConfig
+from proxy_models.corpus import Corpus, write_mixture
+from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.mixture import Mixture
+from proxy_models.numerics import Numerics
+from proxy_models.sources import Source
+from scaling import Forecast
+
+MODEL = ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True)
+FORECAST = Forecast(
+    n_params=1e4, n_tokens=1e5, loss=1.0, low=0.9, high=1.1, level=0.8, log_scale=0.1, extrapolation=99.0,
+    reasons=("99 times the largest run",), law_loss=1.0,
+)  # fmt: skip
+PLAN = Plan(
+    key="0123456789abcdef",
+    model=MODEL,
+    n_tokens=100_000,
+    seed=5,
+    precision="bf16",
+    hyperparameters=Hyperparameters(learning_rate=0.0123456, batch_tokens=1024),
+    rules={"learning_rate": "muP across width"},
+    wanted_n_params=1e4,
+    forecast=FORECAST,
+    registered_at="2026-01-01T00:00:00+00:00",
+)
+PROMOTION = Promotion(
+    plan=PLAN.key,
+    loss=1.25,
+    source_losses={},
+    forecast=1.0,
+    low=0.9,
+    high=1.1,
+    level=0.8,
+    registered_at="2026-01-01T00:00:00+00:00",
+    started_at="2026-01-01T00:00:01+00:00",
+    finished_at="2026-01-01T00:00:09+00:00",
+    verdict="pass",
+    forced=False,
+    world_size=2,
+    seconds=8.0,
+)
+LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": None, "doubts": []}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("sources")
+    for name, n_bytes in (("large", 4000), ("small", 400)):
+        (folder / name).mkdir()
+        for number in range(20):
+            (folder / name / f"{number}.txt").write_text(name[0] * n_bytes)
+    sources = {name: Source(path=str(folder / name)) for name in ("large", "small")}
+    return write_mixture(folder / "corpus", sources, Mixture.constant({"large": 0.5, "small": 0.5}))
+
+
+def card(corpus: Corpus, **known: Any) -> str:
+    numerics = Numerics(
+        model=MODEL, base=MODEL, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
+    )
+    values = {"plan": PLAN, "promotion": PROMOTION, "lineage": LINEAGE, **known}
+    return model_card(values.pop("name", "study"), numerics=numerics, corpus=corpus, **values)
+
+
+def test_a_miss_is_told_with_its_residual_and_its_reasons(corpus: Corpus) -> None:
+    text = card(corpus)
+    assert "| forecast | 1.0000, 80% interval 0.9000 to 1.1000 |" in text
+    assert "| measured | 1.2500, OUTSIDE the interval |" in text
+    assert "| residual | +0.2500, +20.00% of what was measured |" in text
+    assert "outside what the method was tested on: 99 times the largest run." in text
+    assert "inside the interval" in card(corpus, promotion=replace(PROMOTION, loss=1.05))
+
+
+def test_a_forced_promotion_and_doubts_stay_in_it_for_ever(corpus: Corpus) -> None:
+    assert "FORCED" not in card(corpus)
+    doubt = "the fit was made anew"
+    text = card(
+        corpus,
+        promotion=replace(PROMOTION, forced=True, verdict="fail"),
+        lineage={**LINEAGE, "sweep": None, "doubts": [doubt]},
+    )
+    assert 'the verdict was "fail" when the run was started, and it was FORCED' in text
+    assert "1. Sweep: not known any more." in text
+    assert f"To be noted: {doubt}." in text
+    fitted = {**LINEAGE, "fit": {"rows": {"data": [1, 2, 3]}, "warnings": ["few runs"]}}
+    assert "3. Law: fitted to 3 runs; doubtful: few runs." in card(corpus, lineage=fitted)
+
+
+def test_every_source_stands_with_its_loss_its_epochs_and_its_warning(corpus: Corpus) -> None:
+    text = card(corpus, promotion=replace(PROMOTION, source_losses={"large": 1.125, "small": 1.375}))
+    epochs = corpus.epochs(PLAN.n_tokens)
+    for name, loss in (("large", 1.125), ("small", 1.375)):
+        assert f"| measured on {name} | {loss:.4f} |" in text
+        assert f"| {name} | {corpus.sources[name].n_tokens:,} | {epochs[name]:.3g} |" in text
+    assert f"To be noted: small: {epochs['small']:.1f} epochs" in text
+    assert "To be noted: large" not in text
+
+
+def test_averages_stand_beside_the_last_weights(corpus: Corpus) -> None:
+    text = card(corpus, averaging={"checkpoints": [1, 2, 3], "averaged_loss": 1.2, "loss": 1.25})
+    assert "| average of the last 3 checkpoints | 1.2000, beside 1.2500 of the last weights |" in text
+    assert "average of" not in card(corpus)
+
+
+def test_what_a_user_chose_can_t_break_out_of_its_place(corpus: Corpus) -> None:
+    name = "evil\n# heading | <script>alert(1)</script>"
+    text = card(corpus, name=name)
+    assert text.startswith("# evil # heading \\| &lt;script&gt;alert(1)&lt;/script&gt;\n")
+
+
+def test_its_tables_are_tables(corpus: Corpus) -> None:
+    """A line of a table has as many cells as its head, and no blank line stands within."""
+    text = card(corpus, promotion=replace(PROMOTION, source_losses={"large": 1.125}))
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 4
+    for table in tables:
+        assert len(table) > 2
+        assert {line.count("|") for line in table} == {table[0].count("|")}
+
+
+def test_the_variants_that_are_on_are_named(corpus: Corpus) -> None:
+    text = card(corpus)
+    assert "4 heads of 16, 2 for keys and values" in text
+    assert "positions rotary, norm of queries and keys, tied table |" in text
+
+
+def test_what_befell_the_run_is_told_where_anything_did(corpus: Corpus) -> None:
+    assert "befell" not in card(corpus)
+    event = Event(at="2026-01-01T00:00:05+00:00", kind="skip", told="step 9: skip: the loss\nis nan")
+    text = card(corpus, promotion=replace(PROMOTION, befallen=(event,)))
+    assert "\n- 2026-01-01 00:00:05 step 9: skip: the loss is nan\n" in text
+    assert "\n\n## Lineage\n" in text

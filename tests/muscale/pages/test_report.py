@@ -1,0 +1,168 @@
+"""The report: self-contained, escaped, and telling how to get what it lacks."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from muscale import StudyConfig
+from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation, Sample
+from muscale.pages.report import ReportContents, write_report
+from muscale.plans.next_stems import choose
+from muscale.plans.planning import make_plan
+from proxy_models.corpus import write_corpus, write_mixture
+from proxy_models.mixture import Mixture
+from proxy_models.sources import Source
+from tests.muscale.planted import planted_fit, planted_horizon
+
+MakeStudy = Callable[..., Path]
+
+COLUMNS = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]
+
+
+def page(tmp_path: Path, **known: object) -> str:
+    values = {
+        "name": "s",
+        "config": {},
+        "created_at": "2026-01-02T03:04:05+00:00",
+        "runs": pd.DataFrame(columns=COLUMNS),
+        **known,
+    }
+    return write_report(ReportContents(**values), tmp_path / "report.html").read_text()
+
+
+def test_an_empty_report_says_which_command_fills_each_section(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    for command in ("check", "sweep", "transfer", "fit", "promote", "plan"):
+        assert f"<code>muscale {command}</code>" in text
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_holds_plotly_once(tmp_path: Path) -> None:
+    text = page(tmp_path)
+    assert not re.findall(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)\s*=""", text)
+    assert text.count("plotly.js v") == 1
+
+
+def test_a_name_that_a_user_chose_is_escaped(tmp_path: Path) -> None:
+    runs = pd.DataFrame([["sweep", "<script>alert(2)</script>", 1, 1, 0.1, 1.0, 1.0]], columns=COLUMNS)
+    text = page(tmp_path, name="<script>alert(1)</script>", runs=runs)
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "&lt;script&gt;alert(2)" in text
+
+
+def promoted(loss: float, *, inside: bool, **source_losses: float) -> dict[str, object]:
+    return {
+        "forecast": 1.0,
+        "low": 0.9,
+        "high": 1.1,
+        "level": 0.9,
+        "loss": loss,
+        "source_losses": source_losses,
+        "inside": inside,
+        "relative_error": 0.05,
+        "registered_at": "2026-01-02T03:04:05.6+00:00",
+        "started_at": "2026-01-02T03:04:06+00:00",
+        "finished_at": "2026-01-02T04:04:06+00:00",
+        "world_size": 2,
+        "forced": False,
+        "verdict": "pass",
+    }
+
+
+@pytest.mark.parametrize(("loss", "word"), [(1.05, "inside"), (1.3, "outside")])
+def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path, loss: float, word: str) -> None:
+    text = page(tmp_path, promotion=promoted(loss, inside=word == "inside"))
+    assert f"forecast 1.0000, measured {loss:.4f}: {word}, error +5.00 %" in text
+    assert "Registered 2026-01-02 03:04:05 UTC" in text
+
+
+def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path: Path) -> None:
+    sample = Sample(prompt="<b>", text="</pre>", temperature=1.0, seed=0)
+    found = CheckpointEvaluation(
+        checkpoint="tokens=512", tokens=512, loss=2.5, source_losses={"web": 2.25}, samples=(sample,), seconds=1.0
+    )
+    text = page(tmp_path, evaluated=found)
+    assert "tokens=512: held-out loss 2.5000 nats per token\n  web 2.2500\n" in text
+    assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
+
+
+def test_the_plan_tells_values_of_every_kind(tmp_path: Path) -> None:
+    stages = [{"after": 0.4, "learning_rate": 0.5}, {"after": 0.8, "beta2": 0.98}]
+    values = {"learning_rate": 0.0123456, "optimizer": "lion", "zero_readout": True, "stages": stages}
+    plan = {
+        "model": {"d_model": 1, "n_layers": 1},
+        "n_params": 1,
+        "n_tokens": 1,
+        "compute_flops": 1.0,
+        "rules": dict.fromkeys(values, "as given"),
+        "hyperparameters": values,
+        "forecast": {"loss": 1.0},
+    }
+    text = page(tmp_path, plan=plan)
+    stages_told = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
+    for name, told in zip(values, ("0.01235", "lion", "True", stages_told), strict=True):
+        assert f'<td>{name}</td><td>{told}</td><td class="why">as given</td>' in text
+
+
+def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(tmp_path: Path) -> None:
+    for name, n_bytes in (("large", 4000), ("small", 400)):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            (tmp_path / name / f"{number}.txt").write_text(name[0] * n_bytes)
+    sources = {name: Source(path=str(tmp_path / name)) for name in ("large", "small")}
+    corpus = write_mixture(tmp_path / "corpus", sources, Mixture.constant({"large": 0.5, "small": 0.5}))
+    epochs = corpus.epochs(100_000)
+    assert epochs["large"] < 1 < 4 < epochs["small"]
+    assert "epochs in the full run" not in page(tmp_path, corpus=corpus)
+    plan = {
+        "model": {"d_model": 1, "n_layers": 1},
+        "n_params": 1,
+        "n_tokens": 100_000,
+        "compute_flops": 1.0,
+        "rules": {},
+        "hyperparameters": {},
+    }
+    text = page(tmp_path, corpus=corpus, plan=plan, promotion=promoted(1.0, inside=True, large=0.8125, small=1.25))
+    for name, value in (("large", epochs["large"]), ("small", epochs["small"]), ("large", 0.8125), ("small", 1.25)):
+        assert re.search(rf"<td>{name}</td>\s*<td>{re.escape(f'{value:.4g}')}</td>", text)
+    assert f"warning: small: {epochs['small']:.1f} epochs" in text
+    assert "warning: large" not in text
+
+
+def test_the_law_s_figures_each_stand_alone_and_what_to_run_next_is_told(tmp_path: Path, make_study: MakeStudy) -> None:
+    config = StudyConfig.read(make_study(), ["plan.compute_flops=2e11"])
+    law, source = planted_fit(noise=3e-3), Source(path=str(tmp_path / "study" / "text"))
+    corpus = write_corpus(tmp_path / "corpus", source)
+    plan = make_plan(config, config.hyperparameters, planted_horizon(), law, corpus=corpus)
+    further = choose(config, law, plan, corpus, width=1e-4)
+    without = page(tmp_path, fit=law)
+    text = page(tmp_path, fit=law, plan=plan.to_dict(), corpus=corpus, next_runs=further)
+    of_law = ("loss against compute", "loss over size and tokens", "best size and tokens against compute")
+    for label in (*of_law, "how surely the law&#39;s parameters are known"):
+        assert without.count(f'aria-label="{label}"') == text.count(f'aria-label="{label}"') == 1
+    for label in ("loss against size at the plan&#39;s compute", "the loss of the full run by each fit"):
+        assert f'aria-label="{label}' not in without
+        assert text.count(f'aria-label="{label}') == 1
+    assert "<code>muscale plan</code>" in without.split("What to run next")[1]
+    assert all(line in text for line in further.lines)
+    assert f"<li>data: {(plan.decision or {})['epochs']:.3g} epochs over the corpus</li>" in text
+    assert (
+        text.count('class="panels"') == 2
+    )  # the parameters, the fits behind the forecast: the others fit a narrow page
+
+
+def test_a_plan_registered_before_decisions_were_kept_is_still_shown(tmp_path: Path, make_study: MakeStudy) -> None:
+    config, law = StudyConfig.read(make_study()), planted_fit()
+    plan = make_plan(config, config.hyperparameters, planted_horizon(), law).to_dict()
+    text = page(tmp_path, fit=law, plan={name: value for name, value in plan.items() if name != "decision"})
+    assert "What another size would cost" in text
+
+
+def test_a_profile_is_drawn_of_the_floor_and_of_the_split_of_compute(tmp_path: Path) -> None:
+    text = page(tmp_path, fit=planted_fit())
+    section = text[text.index("How far the law can move") :]
+    assert "profile likelihood of the irreducible loss E" in section
+    assert "profile likelihood of the exponent of the best size" in section

@@ -1,0 +1,107 @@
+"""Further runs of the ladder: such as the study can train, the ones that tell the plan's loss best, or none."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from muscale import StudyConfig
+from muscale.plans.next_stems import candidates, choose
+from muscale.plans.planning import Plan, make_plan
+from muscale.proxies.ladder import stem_lengths
+from muscale.settings.config import LadderSettings, Stem
+from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.segments import chain
+from proxy_models.sources import Source
+from scaling import ScalingFit
+from tests.muscale.planted import planted_fit, planted_horizon
+
+MakeStudy = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def law() -> ScalingFit:
+    return planted_fit(noise=3e-3)
+
+
+@pytest.fixture
+def config(make_study: MakeStudy) -> StudyConfig:
+    return StudyConfig.read(make_study(), ["plan.compute_flops=2e11"])
+
+
+@pytest.fixture
+def plan(config: StudyConfig, law: ScalingFit) -> Plan:
+    return make_plan(config, config.hyperparameters, planted_horizon(), law)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """45,000 training tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    for number in range(10):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} " * 2500)
+    return write_corpus(folder / "written", Source(path=str(folder / "text")))
+
+
+def test_candidates_are_runs_that_the_study_can_train_and_has_not(
+    config: StudyConfig, law: ScalingFit, plan: Plan, corpus: Corpus
+) -> None:
+    table = candidates(config, law, plan, corpus, affordable_flops=2e10)
+    assert len(table) > 20
+    assert table["n_tokens"].min() >= law.n_tokens_range[0]
+    assert table["n_tokens"].max() <= 4 * corpus.n_tokens
+    assert table["cost_flops"].max() <= 2e10
+    assert table["n_params"].max() <= plan.n_params
+    np.testing.assert_array_equal(table["cost_flops"], 6 * table["n_params"] * table["n_tokens"])
+    for row in table.itertuples():
+        assert config.family.at(width=row.d_model).n_params == row.n_params
+        assert chain(plan.hyperparameters, row.n_tokens)[-1].end == row.n_tokens
+    for width, runs in table.groupby("d_model"):
+        known = [length for stem in config.ladder.stems if stem.width == width for length in stem_lengths(stem)]
+        lengths = np.sort([*runs["n_tokens"], *known])
+        new = np.isin(lengths, runs["n_tokens"])
+        near = np.diff(np.log(lengths)) < np.log(1.1)
+        assert not (near & (new[1:] | new[:-1])).any(), "two runs of a width that tell the same"
+
+
+def test_the_runs_told_can_be_pasted_and_make_the_forecast_surer(
+    config: StudyConfig, law: ScalingFit, plan: Plan, corpus: Corpus
+) -> None:
+    found = choose(config, law, plan, corpus, affordable_flops=4e10, width=1e-4)
+    assert 1 <= len(found.table) <= 4
+    assert found.result.width_then < found.result.width_now
+    assert found.table["spent_flops"].iloc[-1] <= 4e10
+    pasted = tomllib.loads("stems = [\n" + "\n".join(found.lines) + "\n]")["stems"]
+    stems = LadderSettings(stems=tuple(Stem(**stem) for stem in pasted)).stems
+    assert [(s.width, s.n_tokens) for s in stems] == [
+        *zip(found.table["d_model"], found.table["n_tokens"], strict=True)
+    ]
+    assert {stem.branches for stem in stems} == {1}
+    assert "to train them, add to stems of [ladder]:" in str(found)
+    assert all(line in str(found) for line in found.lines)
+    assert json.loads(json.dumps(found.to_dict()))["stems"] == [*found.lines]
+
+
+def test_a_narrow_interval_within_support_needs_no_more(
+    config: StudyConfig, law: ScalingFit, plan: Plan, corpus: Corpus
+) -> None:
+    assert plan.forecast.supported
+    found = choose(config, law, plan, corpus, width=0.5)
+    assert not found.lines
+    assert "none: the interval is at most 50.00% wide and within what was tested" in str(found)
+    dear = choose(config, law, plan, corpus, affordable_flops=1e6, width=1e-4)
+    assert "none: no candidate is left that can be paid for" in str(dear)
+
+
+def test_unless_told_it_spends_a_tenth_of_the_plan_or_the_largest_run(
+    config: StudyConfig, law: ScalingFit, plan: Plan, corpus: Corpus
+) -> None:
+    found = choose(config, law, plan, corpus, width=1e-4)
+    assert found.affordable_flops == max(0.1 * plan.compute_flops, law.compute_range[1])
+    assert found.share == pytest.approx(found.affordable_flops / plan.compute_flops)

@@ -1,0 +1,259 @@
+"""The plan's file says all of it, is read back to the same plan, and takes no edit but of what it is trained on."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale import StageError, StudyConfig, StudyFileError
+from muscale.plans.plan_file import RECORD, SPIKE_KEYS, contents, first_difference, hash_of, path_of, read, text, write
+from muscale.plans.planning import Plan, make_plan, register
+from muscale.store.ledger import Ledger
+from proxy_models.corpus import Corpus, write_corpus
+from scaling import HorizonLaw, ScalingFit
+from tests.muscale.conftest import write_text
+from tests.muscale.planted import planted_fit, planted_horizon
+
+MakeStudy = Callable[..., Path]
+MakePlan = Callable[..., tuple[Plan, StudyConfig]]
+
+
+@pytest.fixture(scope="module")
+def law() -> ScalingFit:
+    return planted_fit()
+
+
+@pytest.fixture(scope="module")
+def horizon() -> HorizonLaw:
+    return planted_horizon()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "text", words=100)
+    return write_corpus(folder / "written", str(folder / "text"))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    opened = Ledger(tmp_path / "ledger.sqlite")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def planned(make_study: MakeStudy, law: ScalingFit, horizon: HorizonLaw, corpus: Corpus, ledger: Ledger) -> MakePlan:
+    path = make_study()
+
+    def make(*overrides: str) -> tuple[Plan, StudyConfig]:
+        config = StudyConfig.read(path, overrides)
+        plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=3)
+        return register(plan, ledger), config
+
+    return make
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    before = path.read_text()
+    assert before.count(old) == 1, old
+    path.write_text(before.replace(old, new))
+
+
+def test_the_file_says_the_plan_with_the_rule_and_the_source_of_each_value(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned('plan.accelerator="H100 SXM"', "plan.explicit.beta2=0.9", "hyperparameters.clip_norm=0.5")
+    path = write(plan, config, ledger)
+    assert path == path_of(ledger.directory, plan.key)
+    said = tomllib.loads(path.read_text())
+    assert said == json.loads(json.dumps(contents(plan, config)))
+    assert said["run"]["n_tokens"] == plan.n_tokens
+    assert said["model"] == plan.model.to_dict()
+    values = said["hyperparameters"]
+    assert values["learning_rate"]["value"] == plan.hyperparameters.learning_rate
+    assert values["learning_rate"]["rules"] == ["muP width", "horizon law"]
+    assert values["learning_rate"]["source"] == "trial 3 of the sweep and the grids of the transfer check"
+    assert values["init_scale"] | {"told": ""} == {
+        "value": 1.0,
+        "rules": ["muP width"],
+        "source": "trial 3 of the sweep",
+        "told": "",
+    }
+    assert (values["beta2"]["rules"], values["beta2"]["value"]) == (["explicit"], 0.9)
+    assert (values["clip_norm"]["rules"], values["clip_norm"]["source"]) == (["fixed"], "the study file")
+    assert values["beta1"]["source"] == "default"
+    assert said["data"] == plan.data == {"corpus": plan.data and plan.data["corpus"], "tokenizer": "bytes"}
+    assert said["cost"]["dollars"] == (plan.decision or {})["dollars"] > 0
+    assert (said["forecast"]["low"], said["forecast"]["high"]) == (plan.forecast.low, plan.forecast.high)
+    assert said["resources"]["workers"] == 2
+    assert "# At the base shape" in path.read_text()
+
+
+def test_its_hash_is_in_the_ledger_and_knows_no_comments(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned()
+    path = write(plan, config, ledger)
+    said = tomllib.loads(path.read_text())
+    assert (ledger.result(RECORD, hash_of(said)) or {})["plan"] == plan.key
+    edit(path, "# Why this size.", "# Why so large?")
+    assert hash_of(tomllib.loads(path.read_text())) == hash_of(said)
+    assert hash_of(said | {"study": "other"}) != hash_of(said)
+    assert read(path, ledger, config) == (plan, config)
+    write(plan, config, ledger)
+    assert "# Why this size." in path.read_text(), "a file that says the same is written anew"
+
+
+def test_prompts_are_kept_with_how_the_run_is_evaluated(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned("promote.evaluation=beside", 'promote.prompts=["def f(", "\\n"]')
+    path = write(plan, config, ledger)
+    assert read(path, ledger, config) == (plan, config)
+    edit(path, "evaluator_cpus = 1.0", "evaluator_cpus = 2.0")
+    _, edited = read(path, ledger, config)
+    assert (edited.promote.evaluator_cpus, edited.promote.prompts) == (2.0, ("def f(", "\n"))
+
+
+def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
+    plan, config = planned()
+    along = [{"tokens": 1000, "loss": 3.5, "low": 3.25, "high": 3.75}]
+    assert tomllib.loads(text(contents(plan, config, along=along)))["forecast"]["along"] == along
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("n_tokens = ", "n_tokens = 1", r"run\.n_tokens was edited: \d+ in the ledger, 1\d+ in the file; only \[resources\]"),
+        ("d_model = 32", "d_model = 48", r"model\.d_model was edited: 32 in the ledger, 48 in the file"),
+        ("clip_norm = {value = 1.0", "clip_norm = {value = 0.5", r"hyperparameters\.clip_norm\.value was edited: 1\.0 in the "
+         r"ledger, 0\.5 in the file; state it with `muscale plan --set plan\.explicit\.clip_norm=…`"),
+        ("level = 0.9", "level = 0.95", r"forecast\.level was edited"),
+        ("seed = 0", "seed = 2026-01-01", r'run\.seed was edited: 0 in the ledger, "2026-01-01" in the file'),
+        ("seed = 0", "", r"run\.seed was edited: 0 in the ledger, nothing in the file"),
+        ("seed = 0", "seed = 0\nmore = 1", r"run\.more was edited: nothing in the ledger, 1 in the file"),
+        ('tokenizer = "bytes"', 'tokenizer = "mine"', r"data\.tokenizer was edited"),
+        ('on_spike = "stop"', 'on_spike = "skip"', r'run\.on_spike was edited: "stop" in the ledger, "skip" in the file'),
+        ("max_interventions = 3", "max_interventions = 4", r"run\.max_interventions was edited: 3 in the ledger, 4 in the"),
+        ("workers = 2", 'workers = 2\non_spike = "skip"', r'resources\.on_spike was edited: "stop" in the ledger, "skip" in '
+         r"the file; it changes what is computed, so another value is another plan"),
+        ("workers = 2", "workers = 9", r"resources\.workers: 9 ranks need a sequence of a batch for each share, got 8"),
+        ("workers = 2", "workers = 0", r"resources\.workers: Input should be greater than 0, got 0"),
+        ("workers = 2", "wrokers = 2", r"resources\.wrokers: unknown key \(value 2\)"),
+        ("[run]", "[run", r"can't be read as TOML"),
+        ("plan = ", "plan = 1 # ", r"plan: must be one that this study registered, got 1"),
+    ],
+)  # fmt: skip
+def test_an_edit_is_refused_by_its_key(planned: MakePlan, ledger: Ledger, old: str, new: str, message: str) -> None:
+    plan, config = planned()
+    path = write(plan, config, ledger)
+    edit(path, f"\n{old}" if old != "plan = " else old, f"\n{new}" if old != "plan = " else new)
+    with pytest.raises(StageError, match=message):
+        read(path, ledger, config)
+
+
+def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned()
+    path = write(plan, config, ledger)
+    edit(path, "\nworkers = 2", "\nworkers = 4")
+    edit(path, "max_failures = 2\n", "")
+    found, own = read(path, ledger, config)
+    assert found == plan
+    assert own.promote == config.promote.model_copy(update={"workers": 4})
+    assert own.resources == config.resources
+    with pytest.raises(
+        StageError, match=r"resources\.workers was edited: 2 in the ledger, 4 in the file; promote it with --plan"
+    ):
+        write(plan, config, ledger)
+    edit(path, "\nd_model = 32", "\nd_model = 48")
+    with pytest.raises(
+        StageError, match=r"model\.d_model was edited.* by `muscale plan --set`; remove it to have it written anew"
+    ):
+        write(plan, config, ledger)
+    path.unlink()
+    write(plan, config, ledger)
+    assert read(path, ledger, config)[1] == config
+
+
+def test_a_file_that_had_the_settings_about_spikes_among_its_resources_is_read_and_holds_to_them(
+    planned: MakePlan, ledger: Ledger
+) -> None:
+    plan, config = planned('promote.on_spike="skip"')
+    now = contents(plan, config)
+    spikes = {name: now["run"].pop(name) for name in list(now["run"]) if name in SPIKE_KEYS}
+    assert set(spikes) == set(SPIKE_KEYS)
+    before = now | {"resources": spikes | now["resources"]}
+    ledger.record_result(RECORD, hash_of(before), {"plan": plan.key, "contents": before})
+    path = path_of(ledger.directory, plan.key)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text(before))
+    assert read(path, ledger, config) == (plan, config)
+    edit(path, 'on_spike = "skip"', 'on_spike = "stop"')
+    with pytest.raises(StageError, match=r'resources\.on_spike was edited: "skip" in the ledger, "stop" in the file'):
+        read(path, ledger, config)
+
+
+def test_the_study_file_s_own_changes_bring_the_file_up_to_date(planned: MakePlan, ledger: Ledger) -> None:
+    plan, config = planned()
+    write(plan, config, ledger)
+    priced, wider = planned('plan.accelerator="H200"', "promote.workers=4")
+    assert priced.key == plan.key
+    path = write(priced, wider, ledger)
+    assert tomllib.loads(path.read_text())["resources"]["workers"] == 4
+    assert read(path, ledger, config)[1].promote == wider.promote
+
+
+def test_a_plan_of_another_study_or_a_missing_file_is_refused(
+    planned: MakePlan, ledger: Ledger, tmp_path: Path
+) -> None:
+    plan, config = planned()
+    path = write(plan, config, ledger)
+    other = Ledger(tmp_path / "other.sqlite")
+    try:
+        with pytest.raises(StageError, match=rf"plan: must be one that this study registered, got '{plan.key}'"):
+            read(path, other, config)
+    finally:
+        other.close()
+    with pytest.raises(StageError, match=r"no such file; `muscale plan` writes one"):
+        read(tmp_path / "none.toml", ledger, config)
+
+
+def test_a_stated_value_makes_another_plan_that_says_so(planned: MakePlan, ledger: Ledger) -> None:
+    plan, _ = planned()
+    stated, config = planned("plan.explicit.mlp_dropout=0.1", "plan.explicit.learning_rate=0.004")
+    assert stated.key != plan.key
+    assert (stated.model, stated.hyperparameters) == (
+        replace(plan.model, mlp_dropout=0.1),
+        replace(plan.hyperparameters, learning_rate=0.004),
+    )
+    assert any("mlp_dropout = 0.1 is stated" in reason for reason in stated.forecast.reasons)
+    assert stated.rules["learning_rate"] == "explicit"
+    by_name = {one.name: one for one in stated.carried}
+    assert by_name["mlp_dropout"].rules == by_name["learning_rate"].rules == ("explicit",)
+    read(write(stated, config, ledger), ledger, config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("plan.explicit.warp=1.0", r"explicit\.warp: not a value that a full run can state"),
+        ('plan.explicit.schedule="cosine"', r"explicit\.schedule: must be the proxies' own"),
+        ('plan.explicit.beta1="high"', r"explicit\.beta1: Input should be a valid number, got 'high'"),
+        ("plan.explicit.beta1=1.5", r"plan\.explicit: beta1 must lie in \[0, 1\), got 1\.5"),
+    ],
+)
+def test_what_can_t_be_stated_is_told_when_the_study_file_is_read(
+    make_study: MakeStudy, override: str, message: str
+) -> None:
+    with pytest.raises(StudyFileError, match=message):
+        StudyConfig.read(make_study(), [override])
+
+
+def test_differences_are_exact_and_named() -> None:
+    one: dict[str, Any] = {"a": {"b": [1.0, 2.0]}, "c": 1}
+    assert first_difference(one, one) is None
+    assert first_difference(one, {"a": {"b": [1.0, 2.0000001]}, "c": 1}) == ("a.b.1", 2.0, 2.0000001)
+    assert first_difference(one, {"a": {"b": [1.0]}, "c": 1}) == ("a.b.1", 2.0, None)
+    assert first_difference(one, one | {"d": True}) == ("d", None, True)
+    assert first_difference({"a": float("nan")}, {"a": float("nan")}) is None

@@ -1,0 +1,195 @@
+"""The plan is the best of the shapes that can be built, counts epochs, and says what it rests on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muscale import StageError, StudyConfig, StudyFileError
+from muscale.plans.planning import Plan, make_plan, register
+from muscale.plans.sizing import epochs, most_tokens
+from muscale.store.ledger import Ledger
+from proxy_models.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.mixture import Mixture
+from proxy_models.sources import Source
+from scaling import HorizonLaw, ScalingFit
+from tests.muscale.planted import planted_fit, planted_horizon
+
+MakeStudy = Callable[..., Path]
+MakePlan = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module")
+def law() -> ScalingFit:
+    return planted_fit()
+
+
+@pytest.fixture(scope="module")
+def horizon() -> HorizonLaw:
+    return planted_horizon()
+
+
+@pytest.fixture
+def read(make_study: MakeStudy) -> Callable[..., StudyConfig]:
+    path = make_study()
+    return lambda *overrides: StudyConfig.read(path, overrides)
+
+
+@pytest.fixture
+def planned(read: Callable[..., StudyConfig], law: ScalingFit, horizon: HorizonLaw) -> MakePlan:
+    def make(*overrides: str, corpus: Corpus | None = None) -> Plan:
+        config = read(*overrides)
+        return make_plan(config, config.hyperparameters, horizon, law, corpus=corpus)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """45,000 training tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text").mkdir()
+    for number in range(10):
+        (folder / "text" / f"{number}.txt").write_text(f"{number} " * 2500)
+    return write_corpus(folder / "written", Source(path=str(folder / "text")))
+
+
+def test_no_other_shape_of_the_family_does_better(
+    planned: MakePlan, read: Callable[..., StudyConfig], law: ScalingFit
+) -> None:
+    plan, config = planned("plan.tolerance=0.05"), read()
+    assert plan.n_tokens == config.hyperparameters.whole_batches(2.5e10 / (6 * plan.n_params))
+    losses = {}
+    for width in range(16, 400, 16):
+        n_params = config.family.at(width=width).n_params
+        losses[width] = float(law.ensemble.law.loss(n_params, 2.5e10 / (6 * n_params)))
+    best = min(losses, key=losses.__getitem__)
+    assert plan.model == config.family.at(width=best)
+    near = {width for width, loss in losses.items() if loss <= losses[best] * 1.05}
+    decision: dict[str, Any] = plan.decision or {}
+    assert {size["d_model"] for size in decision["near"]} == near
+    assert len(near) > 1
+    assert plan.wanted_n_params == law.ensemble.law.allocate(2.5e10).n_params
+
+
+def test_how_far_the_horizon_law_is_carried_is_told_with_what_would_bring_it_nearer(planned: MakePlan) -> None:
+    near, far = planned(), planned("plan.compute_flops=1e13")
+    assert near.n_tokens / 32768 < 8 < far.n_tokens / 32768  # the longest of the planted grids
+    assert near.rules["learning_rate"].endswith(f"{near.n_tokens / 32768:.3g}× beyond its grids")
+    further = math.ceil(far.n_tokens / 8 / 16384)
+    assert far.rules["learning_rate"].endswith(f": {further} among transfer.horizons would bring them within 8×")
+
+
+def test_shapes_may_be_named_and_a_depth_that_nothing_fitted_has_is_told(
+    planned: MakePlan, read: Callable[..., StudyConfig], law: ScalingFit
+) -> None:
+    family = read().family
+    named = [family.at(width=48), family.at(width=32, depth=3), family.at(width=160)]
+    shapes = "plan.shapes=[{width=48}, {width=32, depth=3}, {width=160}]"
+    plan = planned(shapes)
+    losses = [float(law.ensemble.law.loss(one.n_params, 2.5e10 / (6 * one.n_params))) for one in named]
+    assert plan.model == named[int(np.argmin(losses))]
+    deep = planned("plan.shapes=[{width=32, depth=3}]", "plan.tolerance=0.5")
+    assert deep.model == named[1]
+    assert deep.compute_flops == pytest.approx(2.5e10, rel=0.01)
+    assert "(width 32, depth 3, +0.00%)" in str(deep)
+    assert any("depth 3: the runs fitted have 1; add ladder.stems" in reason for reason in deep.forecast.reasons)
+    stems = "[{width=16, n_tokens=16384}, {width=32, depth=3, n_tokens=16384}]"
+    supported = planned("plan.shapes=[{width=32, depth=3}]", f"ladder.stems={stems}")
+    assert not any("depth" in reason for reason in supported.forecast.reasons)
+    with pytest.raises(StudyFileError, match=r"plan\.shapes: .*d_model"):
+        read("plan.shapes=[{width=15}]")
+
+
+def test_a_plan_tells_its_reasons_and_is_read_back(planned: MakePlan) -> None:
+    plan = planned('plan.accelerator="H100 SXM"', "plan.n_devices=2", "promote.precision=bf16")
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    old = {name: value for name, value in plan.to_dict().items() if name != "decision"}
+    assert Plan.from_dict(old) == replace(plan, decision=None)
+    decision: dict[str, Any] = plan.decision or {}
+    assert decision["gpu_hours"] == pytest.approx(2.5e10 / (989.5e12 * 0.4 * 3600))
+    assert decision["dollars"] == pytest.approx(2.5 * decision["gpu_hours"])
+    assert decision["intervals"]["n_params"]["low"] <= plan.n_params <= decision["intervals"]["n_params"]["high"]
+    for said in (
+        "device-hours",
+        "days on 2 devices",
+        "within 0.50% of the best loss",
+        "assumed: H100 SXM: 40%",
+    ):
+        assert said in str(plan)
+    assert "bf16 peak" not in str(plan)
+    assert "hours and dollars are at the bf16 peak, promote.precision is fp32" in str(
+        planned('plan.accelerator="H200"')
+    )
+
+
+def test_what_only_changes_what_is_told_keeps_the_key(planned: MakePlan, corpus: Corpus) -> None:
+    plan = planned()
+    assert planned('plan.accelerator="H200"', "plan.tolerance=0.01").key == plan.key
+    assert planned("plan.compute_flops=3.5e10").key != plan.key
+    served = planned("plan.served_tokens=1e6")
+    assert served.n_params < plan.n_params
+    assert served.key != plan.key
+    assert served.compute_flops < 2.5e10
+
+
+def test_serving_alone_may_cost_the_budget(planned: MakePlan) -> None:
+    with pytest.raises(StageError, match=r"plan: serving 1e\+12 tokens alone costs more than 2.5e\+10 FLOPs"):
+        planned("plan.served_tokens=1e12")
+
+
+def test_a_corpus_seen_again_counts_for_less(planned: MakePlan, corpus: Corpus, law: ScalingFit) -> None:
+    free, plan = planned(), planned(corpus=corpus)
+    seen = plan.n_tokens / corpus.n_tokens
+    assert free.n_tokens / corpus.n_tokens > 2
+    decision: dict[str, Any] = plan.decision or {}
+    assert decision["epochs"] == pytest.approx(seen, rel=0.01)
+    worth = corpus.n_tokens * (1 + 15.387756 * (1 - np.exp(-(seen - 1) / 15.387756)))
+    assert decision["loss"] == pytest.approx(float(law.ensemble.law.loss(plan.n_params, worth)), rel=1e-3)
+    assert "appendix A), by which the loss is" in str(plan)
+    assert (free.decision or {})["epochs"] is None
+    assert plan.forecast.loss == law.forecast(plan.n_params, plan.n_tokens).loss
+
+
+def test_epochs_may_be_limited_and_many_are_told(planned: MakePlan, corpus: Corpus) -> None:
+    plan = planned("plan.max_epochs=1", corpus=corpus)
+    assert plan.n_tokens <= corpus.n_tokens + 256 < planned(corpus=corpus).n_tokens
+    assert "held by data: if every token were new," in str(plan)
+    many = planned("plan.compute_flops=1e12", corpus=corpus)
+    assert any("epochs over the corpus: tested with new tokens" in reason for reason in many.forecast.reasons)
+    assert not any("epochs" in reason for reason in planned("plan.compute_flops=1e12").forecast.reasons)
+
+
+def test_epochs_of_a_mixture_are_the_mean_over_its_tokens(tmp_path: Path) -> None:
+    for name, n_bytes in (("large", 4000), ("small", 400)):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            (tmp_path / name / f"{number}.txt").write_text(name[0] * n_bytes)
+    sources = {name: Source(path=str(tmp_path / name)) for name in ("large", "small")}
+    mixed = write_mixture(tmp_path / "corpus", sources, Mixture.constant({"large": 0.75, "small": 0.25}))
+    each = mixed.epochs(100_000)
+    assert epochs(mixed, 100_000) == pytest.approx(0.75 * each["large"] + 0.25 * each["small"])
+    longest = most_tokens(mixed, 4.0)
+    assert epochs(mixed, longest) <= 4 < epochs(mixed, longest + 100)
+
+
+def test_a_registered_plan_keeps_its_forecast_and_tells_today_s_prices(tmp_path: Path, planned: MakePlan) -> None:
+    with_price = planned('plan.accelerator="H200"')
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    try:
+        first = register(planned(), ledger)
+        changed = replace(with_price.forecast, loss=9.0)
+        again = register(replace(with_price, forecast=changed), ledger)
+        assert again.forecast == first.forecast
+        assert again.registered_at == first.registered_at
+        assert (first.decision or {})["dollars"] is None
+        assert (again.decision or {})["dollars"] > 0
+    finally:
+        ledger.close()

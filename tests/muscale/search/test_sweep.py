@@ -1,0 +1,216 @@
+"""Sweeps by Ray Tune for real: every method, narrowing, learning from another study, a lost worker, two sweeps at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from muscale import StageError, Study, StudyFileError
+from muscale.search.lessons import told_lessons
+from muscale.search.methods import resolve_searcher
+from muscale.settings.sweep import SweepSettings
+from proxy_models.hyperparameters import Hyperparameters
+from search_spaces import LogUniform, Space
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+MakeStudy = Callable[..., Path]
+QUICK = ["sweep.repeats=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
+COVERING = [
+    ("across_scales", "asha"),
+    ("gp", "none"),
+    ("cma_es", "hyperband"),
+    ("grid", "median"),
+    ("quasi_random", "pbt"),
+    ("random", "pb2"),
+]
+
+
+def sweep(path: Path, *settings: str) -> Study:
+    study = Study.open(path, [*QUICK, *settings], quiet=True)
+    study.sweep()
+    return study
+
+
+@pytest.mark.parametrize(("searcher", "scheduler"), COVERING)
+def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
+    check_pair(make_study(), searcher, scheduler)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median", "pbt", "pb2"])
+@pytest.mark.parametrize("searcher", ["auto", "grid", "random", "quasi_random", "tpe", "gp", "cma_es", "across_scales"])
+def test_every_pair_of_methods_runs_in_tune_or_is_refused(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
+    space = Space({"learning_rate": LogUniform(low=0.004, high=0.03), "init_scale": LogUniform(low=0.5, high=2.0)})
+    settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)  # type: ignore[arg-type]
+    if list(settings.contradictions(Hyperparameters(learning_rate=0.01, batch_tokens=256), (4096, 8192, 16384))):
+        with pytest.raises(StudyFileError, match=f'"{searcher}"'):
+            Study.open(make_study(), [*QUICK, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}"])
+    else:
+        check_pair(make_study(), searcher, scheduler)
+
+
+def check_pair(path: Path, searcher: str, scheduler: str) -> None:
+    study = sweep(path, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}", "resources.workers=1")
+    found = study.sweep()
+    assert len(found.trials) == 5
+    assert found.trials["annealed_loss"].notna().any()
+    assert "completed" in set(found.trials["status"])
+    assert study.ledger.retrained() == []
+    assert found.copies["donor"].notna().any() if len(found.copies) else scheduler not in ("pbt", "pb2"), scheduler
+
+
+def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_study: MakeStudy) -> None:
+    path = make_study()
+    settings = ["sweep.trials=12", "sweep.scheduler=none", "sweep.searcher=random", "sweep.rungs=1"]
+    first = sweep(path, *settings).sweep()
+    study = Study.open(path, [*QUICK, *settings], quiet=True)
+    narrower = study.sweep(narrower=True)
+    assert len(narrower.trials) == 24
+    pd.testing.assert_series_equal(
+        narrower.trials.set_index("trial").loc[first.trials["trial"], "learning_rate"],
+        first.trials.set_index("trial")["learning_rate"],
+    )
+    rounds = study.ledger.rounds(study.search.key)
+    assert [row["first_trial"] for row in rounds] == [0, 12]
+    space = Space.from_dict(rounds[1]["space"])
+    added = narrower.trials[narrower.trials["trial"] >= 12]
+    assert all(space.contains({name: row[name] for name in space}) for row in added.to_dict("records"))
+    assert len(Study.open(path, [*QUICK, *settings], quiet=True).sweep().trials) == 24
+    where = "a narrower" if space != study.config.sweep.space else "the same"
+    assert f"round 1, from trial 12 on, in {where} space" in str(narrower)
+    with pytest.raises(StageError, match="its budget is used up, so nothing can be searched in a narrower space"):
+        Study.open(path, [*QUICK, *settings, "sweep.max_tokens=20000"], quiet=True).sweep(narrower=True)
+    assert len(study.ledger.rounds(study.search.key)) == 2, "a round that can't begin is not noted"
+
+
+def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy) -> None:
+    teacher, pupil = make_study("teacher"), make_study("pupil")
+    taught = sweep(teacher, "sweep.searcher=random", "sweep.scheduler=none", "resources.workers=1")
+
+    def learns(*settings: str) -> tuple[int, str]:
+        study = Study.open(pupil.parent / "study.toml", [*settings, "sweep.searcher=auto"], quiet=True)
+        lessons = replace(study.search, learn_from=(str(teacher),)).taught()
+        return len(lessons), resolve_searcher(study.config.sweep, lessons)
+
+    assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")
+    search, runs = taught.search, len(taught.runs())
+    assert told_lessons(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
+        f"{runs} of the {runs} runs of {teacher} tell this sweep something"
+    )
+    other = replace(search.numerics, corpus_key="another")
+    assert told_lessons(teacher, search.plan.defaults, search.config.sweep.space, other) == (
+        f"warning: 0 of the {runs} runs of {teacher} tell this sweep something: its corpus_key is "
+        f"{search.numerics.corpus_key!r}, the study's is 'another'"
+    )
+    assert learns("hyperparameters.beta1=0.8") == (0, "tpe"), "runs under other fixed values tell nothing"
+    assert learns("sweep.space.beta1={distribution='uniform', low=0.8, high=0.95}") == (
+        len(taught.runs()),
+        "across_scales",
+    )
+
+
+def test_a_worker_that_is_killed_costs_its_leg_and_no_more(make_study: MakeStudy) -> None:
+    path = make_study()
+    settings = ["sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=131072", "sweep.trials=3"]
+    killed = threading.Event()
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not killed.is_set() and time.monotonic() < deadline:
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    busy = "TrialLeg" in " ".join(process.cmdline()) and process.cpu_times().user > 3
+                except psutil.NoSuchProcess:
+                    continue
+                if busy and (path.parent / "states").exists():
+                    process.send_signal(signal.SIGKILL)
+                    killed.set()
+                    return
+            time.sleep(0.02)
+
+    assassin = threading.Thread(target=kill)
+    assassin.start()
+    found = sweep(path, *settings).sweep()
+    killed.set()
+    assassin.join()
+    undisturbed = sweep(make_study("undisturbed"), *settings).sweep()
+    columns = ["trial", "status", "learning_rate", "annealed_loss"]
+    pd.testing.assert_frame_equal(found.trials[columns], undisturbed.trials[columns])
+
+
+def test_two_sweeps_at_once_train_nothing_twice(make_study: MakeStudy, tmp_path: Path) -> None:
+    path = make_study()
+    Study.open(path, quiet=True).corpus  # noqa: B018 -- written before the race
+    log = (tmp_path / "log").open("w")
+    drivers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "muscale", "sweep", str(path), *flatten([*QUICK, "sweep.searcher=random", one])],
+            stdout=log,
+            stderr=log,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        )
+        for one in ("sweep.scheduler=none", "sweep.scheduler=asha")
+    ]
+    try:
+        codes = [driver.wait(timeout=200) for driver in drivers]
+    finally:
+        for driver in drivers:
+            driver.kill()
+        log.close()
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    study = Study.open(path, quiet=True)
+    assert study.ledger.retrained() == []
+    runs = study.runs()
+    assert (runs.groupby("label").size() == 1).all(), "both searched the same configurations"
+
+
+def flatten(settings: list[str]) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_goes_on(make_study: MakeStudy) -> None:
+    settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=524288", "sweep.trials=3"]
+    path = make_study()
+    log = path.parent / "sweep.log"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    with log.open("w") as file:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "muscale", "sweep", str(path), *flatten(settings)],
+            stdout=file,
+            stderr=file,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        )
+    signal.signal(signal.SIGINT, before)
+    try:
+        deadline = time.monotonic() + 120
+        while "at rung 0" not in log.read_text():
+            assert driver.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(timeout=60) == 130
+    finally:
+        driver.kill()
+    assert "finishing the running rungs" in log.read_text()
+    study = Study.open(path, settings, quiet=True)
+    record = study.search.record()
+    assert not any(record.last_rung(trial) == -1 for trial in record.configs), "each that was at work came to a rung"
+    assert record.open
+    kept = dict(record.arrivals)
+    resumed = study.sweep()
+    assert kept.items() <= study.search.record().arrivals.items()
+    undisturbed = Study.open(make_study("undisturbed"), settings, quiet=True).sweep()
+    columns = ["trial", "status", "learning_rate", "annealed_loss"]
+    pd.testing.assert_frame_equal(resumed.trials[columns], undisturbed.trials[columns])

@@ -1,0 +1,69 @@
+"""A training that takes no step ends its process and says where it stood; one that is slow, or was stopped itself, goes on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muscale.layout import STALLS
+from muscale.work import stalls
+from muscale.work.stalls import ended_where_stalled
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from muscale.work.stalls import ended_where_stalled
+
+def waiting_for_a_disk():
+    time.sleep(3600)
+
+with ended_where_stalled(Path(sys.argv[1]), 1.0, "segment abc") as moves:
+    for _ in range(20):
+        time.sleep(0.1)
+        moves()
+    print("came this far", flush=True)
+    waiting_for_a_disk()
+"""
+
+
+def test_a_process_that_hangs_is_ended_and_tells_where(tmp_path: Path) -> None:
+    began, path = time.time(), tmp_path / STALLS / "abc.txt"
+    done = subprocess.run([sys.executable, "-c", HANGS, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "came this far\n"
+    told = path.read_text()
+    assert told.startswith("segment abc took no step for 1 s, and its process ")
+    assert "in waiting_for_a_disk" in told
+    assert stalls.hint(tmp_path, began - 1) == f"; it was ended as it took no step, {path} tells where"
+    assert stalls.hint(tmp_path, time.time() + 1) == ""
+
+
+def test_time_in_which_the_process_itself_was_stopped_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "abc.txt"
+    stopped = subprocess.Popen([sys.executable, "-c", HANGS, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert stopped.stdout
+        assert stopped.stdout.readline() == "came this far\n"
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        stopped.send_signal(signal.SIGCONT)
+        time.sleep(0.3)  # of the second that is allowed
+        assert stopped.poll() is None
+        assert stopped.wait(timeout=120) == -signal.SIGKILL
+    finally:
+        stopped.kill()
+        stopped.communicate()
+
+
+def test_without_a_limit_or_at_an_error_nobody_is_ended(tmp_path: Path) -> None:
+    with ended_where_stalled(tmp_path / "a.txt", float("inf"), "it") as moves:
+        moves()
+    with pytest.raises(OSError, match="gone"), ended_where_stalled(tmp_path / "a.txt", 0.2, "it"):
+        raise OSError("gone")
+    time.sleep(0.5)
+    assert not list(tmp_path.iterdir())
