@@ -7,7 +7,6 @@ there are many stages: each method only joins what other modules do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +20,6 @@ from muscale.errors import BundleError, StageError
 from muscale.full_runs import promotion
 from muscale.full_runs.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
-from muscale.outside.results import is_outside, record_results, told_results
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
 from muscale.plans.costs import estimate
@@ -30,15 +28,15 @@ from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.progress import Display, following
 from muscale.proxies import ablation, ladder, transfer
-from muscale.search.lessons import told_lessons
-from muscale.search.record import Arrival
+from muscale.proxies.check import known_check, run_check
 from muscale.search.rung_optima import for_horizon
 from muscale.search.sweep import Sweep, collect, run_sweep
+from muscale.search.sweep_progress import SweepProgress, taught
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig
 from muscale.store.cancels import cancellable
-from muscale.store.ledger import Ledger, Outcome
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.merge import MergeResult, merge
 from muscale.store.open_ledger import open_ledger
@@ -50,9 +48,9 @@ from muscale.tracking.trackers import make_mirror
 from muscale.watching.band import Band, register_band, registered_band
 from muscale.watching.calibration import Calibration, calibrate
 from muscale.watching.following import guarding
-from muscale.watching.observe import Observer
+from muscale.watching.observe import Observer, open_observer
 from muscale.watching.watch import Watch, Watcher
-from muscale.work.jobs import Job, finish
+from muscale.work.jobs import finish_stage
 from proxy_models.corpus import MANIFEST, Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
@@ -144,60 +142,17 @@ class Study(Result):
     @property
     def numerics(self) -> Numerics:
         """What every training of the study shares, at the base shape."""
-        config, corpus = self.config, self.corpus
-        wanted = config.corpus.evaluation_tokens
-        for name, files in corpus.sources.items():
-            of = f" of {name}" if corpus.mixture else ""
-            if wanted // len(corpus.sources) > files.n_validation_tokens - config.model.context_length:
-                raise StageError(
-                    f"corpus.evaluation_tokens: the held-out split{of} has only {files.n_validation_tokens} tokens, got {wanted}"
-                    + (f", shared by {len(corpus.sources)} sources" if corpus.mixture else "")
-                )
-        return Numerics(
-            model=config.model,
-            base=config.model,
-            corpus_key=corpus.key,
-            seed=config.sweep.seed,
-            evaluation_tokens=wanted,
-            scheme=config.parametrization,
-            depth_exponent=config.depth_exponent,
-            decay_scaling=config.decay_scaling,
-            stages_by_fraction=corpus.stages_by_fraction,
-        )
+        return self.config.numerics(self.corpus)
 
     def check(self) -> CoordinateCheck:
         """The coordinate check of the family."""
-        from proxy_models.coordinate_check import coordinate_check
-
         if known := self._known_check():
             return known
-        settings, config, numerics = self.config.check, self.config, self.numerics
         with self.display.stage("check"):
-            result = coordinate_check(
-                config.family,
-                config.hyperparameters,
-                self.corpus,
-                widths=settings.widths,
-                depths=settings.depths or None,
-                seeds=settings.seeds,
-                parametrization=lambda model, base: replace(numerics, model=model, base=base).parametrization(
-                    config.hyperparameters.optimizer
-                ),
-            )
-        self.ledger.record_result("check", self._check_key, result.to_dict())
-        return result
-
-    @property
-    def _check_key(self) -> str:
-        settings = self.config.check
-        sizes = [list(settings.widths), list(settings.depths), list(settings.seeds)]
-        return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), *sizes)
+            return run_check(self.config, self.numerics, self.ledger, self.corpus)
 
     def _known_check(self) -> CoordinateCheck | None:
-        from proxy_models.coordinate_check import CoordinateCheck
-
-        known = self.ledger.result("check", self._check_key)
-        return CoordinateCheck.from_dict(known) if known else None
+        return known_check(self.config, self.numerics, self.ledger)
 
     def sweep(self, *, narrower: bool = False, learn_from: Sequence[str | Path] = ()) -> SweepResult:
         """The search at the base shape.
@@ -218,39 +173,13 @@ class Study(Result):
 
     def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
         sweep = replace(self.search, learn_from=learn_from)
-        record = sweep.record()
-        rounds, seen = len(record.rounds), {trial for trial, _ in record.arrivals}
-        best = min((known.loss for known in record.arrivals.values() if known.loss is not None), default=math.inf)
-        wanted = self.config.sweep.trials + (record.rounds[-1].first_trial if rounds else 0)
-        begun: set[str] = set()
+        rounds = len(sweep.record().rounds)
         with self.display.stage("sweep") as update:
-
-            def on_arrival(arrival: Arrival) -> None:
-                nonlocal best, wanted
-                seen.add(arrival.trial)
-                best = min(best, math.inf if arrival.loss is None else arrival.loss)
-                if arrival.trial >= wanted:  # a round was begun
-                    wanted += self.config.sweep.trials
-                update(len(seen), wanted, f"trial {arrival.trial} at rung {arrival.rung}, best {best:.4f}")
-
-            def on_run(done: int, wanted: int, kind: str) -> None:
-                if done < wanted or kind in begun:  # what was done before is no news
-                    begun.add(kind)
-                    update(done, wanted, kind)
-
-            outside = [source for source in sweep.teachers() if is_outside(source)]
-            for source in outside:
-                results = sweep.told_by(source)
-                record_results(self.ledger, sweep.key, source, results)
-                self.display.line(told_results(source, results))
-            if not rounds:
-                for source in sweep.teachers():
-                    if source in outside:
-                        continue
-                    told = told_lessons(source, sweep.plan.defaults, self.config.sweep.space, sweep.numerics)
-                    self.display.line(told)
+            progress = SweepProgress(sweep, update)
+            for told in taught(sweep):
+                self.display.line(told)
             with self._mirror.following(self._trials(sweep), WholeStudy(self)):
-                result = run_sweep(sweep, on_arrival, on_run, narrower=narrower)
+                result = run_sweep(sweep, progress.on_arrival, progress.on_run, narrower=narrower)
         if narrower and len(sweep.record().rounds) == max(rounds, 1):
             self.display.line(
                 "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
@@ -270,7 +199,7 @@ class Study(Result):
     def _verdict(self) -> Verdict:
         sweep = self.sweep()
         members = transfer.members(self.config, self.numerics, sweep.best)
-        self._finish("transfer", transfer.jobs(members))
+        finish_stage("transfer", transfer.jobs(members), self.ledger, self.config.resources, self.display)
         rows = transfer.rows(self.ledger.runs(), members)
         optima = for_horizon(sweep.fitted, self.config, self.numerics)
         verdict = fit_verdict(rows, optima=optima)
@@ -291,7 +220,7 @@ class Study(Result):
         """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does."""
         best, horizon = self.sweep().best, self.horizon()
         jobs = ladder.ladder_jobs(self.config, self.numerics, best, horizon)
-        self._finish("ladder", jobs)
+        finish_stage("ladder", jobs, self.ledger, self.config.resources, self.display)
         return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self.numerics)
 
     def fit(self) -> ScalingFit:
@@ -327,11 +256,7 @@ class Study(Result):
     def _registered(self, plan: Plan) -> Plan:
         """The plan with its forecast, the band along the run, and its file."""
         registered = planning.register(plan, self.ledger)
-        band = self.band(registered)
-        tokens = [round(share * band.n_tokens) for share in band.shares]
-        sides = band.at([share * band.n_tokens for share in band.shares]).rename(columns={"expected": "loss"})
-        along = [{"tokens": n, **side} for n, side in zip(tokens, sides.to_dict("records"), strict=True)]
-        plan_file.write(registered, self.config, self.ledger, along=along)
+        plan_file.write(registered, self.config, self.ledger, along=self.band(registered).along)
         return registered
 
     def plan_path(self, plan: Plan) -> Path:
@@ -504,17 +429,7 @@ class Study(Result):
         Raises:
             StageError: If no forecast is registered, or the plan's run is this study's own.
         """
-        row = self.ledger.forecast(plan) if plan else self.ledger.latest_forecast()
-        if row is None:
-            raise StageError(
-                "observe: no forecast is registered, so nothing can be held against it; run `muscale plan` first"
-            )
-        observed = Plan.from_dict(row["payload"])
-        if self.ledger.result("promotion_started", observed.key):
-            raise StageError(
-                f"observe: plan {observed.key} was promoted in this study; `muscale watch` shows its own run"
-            )
-        return Observer(self.ledger, observed, source)
+        return open_observer(self.ledger, source, plan)
 
     def observe(
         self, rows: Sequence[Mapping[str, float]], *, source: str = "a table", plan: str | None = None
@@ -538,7 +453,7 @@ class Study(Result):
     def ablate(self) -> Ablation:
         """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""
         found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
-        self._finish("ablate", [variant.job for variant in found])
+        finish_stage("ablate", [variant.job for variant in found], self.ledger, self.config.resources, self.display)
         try:
             result = compare_ablations(ablation.rows(self.ledger.runs(), found))
         except ScalingError as error:
@@ -711,16 +626,3 @@ class Study(Result):
 
     def __str__(self) -> str:
         return overview(self)
-
-    def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
-        total = sum(job.chain.compute_flops for job in jobs if not self.ledger.outcome(job.chain))
-        done, best = 0.0, float("inf")
-        with self.display.stage(stage) as update:
-
-            def on_trained(job: Job, outcome: Outcome) -> None:
-                nonlocal done, best
-                done += job.chain.compute_flops
-                best = min(best, outcome.loss if outcome.loss is not None else best)
-                update(round(done / total * 100), 100, f"{job.label}, best {best:.4f}")
-
-            finish(jobs, self.ledger, self.config.resources, on_trained)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_type_hints
 import pydantic
 from pydantic import BaseModel, Field, PositiveInt
 
-from muscale.errors import StudyFileError
+from muscale.errors import StageError, StudyFileError
 from muscale.layout import STUDY_FILE
 from muscale.plain import told_unreadable
 from muscale.settings.ablation import AblateSettings
@@ -30,7 +30,9 @@ from muscale.settings.tracking import TrackingSettings
 from muscale.settings.transfer import TransferSettings
 from proxy_models.compilation import Compile
 from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.numerics import Numerics
 from proxy_models.parametrization import DecayScaling, Scheme
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
 
@@ -230,6 +232,33 @@ class StudyConfig(_Table):
         if problems:
             raise StudyFileError(told(problems))
         return config
+
+    def numerics(self, corpus: Corpus) -> Numerics:
+        """What every training of the study shares, at the base shape.
+
+        Raises:
+            StageError: If the corpus holds out too little for the evaluations.
+        """
+        wanted = self.corpus.evaluation_tokens
+        for name, files in corpus.sources.items():
+            if wanted // len(corpus.sources) > files.n_validation_tokens - self.model.context_length:
+                of = f" of {name}" if corpus.mixture else ""
+                shared = f", shared by {len(corpus.sources)} sources" if corpus.mixture else ""
+                raise StageError(
+                    f"corpus.evaluation_tokens: the held-out split{of} has only {files.n_validation_tokens} tokens, "
+                    f"got {wanted}{shared}"
+                )
+        return Numerics(
+            model=self.model,
+            base=self.model,
+            corpus_key=corpus.key,
+            seed=self.sweep.seed,
+            evaluation_tokens=wanted,
+            scheme=self.parametrization,
+            depth_exponent=self.depth_exponent,
+            decay_scaling=self.decay_scaling,
+            stages_by_fraction=corpus.stages_by_fraction,
+        )
 
 
 _FAULTY: Any = object()  # stands for a table whose problems were told already

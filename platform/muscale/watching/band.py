@@ -75,6 +75,13 @@ class Band(Result):
         """Share of the run before which nothing is expected of its loss."""
         return self.shares[0]
 
+    @property
+    def along(self) -> list[dict[str, float]]:
+        """The band at the tokens where it was found: tokens, loss (expected), low, high."""
+        tokens = [share * self.n_tokens for share in self.shares]
+        sides = self.at(tokens).rename(columns={"expected": "loss"})
+        return [{"tokens": round(n), **side} for n, side in zip(tokens, sides.to_dict("records"), strict=True)]
+
     def at(self, tokens: ArrayLike) -> pd.DataFrame:
         """Columns expected, low, high at these tokens, a row each; NaN before the band begins."""
         share = np.atleast_1d(np.asarray(tokens, dtype=float)) / self.n_tokens

@@ -127,6 +127,28 @@ def _number(value: Any, where: str) -> float:
         raise StageError(f"observe: {where}: must be a number, got {value!r}") from None
 
 
+def open_observer(ledger: Ledger, source: str, plan: str | None = None) -> Observer:
+    """What takes an outside run's table into a study.
+
+    Args:
+        ledger: The study's.
+        source: What the table is called.
+        plan: Key of the plan that the run follows, by default the one registered last.
+
+    Raises:
+        StageError: If no forecast is registered, or the plan's run is this study's own.
+    """
+    row = ledger.forecast(plan) if plan else ledger.latest_forecast()
+    if row is None:
+        raise StageError(
+            "observe: no forecast is registered, so nothing can be held against it; run `muscale plan` first"
+        )
+    observed = Plan.from_dict(row["payload"])
+    if ledger.result("promotion_started", observed.key):
+        raise StageError(f"observe: plan {observed.key} was promoted in this study; `muscale watch` shows its own run")
+    return Observer(ledger, observed, source)
+
+
 class Observer:
     """Takes what an outside run's table says into the study, again and again, and its residual once it has ended.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from muscale.cluster import cluster, staying
 from muscale.errors import StageError, last_line
 from muscale.fingerprint import package_fingerprint
 from muscale.layout import CORPUS
+from muscale.progress import Display
 from muscale.settings.config import ResourceSettings
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, Outcome
@@ -84,6 +86,23 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
             stays.callback(dismiss_workers)
         else:
             dismiss_workers()
+
+
+def finish_stage(
+    stage: str, jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, display: Display
+) -> None:
+    """`finish`, with a bar that moves by compute."""
+    total = sum(job.chain.compute_flops for job in jobs if not ledger.outcome(job.chain))
+    done, best = 0.0, math.inf
+    with display.stage(stage) as update:
+
+        def on_trained(job: Job, outcome: Outcome) -> None:
+            nonlocal done, best
+            done += job.chain.compute_flops
+            best = min(best, outcome.loss if outcome.loss is not None else best)
+            update(round(done / total * 100), 100, f"{job.label}, best {best:.4f}")
+
+        finish(jobs, ledger, resources, on_trained)
 
 
 def _train(

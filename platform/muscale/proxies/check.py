@@ -1,0 +1,46 @@
+"""The coordinate check of a study's family, and where the ledger keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from muscale.settings.config import StudyConfig
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import input_key
+from proxy_models.corpus import Corpus
+from proxy_models.numerics import Numerics
+
+if TYPE_CHECKING:
+    from proxy_models.coordinate_check import CoordinateCheck
+
+
+def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> CoordinateCheck | None:
+    """The check as the ledger knows it."""
+    from proxy_models.coordinate_check import CoordinateCheck
+
+    known = ledger.result("check", _key(config, numerics))
+    return CoordinateCheck.from_dict(known) if known else None
+
+
+def run_check(config: StudyConfig, numerics: Numerics, ledger: Ledger, corpus: Corpus) -> CoordinateCheck:
+    """Check the family on the corpus, and record it."""
+    from proxy_models.coordinate_check import coordinate_check
+
+    settings, optimizer = config.check, config.hyperparameters.optimizer
+    result = coordinate_check(
+        config.family,
+        config.hyperparameters,
+        corpus,
+        widths=settings.widths,
+        depths=settings.depths or None,
+        seeds=settings.seeds,
+        parametrization=lambda model, base: replace(numerics, model=model, base=base).parametrization(optimizer),
+    )
+    ledger.record_result("check", _key(config, numerics), result.to_dict())
+    return result
+
+
+def _key(config: StudyConfig, numerics: Numerics) -> str:
+    sizes = [list(of) for of in (config.check.widths, config.check.depths, config.check.seeds)]
+    return input_key(numerics.to_dict(), config.hyperparameters.to_dict(), *sizes)

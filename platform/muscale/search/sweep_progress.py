@@ -1,0 +1,52 @@
+"""What a person sees of a sweep while it runs, and of what its searcher was taught before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from muscale.outside.results import is_outside, record_results, told_results
+from muscale.progress import Update
+from muscale.search.lessons import told_lessons
+from muscale.search.record import Arrival
+from muscale.search.sweep import Sweep
+
+
+class SweepProgress:
+    """Moves the bar of a sweep: trials come so far of those wanted, then its annealed runs and repetitions."""
+
+    def __init__(self, sweep: Sweep, update: Update) -> None:
+        record = sweep.record()
+        self._update, self._round = update, sweep.config.sweep.trials
+        self._seen = {trial for trial, _ in record.arrivals}
+        self._best = min((one.loss for one in record.arrivals.values() if one.loss is not None), default=math.inf)
+        self._wanted = self._round + (record.rounds[-1].first_trial if record.rounds else 0)
+        self._begun: set[str] = set()
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """A trial came to a rung."""
+        self._seen.add(arrival.trial)
+        self._best = min(self._best, math.inf if arrival.loss is None else arrival.loss)
+        if arrival.trial >= self._wanted:  # a round was begun
+            self._wanted += self._round
+        self._update(
+            len(self._seen), self._wanted, f"trial {arrival.trial} at rung {arrival.rung}, best {self._best:.4f}"
+        )
+
+    def on_run(self, done: int, wanted: int, kind: str) -> None:
+        """An annealed run or a repetition ended; what was done before is no news."""
+        if done < wanted or kind in self._begun:
+            self._begun.add(kind)
+            self._update(done, wanted, kind)
+
+
+def taught(sweep: Sweep) -> Iterator[str]:
+    """Enter results from outside, and tell what of each teacher informs the searcher; others' runs speak at its begin."""
+    begins = not sweep.record().rounds
+    for source in sweep.teachers():
+        if is_outside(source):
+            results = sweep.told_by(source)
+            record_results(sweep.ledger, sweep.key, source, results)
+            yield told_results(source, results)
+        elif begins:
+            yield told_lessons(source, sweep.plan.defaults, sweep.config.sweep.space, sweep.numerics)
