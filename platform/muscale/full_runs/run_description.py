@@ -13,6 +13,7 @@ from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import RUN
 from proxy_models.numerics import Numerics
 from proxy_models.parametrization import ForwardMultipliers
+from proxy_models.whole_file import whole_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,8 @@ class RunDescription:
             "corpus": os.path.relpath(self.corpus.resolve(), directory.resolve()),
             "n_tokens": self.n_tokens,
         }
-        unfinished = (directory / RUN).with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(values, indent=1))
-        unfinished.replace(directory / RUN)
+        with whole_file(directory / RUN) as unfinished:
+            unfinished.write_text(json.dumps(values, indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> Self:

@@ -24,6 +24,7 @@ from muscale.plans.planning import Plan
 from muscale.secrets import redacted
 from muscale.store.ledger import Ledger, now
 from muscale.watching.band import registered_band
+from proxy_models.whole_file import whole_file
 
 TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
 _MOST_LOG = 700.0  # of a loss: exp is finite up to there
@@ -242,9 +243,8 @@ class Observer:
         text = "".join(json.dumps(row) + "\n" for row in records)
         if path.exists() and path.read_text() == text:
             return
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(text)
-        unfinished.replace(path)
+        with whole_file(path) as unfinished:
+            unfinished.write_text(text)
 
     def _record(self, loss: float) -> None:
         """The residual, as the owner of the run tells it."""
