@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proxy_models import compilation
-from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, RunningAverage, Tail
+from proxy_models.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Tail
 from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
@@ -26,6 +26,7 @@ from proxy_models.metrics import WAIT_EVERY, Curve, Observation, Recorder
 from proxy_models.numerics import Numerics
 from proxy_models.optimizer import initialize, make_optimizer
 from proxy_models.precision import unsupported
+from proxy_models.running_average import RunningAverage
 from proxy_models.segments import Segment
 from proxy_models.state import TrainState, capture, restore, without_moments
 from proxy_models.step import Stepper

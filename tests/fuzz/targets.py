@@ -276,14 +276,14 @@ class CheckpointManifest(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.full_runs.checkpoints import MANIFEST, PARAMETRIZATION, _sha256
+        from muscale.full_runs.checkpoint_folder import MANIFEST, PARAMETRIZATION, sha256
 
         self.checkpoint = folder / "tokens=8"
         self.checkpoint.mkdir()
         hashes = {}
         for name in (".metadata", PARAMETRIZATION, "__0_0.distcp"):
             (self.checkpoint / name).write_text(name)
-            hashes[name] = _sha256(self.checkpoint / name)
+            hashes[name] = sha256(self.checkpoint / name)
         self.manifest = self.checkpoint / MANIFEST
         self.seeds = [json.dumps(hashes, indent=1).encode()]
 
@@ -298,7 +298,7 @@ class CheckpointManifest(Target):
         return self.checkpoint
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.checkpoints import require_whole, seal_of
+        from muscale.full_runs.checkpoint_folder import require_whole, seal_of
 
         assert (seal_of(path) is None) != _passes(lambda: require_whole(path), self.refusals)
         require_whole(path)

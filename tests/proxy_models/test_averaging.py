@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy_models.averaging import Average, ExponentialAverage, LastCheckpoints, RunningAverage, Tail
+from proxy_models.averaging import Average, ExponentialAverage, LastCheckpoints, Tail
+from proxy_models.running_average import RunningAverage
 
 BATCH = 10
 

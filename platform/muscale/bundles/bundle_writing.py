@@ -22,7 +22,8 @@ from muscale.bundles.model_card import model_card
 from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.finished_run import average_checkpoints, held_out_loss, last_state
 from muscale.full_runs.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,16 +41,3 @@ class Agreement:
 
     def _is_time(self) -> bool:
         return self._every is not None and rank() == 0 and time.monotonic() - self._saved_at >= self._every
-
-
-def looking_for(file: Path, *, every_seconds: float = 1.0) -> Callable[[], bool]:
-    """A function that tells whether a file is there; it looks at most once in `every_seconds`, as shared disks are slow."""
-    looked, found = float("-inf"), False
-
-    def look() -> bool:
-        nonlocal looked, found
-        if not found and time.monotonic() - looked >= every_seconds:
-            looked, found = time.monotonic(), file.exists()
-        return found
-
-    return look

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints, seal_of
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder, seal_of
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.stage_file import ParentSettings
@@ -134,7 +134,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         raise StageError(
             f"parent.run: must be the key of a plan or of a stage of this study, or a stage's name, got {run!r}"
         )
-    checkpoints = Checkpoints(directory / FULL_RUNS / key / CHECKPOINTS)
+    checkpoints = CheckpointFolder(directory / FULL_RUNS / key / CHECKPOINTS)
     end = segments[-1].end
     tokens = wanted.tokens or end
     if tokens > end:
@@ -157,7 +157,7 @@ def require_checkpoint(parent: Parent) -> None:
     """
     if parent.checkpoint.is_dir():
         return
-    kept = Checkpoints(parent.checkpoint.parent).kept()
+    kept = CheckpointFolder(parent.checkpoint.parent).kept()
     there = f"has checkpoints after {', '.join(map(str, reversed(kept)))} tokens" if kept else "has no checkpoint"
     raise StageError(
         f"parent.tokens: run {parent.run} {there} in {parent.checkpoint.parent}, got {parent.tokens}; "

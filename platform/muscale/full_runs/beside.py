@@ -19,7 +19,7 @@ from muscale import json_lines
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.full_runs import recovery
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import EVALUATIONS
 from muscale.settings.config import ResourceSettings
@@ -184,7 +184,7 @@ class _Evaluator:
     def __init__(self, directory: Path, n_tokens: int, submit: Callable[[Path], Any]) -> None:
         self._n_tokens, self._submit = n_tokens, submit
         self._file = directory / EVALUATIONS
-        self._checkpoints, self._records = Checkpoints(directory / CHECKPOINTS), RunRecords(directory)
+        self._checkpoints, self._records = CheckpointFolder(directory / CHECKPOINTS), RunRecords(directory)
         self._failed: set[int] = set()  # tokens of checkpoints whose evaluation did
         self._told: set[str] = set()  # why
         self._ends, self._patience_until = threading.Event(), float("inf")

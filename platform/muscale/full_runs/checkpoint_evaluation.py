@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints, require_whole, tokens_of
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, require_whole, tokens_of
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.held_out import evaluate_whole
 from muscale.full_runs.run_description import RunDescription
 from muscale.full_runs.stored_weights import read_weights

@@ -25,7 +25,8 @@ from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs import attempts
 from muscale.full_runs.agreement import Agreement
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints, seal_of
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, seal_of
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.compat import import_lightning
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.held_out import evaluation_of, source_losses

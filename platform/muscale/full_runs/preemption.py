@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-
-from muscale.full_runs.agreement import looking_for
 
 NOTICE = "preempt"  # file in a run's directory
 
@@ -22,7 +22,7 @@ class Notice:
     def __init__(self, directory: Path) -> None:
         self.file = directory / NOTICE
         self._heard = False
-        self._file_is_there = looking_for(self.file)
+        self._file_is_there = _looking_for(self.file)
 
     def listen(self) -> None:
         """Take over the signals, where this is the main thread; Lightning's own handler would start a collective in mid-step."""
@@ -37,3 +37,16 @@ class Notice:
 
     def _hear(self, _signal: int, _frame: object) -> None:
         self._heard = True
+
+
+def _looking_for(file: Path, *, every_seconds: float = 1.0) -> Callable[[], bool]:
+    """A function that tells whether a file is there; it looks at most once in `every_seconds`, as shared disks are slow."""
+    looked, found = float("-inf"), False
+
+    def look() -> bool:
+        nonlocal looked, found
+        if not found and time.monotonic() - looked >= every_seconds:
+            looked, found = time.monotonic(), file.exists()
+        return found
+
+    return look

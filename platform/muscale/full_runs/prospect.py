@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from muscale.full_runs.checkpoints import CHECKPOINTS
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS
 from muscale.layout import FULL_RUNS
 from muscale.plans.gate import (
     MEMORY_SHARE,

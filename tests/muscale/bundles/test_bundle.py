@@ -22,7 +22,8 @@ from muscale.bundles.bundle_files import MANIFEST, sha256, verify
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.finished_run import held_out_loss, last_state
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun

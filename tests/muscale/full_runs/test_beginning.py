@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints, seal_of
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, seal_of
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import Beginning, FullRun, HeldOut
 from muscale.layout import METRICS, RESULT

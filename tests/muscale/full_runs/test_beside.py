@@ -16,7 +16,8 @@ import pytest
 
 from muscale import StageError, evaluate_checkpoint, json_lines
 from muscale.full_runs.beside import _Evaluator, _Reservation, evaluated_beside
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import EVALUATIONS

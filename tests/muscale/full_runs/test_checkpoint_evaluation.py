@@ -13,7 +13,8 @@ import pytest
 
 import muscale
 from muscale import CheckpointEvaluation, StageError, evaluate_checkpoint
-from muscale.full_runs.checkpoints import CHECKPOINTS, MANIFEST, Checkpoints, write_manifest
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, MANIFEST, write_manifest
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.run_records import RunRecords

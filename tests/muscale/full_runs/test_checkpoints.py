@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muscale.full_runs import attempts
-from muscale.full_runs import checkpoints as saving
-from muscale.full_runs.checkpoints import CHECKPOINTS, MANIFEST, Checkpoints
+from muscale.full_runs import attempts, checkpoint_folder, checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, MANIFEST
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import FullRunModule, train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import RESULT
@@ -46,7 +46,7 @@ def run(corpus: Corpus, tmp_path: Path) -> FullRun:
 
 def standing(run: FullRun) -> list[int]:
     """After how many steps there is a checkpoint."""
-    return [tokens // BATCH for tokens, _ in reversed(Checkpoints(run.directory / CHECKPOINTS)._found())]
+    return [tokens // BATCH for tokens, _ in reversed(Checkpoints(run.directory / CHECKPOINTS).found())]
 
 
 def die(*_: object) -> None:
@@ -56,7 +56,7 @@ def die(*_: object) -> None:
 def dies_at_the_second(name: str, rank: int) -> None:
     """Rank 0 is killed where the second checkpoint reaches a function of the module; its shards are on the disk by then."""
     if rank == 0:
-        reached, real = 0, getattr(saving, name)
+        reached, real = 0, getattr(checkpoints, name)
 
         def faulty(*given: object) -> None:
             nonlocal reached
@@ -65,7 +65,7 @@ def dies_at_the_second(name: str, rank: int) -> None:
                 die()
             real(*given)
 
-        setattr(saving, name, faulty)
+        setattr(checkpoints, name, faulty)
 
 
 def before_the_manifest(rank: int) -> None:
@@ -130,7 +130,7 @@ def test_a_swapped_optimizer_and_a_later_stage_resume_in_their_middle_at_another
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    further, write, taken = threading.Event(), saving.write_manifest, FullRunModule.training_step
+    further, write, taken = threading.Event(), checkpoint_folder.write_manifest, FullRunModule.training_step
     writing: list[int] = []
 
     def after_more_steps(folder: Path, hashes: dict[str, str]) -> None:
@@ -145,7 +145,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: FullRun, monkeypatc
             assert standing(run) == []
             further.set()
 
-    monkeypatch.setattr(saving, "write_manifest", after_more_steps)
+    monkeypatch.setattr("muscale.full_runs.checkpoints.write_manifest", after_more_steps)
     monkeypatch.setattr(FullRunModule, "training_step", step)
     train(run)
     assert {6, 7, 8} <= set(writing)
@@ -156,7 +156,7 @@ def test_a_write_that_fails_ends_the_run_at_the_next_one(run: FullRun, monkeypat
     def full_disk(folder: Path, hashes: dict[str, str]) -> None:
         raise OSError(28, "No space left on device", str(folder))
 
-    monkeypatch.setattr(saving, "write_manifest", full_disk)
+    monkeypatch.setattr("muscale.full_runs.checkpoints.write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left on device"):
         train(run)
     assert standing(run) == []
@@ -193,7 +193,7 @@ def test_hashes_are_read_by_the_first_rank_alone(run: FullRun) -> None:
 
 def only_the_first_reads(rank: int) -> None:
     if rank:
-        saving._is_whole = die  # type: ignore[assignment]
+        checkpoint_folder.is_whole = die  # type: ignore[assignment]
 
 
 def test_a_manifest_names_every_file_with_its_hash(run: FullRun) -> None:

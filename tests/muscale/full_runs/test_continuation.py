@@ -12,7 +12,8 @@ import pytest
 from muscale import Continuation, StageError, Study, StudyConfig, StudyFileError
 from muscale.bundles.bundle import CARD, CONTINUED, LINEAGE
 from muscale.cli import app
-from muscale.full_runs.checkpoints import CHECKPOINTS, Checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.continuation import plan_stage
 from muscale.full_runs.continuing import Continued, train_stage
 from muscale.full_runs.finished_run import held_out_loss

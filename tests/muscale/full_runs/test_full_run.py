@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints import CHECKPOINTS, MANIFEST, PARAMETRIZATION, Checkpoints
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION
+from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import METRICS, RESULT

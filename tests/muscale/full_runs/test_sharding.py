@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.checkpoints import CHECKPOINTS
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.sharding import build_decoder, mesh_of
