@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from muscale import StudyConfig
-from muscale.pages.report import ReportContents
+from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import make_plan

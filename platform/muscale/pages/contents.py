@@ -16,7 +16,7 @@ from muscale.full_runs.befallen import befallen
 from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
-from muscale.pages.report import ReportContents
+from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
 from muscale.plans.gate import RECORD

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.pages.sections import count
 
 if TYPE_CHECKING:
-    from muscale.pages.report import ReportContents
+    from muscale.pages.report_contents import ReportContents
 
 _OPEN = (None, None)
 _ROOM = 0.35  # of the interval, left and right of all that is drawn

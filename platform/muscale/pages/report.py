@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,54 +14,17 @@ from plotly.offline import get_plotlyjs
 
 from muscale.pages import glance
 from muscale.pages.law_sections import law_sections
+from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
 from muscale.pages.spending import draw_spending, told_spending
 from muscale.watching import figures
 from muscale.watching.watch import place
 from proxy_models.whole_file import whole_file
-from scaling import ScalingFit, Verdict
 
 if TYPE_CHECKING:
-    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
     from muscale.pages.reproduction import Reproduction
-    from muscale.plans.next_stems import NextStems
-    from muscale.search.search_so_far import SearchSoFar
-    from muscale.search.sweep_result import SweepResult
-    from muscale.watching.band import Band
     from muscale.watching.calibration import Calibration
-    from proxy_models.coordinate_check import CoordinateCheck
-    from proxy_models.corpus import Corpus
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportContents:
-    """What a report shows; None where it is not known yet."""
-
-    name: str
-    config: dict[str, Any]
-    created_at: str
-    runs: pd.DataFrame
-    corpus: Corpus | None = None
-    check: CoordinateCheck | None = None
-    so_far: SearchSoFar | None = None
-    sweep: SweepResult | None = None
-    transfer: Verdict | None = None
-    fit: ScalingFit | None = None
-    next_runs: NextStems | None = None
-    plan: dict[str, Any] | None = None
-    forecast: dict[str, Any] | None = None
-    gate: dict[str, Any] | None = None
-    promotion: dict[str, Any] | None = None
-    curve: pd.DataFrame | None = None
-    evaluations: pd.DataFrame | None = None
-    evaluated: CheckpointEvaluation | None = None
-    band: Band | None = None
-    calibration: Calibration | None = None
-    befallen: pd.DataFrame | None = None
-    bundle: str | None = None
-    spending: pd.DataFrame = field(default_factory=pd.DataFrame)
-    reproduction: Reproduction | None = None
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:

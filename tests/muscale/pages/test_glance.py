@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from muscale.pages.glance import headline, lineage, ruler, tiles
-from muscale.pages.report import ReportContents
+from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import count, escaped
 from tests.muscale.pages.test_report import COLUMNS, promoted
 

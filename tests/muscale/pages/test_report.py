@@ -9,7 +9,8 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation, Sample
-from muscale.pages.report import ReportContents, write_report
+from muscale.pages.report import write_report
+from muscale.pages.report_contents import ReportContents
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan
 from proxy_models.corpus import write_corpus, write_mixture

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from muscale import StageError
-from muscale.pages.report import ReportContents, write_report
+from muscale.pages.report import write_report
+from muscale.pages.report_contents import ReportContents
 from muscale.search.sweep_figures import (
     draw_parallel,
     figures_of,
