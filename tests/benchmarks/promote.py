@@ -1,6 +1,6 @@
 """Three promotions at ten times the compute of their largest ladder run: how good are their hyperparameters and forecasts?
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/promote.py [--seeds 3] [--folder runs/benchmarks/promote]
+    OMP_NUM_THREADS=1 python tests/benchmarks/promote.py [--seeds 3] [--folder runs/benchmarks/promote] [--simulate]
 
 Each promotion has a study of its own (seed, sweep, transfer grids, ladder, law, plan with its registered forecast) whose proxy
 has width 32: one goes where the law decides, one to three times the proxy's width, one is of another family (LayerNorm, GELU,
@@ -8,7 +8,7 @@ biases, tied tables) and goes where its own law decides. At full size, beside th
 whose fitted minimum is the oracle, and standard parametrization with the proxy's rate. All that are compared start from the same
 weights' seed and see the same batches. The first promotion is launched through Ray, and repeated over seeds by the lean loop; the
 others train in one process by the full run's own code. Every finished run is kept in the folder; the same command goes on where
-it was.
+it was. `--simulate` tells, once all is done, how good a forecast of such ladders could be by seed noise alone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,18 @@ from proxy_models.corpus import Corpus
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.training import Trainer
-from scaling import fit_optimum
+from scaling import fit_optimum, simulate
 from tests.benchmarks.kept_runs import do_missing, final_loss
 
 QUICKSTART = Path("platform/muscale/quickstart.toml")
 RATIO = 10.2  # of the largest ladder run's compute
-OCTAVES = (-1.0, -0.5, 0.0, 0.5, 1.0)  # of the first promotion's grid; its further seeds and the others have every other one
+OCTAVES = (
+    -1.0,
+    -0.5,
+    0.0,
+    0.5,
+    1.0,
+)  # of the first promotion's grid; its further seeds and the others have every other one
 LADDER_SEEDS = 2
 STEMS = (
     (16, 512),
@@ -207,12 +213,42 @@ def report(case: str, study: Study, plan: Plan, rows: pd.DataFrame, spread: floa
     print(f"  standard        {told}")
 
 
+def simulated(study: Study, plan: Plan) -> None:
+    """How far forecasts of the ladder would lie off if what it forecast were the truth, by how many seeds it has.
+
+    The noise is that between its own seeds: of a stem's two branches together, and of each alone.
+    """
+    runs = study.runs().query("purpose == 'ladder'").drop_duplicates("key")
+    cells = np.log(runs["loss"]).groupby([runs["n_params"], runs["n_tokens"]])
+    off = cells.transform(lambda losses: losses - losses.mean()).to_numpy()
+    per_seed = LADDER_SEEDS / (LADDER_SEEDS - 1)
+    branches = [off[at] for at in runs.groupby("stem").indices.values() if len(at) == 2]
+    variance = per_seed * float((off**2).mean())
+    shared = max(0.0, per_seed * float(np.mean([a * b for a, b in branches])))
+    design = study.ladder_design()
+    one = design[design["stem"] % LADDER_SEEDS == 0]
+    for n_seeds in (1, 2, 4, 8):
+        ladder = pd.concat([one.assign(stem=one["stem"] + k * len(design)) for k in range(n_seeds)])
+        print(f"{n_seeds} seeds of the ladder")
+        print(
+            simulate(
+                ladder.reset_index(drop=True),
+                study.fit().ensemble.law,
+                n_params=plan.n_params,
+                n_tokens=plan.n_tokens,
+                noise=math.sqrt(max(0.0, variance - shared)),
+                stem_noise=math.sqrt(shared),
+            )
+        )
+
+
 def main() -> None:
     """Search, plan, train, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="of the first promotion's runs")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/promote"))
+    parser.add_argument("--simulate", action="store_true", help="how good the forecasts could be")
     options = parser.parse_args()
     began, cpu = perf_counter(), os.times()
     studies, plans, promoted = {}, {}, {}
@@ -239,6 +275,8 @@ def main() -> None:
     spread = float(gaps(rows[rows["case"] == THROUGH_RAY]).std(ddof=1)) if options.seeds > 1 else math.nan
     for case in CASES:
         report(case, studies[case], plans[case], rows[rows["case"] == case], spread)
+        if options.simulate:
+            simulated(studies[case], plans[case])
     now = os.times()
     spent = sum(now[:4]) - sum(cpu[:4])
     print(f"\n{(perf_counter() - began) / 60:.1f} minutes, {spent / 60:.1f} CPU minutes but those of Ray's workers")
