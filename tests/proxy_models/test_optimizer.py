@@ -120,6 +120,31 @@ def test_each_parameter_is_in_one_group_with_its_own_rate_decay_and_eps(recipe: 
         assert group["betas"] == (recipe.beta1, recipe.beta2)
 
 
+@pytest.mark.parametrize(("tied", "moved"), [(False, {"embedding": 0.25, "readout": 8.0}), (True, {"tied": 8.0})])
+def test_the_tables_of_tokens_have_factors_of_their_own_on_the_rate(
+    tied: bool, moved: dict[str, float], recipe: Recipe
+) -> None:
+    wide = replace(WIDE, tied=tied)
+    table, model = parametrize(wide, replace(FAMILY.base, tied=tied)), Decoder(wide)
+    recipe = replace(recipe, output_rate=8.0, embedding_rate=1.0 if tied else 0.25)
+    rate_of = {p: group["lr"] for group in make_optimizer(model, table, recipe).param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        rule = table.rules[name]
+        assert rate_of[parameter] == pytest.approx(0.01 * rule.lr_factor * moved.get(rule.tensor_class, 1.0)), name
+
+
+def test_only_what_adam_trains_has_the_table_s_eps_and_its_kernel_is_the_fused_one(recipe: Recipe) -> None:
+    groups = {
+        name: make_optimizer(Decoder(WIDE), parametrize(WIDE, FAMILY.base, optimizer=name), recipe).param_groups
+        for name in OPTIMIZERS
+    }
+    assert {group["eps"] for group in groups["muon"] if group["orthogonal"]} == {1e-7}  # torch's own for Muon
+    assert {group["eps"] for group in groups["muon"] if not group["orthogonal"]} == {5e-10}
+    assert not [group for name in ("lion", "adafactor") for group in groups[name] if group.get("eps") == 5e-10]
+    of_adam = [*groups["adamw"], *groups["adam"], *(group for group in groups["muon"] if not group["orthogonal"])]
+    assert all(group["fused"] for group in of_adam)
+
+
 def test_rates_multiply_the_peak_and_do_not_compound(recipe: Recipe, table: Parametrization) -> None:
     optimizer = make_optimizer(Decoder(WIDE), table, recipe)
     for factor in (0.5, 0.5, 0.25):

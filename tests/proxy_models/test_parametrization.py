@@ -7,12 +7,13 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.config import ModelConfig, ModelFamily, Norm
 from proxy_models.decoder import Decoder, next_token_loss
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import clip, initialize, make_optimizer
 from proxy_models.parametrization import (
     DecayScaling,
+    OptimizerName,
     Parametrization,
     Scheme,
     TensorClass,
@@ -106,6 +107,19 @@ def test_decay_that_keeps_a_sublayer_s_gain_grows_as_the_root_of_the_width_in_hi
         parametrize(BASE, BASE, optimizer="muon", decay_scaling="sublayer_gain")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [("adamw", 1 / 4), ("adam", 1 / 4), ("lion", 1 / 4), ("adafactor", 1 / 2), ("muon", 1 / 2)]
+)
+def test_each_optimizer_has_its_own_power_of_the_width_in_the_rate_of_hidden_matrices(
+    optimizer: OptimizerName, rate: float
+) -> None:
+    usual, own = (parametrize(FAMILY.at(width=128, depth=8), BASE, optimizer=name) for name in ("adamw", optimizer))
+    assert (own.rules[MATRIX].lr_factor, own.rules[MATRIX].weight_decay_factor) == (rate, 1 / rate)
+    others = {name for name, rule in own.rules.items() if rule.tensor_class is not TensorClass.HIDDEN}
+    assert {name: own.rules[name] for name in others} == {name: usual.rules[name] for name in others}
+    assert own.multipliers == usual.multipliers
+
+
 @pytest.mark.parametrize(("exponent", "rate", "branch"), [(1.0, 1.0, 1 / 4), (0.5, 1 / 2, 1 / 2)])
 def test_depth_scales_branches_rates_and_eps_inside_the_blocks_only(
     exponent: float, rate: float, branch: float
@@ -162,6 +176,15 @@ def test_names_and_order_are_the_decoder_s() -> None:
     assert list(parametrize(config, BASE).rules) == [name for name, _ in Decoder(config).named_parameters()]
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("biases", [True, False])
+def test_a_norm_has_a_bias_where_it_is_a_layernorm_in_a_model_with_biases(norm: Norm, biases: bool) -> None:
+    config = replace(BASE, norm=norm, biases=biases)
+    rules = parametrize(config, config).rules
+    assert list(rules) == [name for name, _ in Decoder(config).named_parameters()]
+    assert ("final_norm.bias" in rules) == (norm == "layernorm" and biases)
+
+
 def test_vectors_and_tied_tables_follow_their_rows() -> None:
     base = ModelConfig(
         d_model=32,
@@ -205,6 +228,10 @@ def test_at_the_base_shape_every_variant_is_standard_parametrization(variant: di
 def test_tuned_multipliers_multiply() -> None:
     tuned = parametrize(FAMILY.at(width=128), BASE).multipliers.tuned(embedding=2, readout=3, attention=5)
     assert (tuned.embedding, tuned.readout, tuned.attention, tuned.branch) == (2, 0.75, 1.25, 1)
+    tied = replace(BASE, tied=True)
+    assert parametrize(tied, tied).multipliers.tuned(embedding=2, readout=1, attention=1).embedding == pytest.approx(
+        2 * 32**0.5
+    )
 
 
 def test_another_table_is_refused_with_what_differs() -> None:
@@ -213,6 +240,9 @@ def test_another_table_is_refused_with_what_differs() -> None:
     rules = {**table.rules, MATRIX: replace(table.rules[MATRIX], lr_factor=0.25)}
     with pytest.raises(ValueError, match=rf"another parametrization: {MATRIX}'s lr_factor is 0.25 there and 0.5 here$"):
         table.require(replace(table, rules=rules))
+    three = replace(table.rules[MATRIX], lr_factor=0.25, eps_factor=0.25, init_std=0.25)
+    with pytest.raises(ValueError, match=rf"{MATRIX}'s eps_factor is 0\.25 there and 0\.5 here$"):
+        table.require(replace(table, rules={**table.rules, MATRIX: three}))
     readout = replace(table.multipliers, readout=2.0)
     with pytest.raises(ValueError, match=r"the multiplier readout is 2.0 there and 0.5 here$"):
         table.require(replace(table, multipliers=readout))

@@ -218,7 +218,9 @@ def test_sizes_are_as_sure_as_the_fits_and_the_runs_make_them(fitted: ScalingFit
     expected = found.n_params * np.exp(np.quantile(moved, [0.1, 0.9], method="nearest"))
     assert found.intervals is not None
     assert found.intervals.loc["n_params", ["low", "high"]].tolist() == pytest.approx(expected.tolist(), rel=1e-3)
-    assert found.intervals.loc["n_tokens", "low"] == pytest.approx(1e21 / 6 / expected[1], rel=1e-3)
+    tokens, ratios = 1e21 / 6 / expected[::-1], 1e21 / 6 / expected[::-1] ** 2
+    assert found.intervals.loc["n_tokens", ["low", "high"]].tolist() == pytest.approx(tokens.tolist(), rel=1e-3)
+    assert found.intervals.loc["tokens_per_param", ["low", "high"]].tolist() == pytest.approx(ratios.tolist(), rel=1e-3)
     assert found.size_by_fit is not None
     for name, variant in fitted.ensemble.variants.items():
         assert found.size_by_fit[name] == pytest.approx(variant.allocate(1e21).n_params, rel=1e-5)
@@ -226,6 +228,23 @@ def test_sizes_are_as_sure_as_the_fits_and_the_runs_make_them(fitted: ScalingFit
     shapes = decide(fitted, 1e21, sizes=[1e8, 1e9, 1e10, 1e11])
     assert shapes.intervals is not None
     assert set(shapes.intervals.loc["n_params"]) <= {1e8, 1e9, 1e10, 1e11}
+
+
+def test_among_given_sizes_and_under_a_memory_the_ends_are_the_nearest_that_there_are(fitted: ScalingFit) -> None:
+    def ends(**limits: Any) -> pd.DataFrame:
+        found = decide(fitted, 1e21, **limits).intervals
+        assert found is not None
+        return found
+
+    free, sizes = ends(), np.geomspace(1e8, 1e11, 61)
+    shapes = ends(sizes=sizes)
+    memory = MemoryLimit(what="serving", memory_bytes=free.loc["n_params", "estimate"], bytes_per_param=1, share=1)
+    held = ends(memory=memory)
+    assert set(shapes.loc["n_params"]) <= set(sizes)
+    one_step = math.log(sizes[1] / sizes[0])
+    for end in ("low", "high"):
+        assert abs(math.log(shapes.loc["n_params", end] / free.loc["n_params", end])) < 1.5 * one_step
+    assert held.loc["n_params", "high"] <= memory.max_params < free.loc["n_params", "high"]
 
 
 def test_compute_for_a_loss_is_as_sure_as_the_forecast(fitted: ScalingFit) -> None:
@@ -237,7 +256,9 @@ def test_compute_for_a_loss_is_as_sure_as_the_forecast(fitted: ScalingFit) -> No
     mean = fitted.ensemble.law
     assert mean.allocate(low).loss == pytest.approx(2.6 * reach, rel=1e-6)
     assert mean.allocate(high).loss == pytest.approx(2.6 / reach, rel=1e-6)
-    assert found.intervals.loc["n_params", "low"] <= mean.allocate(low).n_params * (1 + 1e-6)
+    for name in ("n_params", "n_tokens"):
+        assert found.intervals.loc[name, "low"] <= getattr(mean.allocate(low), name) * (1 + 1e-6)
+        assert found.intervals.loc[name, "high"] >= getattr(mean.allocate(high), name) * (1 - 1e-6)
     far = decide(fitted, loss=1.01 * mean.allocate(1e50).loss)
     assert far.intervals is not None
     assert math.isfinite(far.total_flops)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,8 +22,9 @@ def result(ladder: Ladder) -> ScalingFit:
 def test_factor_goes_through_the_measured_values() -> None:
     assert interval_factor(0.90) == pytest.approx(1.93, abs=1e-12)
     assert interval_factor(0.95) == pytest.approx(2.39, abs=0.005)
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 1"):
-        interval_factor(1)
+    for level in (0, 1):
+        with pytest.raises(ValueError, match=f"level must lie between 0 and 1, got {level}"):
+            interval_factor(level)
 
 
 def test_scale_of_a_noise_free_fit_is_its_floor_and_the_extrapolation(ladder: Ladder) -> None:
@@ -38,6 +38,17 @@ def test_scale_of_a_noise_free_fit_is_its_floor_and_the_extrapolation(ladder: La
     assert beyond.log_scale == pytest.approx(math.hypot(0.0053, 0.0089 * steps), rel=1e-4)
     assert beyond.high / beyond.loss == pytest.approx(math.exp(1.93 * beyond.log_scale))
     assert beyond.loss / beyond.low == pytest.approx(math.exp(1.93 * beyond.log_scale))
+
+
+def test_every_term_of_the_scale_has_its_measured_coefficient(result: ScalingFit) -> None:
+    """s² = .0053² + .50·r² + .99·p² + .70·q² + (.0089·h/W)², with noise and above the largest run."""
+    target = 1e9, 1e11
+    low, high = result.compute_range
+    steps = math.log10(6 * 1e20 / high) / math.log10(high / low)
+    p, q = float(result.ensemble.draw_spread(*target)), float(result.ensemble.form_spread(*target))
+    terms = [0.0053**2, 0.50 * result.ensemble.residual**2, 0.99 * p**2, 0.70 * q**2, (0.0089 * steps) ** 2]
+    assert result.forecast(*target).log_scale == pytest.approx(math.sqrt(sum(terms)), rel=1e-9)
+    assert min(terms) > 1e-4 * sum(terms)  # none is lost in the others
 
 
 def test_intervals_grow_with_level_and_distance(result: ScalingFit) -> None:
@@ -54,10 +65,29 @@ def test_a_forecast_that_the_fitted_form_contradicts_is_not_supported(result: Sc
     assert result.forecast(*target).supported
     assert result.forecast(*target).loss == replace(result, law=law).forecast(*target).loss
     (reason,) = replace(result, law=law).forecast(*target).reasons
-    assert re.match(
-        r"the law fitted \(chinchilla\) alone says .*, \+\d+%, more than 1.5 half-widths of the 90% interval away",
-        reason,
+    other = float(law.loss(*target))
+    assert reason.startswith(
+        f"the law fitted (chinchilla) alone says {other:.4g}, {other / result.forecast(*target).loss - 1:+.0%}, "
+        "more than 1.5 half-widths of the 90% interval away"
     )
+    assert f"{other:.4f} by the fitted form alone" in str(replace(result, law=law).forecast(*target))
+    assert "by the fitted form alone" not in str(replace(result.forecast(*target), law_loss=None))
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_the_fitted_form_may_lie_one_and_a_half_half_widths_beside_the_forecast(result: ScalingFit, side: int) -> None:
+    target = 3e8, 6e9
+    usual = result.forecast(*target)
+    half_width = math.log(usual.high / usual.loss)
+
+    def with_law_at(half_widths: float) -> Forecast:
+        beside = usual.loss * math.exp(side * half_widths * half_width)
+        moved = result.law["E"] + beside - float(result.law.loss(*target))
+        law = replace(result.law, parameters={**result.law.parameters, "E": moved})
+        return replace(result, law=law).forecast(*target)
+
+    assert with_law_at(1.49).supported
+    assert not with_law_at(1.51).supported
 
 
 def test_coverage_where_the_form_is_true(ladder: Ladder, planted: Law) -> None:
@@ -96,6 +126,35 @@ def test_unsupported_targets_say_why(result: ScalingFit, n_params: float, n_toke
     assert not forecast.supported
     assert reason in "; ".join(forecast.reasons)
     assert "unsupported" in str(forecast)
+
+
+@pytest.mark.parametrize("decades", [1.74, 1.76])
+def test_the_declared_support_ends_1_75_decades_above_the_largest_run(result: ScalingFit, decades: float) -> None:
+    high = result.compute_range[1]
+    told = "; ".join(
+        result.forecast(math.sqrt(high * 10**decades / 120), math.sqrt(high * 10**decades / 120) * 20).reasons
+    )
+    brought = (
+        f"{decades:.2f} decades of compute above the largest run: tested to 1.75; a run of {high * 10**0.01:.2g} FLOPs"
+    )
+    assert (brought in told) == (decades > 1.75)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "brought"), [(4.9, "runs at 9.8 would"), (5.1, ""), (159.0, ""), (161.0, "runs at 80.5 would")]
+)
+def test_the_declared_support_ends_twice_beyond_the_runs_tokens_per_parameter(
+    result: ScalingFit, ratio: float, brought: str
+) -> None:
+    reasons = [reason for reason in result.forecast(1e8, 1e8 * ratio).reasons if "tokens per parameter" in reason]
+    assert [brought in reason for reason in reasons] == ([True] if brought else [])
+
+
+def test_what_is_below_the_smallest_run_is_told_and_the_smallest_run_is_not(result: ScalingFit) -> None:
+    low = result.compute_range[0]
+    for flops, below in ((1.01 * low, False), (0.99 * low, True)):
+        told = "; ".join(result.forecast(math.sqrt(flops / 120), math.sqrt(flops / 120) * 20).reasons)
+        assert ("lie below the smallest run's" in told) == below
 
 
 def test_supported_inside(result: ScalingFit) -> None:

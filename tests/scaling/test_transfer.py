@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from scaling import ScalingError, Transfer, fit_transfer
+from scaling.transfer import half_width
 
 WIDTHS = (32, 64, 128, 256)
 
@@ -40,6 +42,7 @@ def test_stable_optima_pass() -> None:
     assert transfer.larger_is_better
     assert transfer.drift_octaves == pytest.approx(-0.15, abs=0.15)
     assert transfer.interval[1] - transfer.interval[0] < 0.4
+    assert transfer.half_width == pytest.approx(transfer.interval[1] - transfer.drift_octaves)
     assert transfer.regret_carried < 0.005
 
 
@@ -72,8 +75,42 @@ def test_divergence_of_the_wider_model_near_the_optimum_fails() -> None:
     assert (transfer.verdict, transfer.larger_is_better) == ("fail", False)
 
 
+def test_divergence_of_the_wider_model_far_from_the_optimum_is_nothing() -> None:
+    rows = sweep([-6.7] * 4)
+    rows.loc[(rows["width"] == 256) & ((rows["rate"] > 2**-5) | (rows["rate"] < 2**-9)), "loss"] = np.nan
+    assert fit_transfer(rows).passed
+
+
+def test_a_drift_known_to_more_than_half_an_octave_passes() -> None:
+    transfer = fit_transfer(sweep([-6.7] * 4, noise=0.025, gain=0.2, octaves=(-8, -7, -6, -5)))
+    assert 0.5 < transfer.half_width < 1
+    assert transfer.passed
+
+
 def test_a_tie_within_the_noise_is_not_worse() -> None:
     assert fit_transfer(sweep([-6.7] * 4, noise=0.005, gain=0.0)).larger_is_better
+
+
+def test_worse_is_more_than_three_standard_errors() -> None:
+    """Two sizes with the same noise, of which the larger loses so much everywhere; three runs at each rate."""
+    rows = sweep([-6.7], widths=(32,), noise=0.005)
+
+    def against(log_factor: float) -> Transfer:
+        larger = rows.assign(width=128, loss=rows["loss"] * math.exp(log_factor))
+        return fit_transfer(pd.concat([rows, larger], ignore_index=True))
+
+    bound = 3 * against(0).optima[32].noise * math.sqrt(1 / 3 + 1 / 3)
+    assert against(0.99 * bound).larger_is_better
+    assert not against(1.01 * bound).larger_is_better
+
+
+def test_the_half_width_is_student_s_with_welch_s_degrees_of_freedom() -> None:
+    one, other = 0.1**2, 0.3**2
+    dof = (one + other) ** 2 / (one**2 / 4 + other**2 / 9)
+    assert half_width((0.1, 0.3), (4, 9)) == pytest.approx(stats.t.ppf(0.95, dof) * math.sqrt(one + other))
+    assert half_width((0.0, 0.3), (4, 9)) == pytest.approx(stats.t.ppf(0.95, 9) * 0.3)
+    assert half_width((0.0, 0.0), (4, 9)) == 0
+    assert half_width((0.1, math.inf), (4, 9)) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -152,6 +189,7 @@ def test_result_speaks() -> None:
     assert [row["width"] for row in data["optima"]] == [32, 64, 128]
     unknown = fit_transfer(sweep([-6.7, -6.7, -3.0], widths=(32, 64, 128)))
     assert json.loads(json.dumps(unknown.to_dict(), allow_nan=False))["interval"] == [None, None]
+    assert unknown.half_width == math.inf
 
 
 def test_bad_tables() -> None:

@@ -107,8 +107,8 @@ def carried(
         elif name == "learning_rate":
             rules.append("horizon law")
             source = f"{trial} and the grids of the transfer check"
-        elif name in searched or name == "stages":
-            source = trial if name in searched or "stages" in searched else _OF_THE_STUDY
+        elif name in searched:
+            source = trial
         else:
             same = value == (list(default) if isinstance(default := defaults[name], tuple) else default)
             source = "default" if same else _OF_THE_STUDY

@@ -1,5 +1,6 @@
 """Every form: derivatives against differences, planted numbers recovered, its best allocation, and a form of one's own."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from scipy.optimize import minimize_scalar
 from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, fit
 from scaling.forms import FORMS, form_named
 from scaling.forms.form import Array, Problem
+from scaling.forms.mean import MeanOf, mean_of
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -113,6 +115,39 @@ def test_allocation_is_the_minimum_found_numerically(law: Law, budget: float) ->
     assert allocation.loss == pytest.approx(best.fun, rel=1e-10)
     assert allocation.n_params == pytest.approx(np.exp(best.x), rel=1e-3)
     assert law.compute_for(allocation.loss).compute_flops == pytest.approx(budget, rel=1e-6)
+
+
+def test_the_mean_of_laws_has_the_mean_of_their_log_losses() -> None:
+    laws = [Chinchilla().law(E=e, A=400.0, B=2000.0, alpha=0.34, beta=0.37) for e in (1.0, 1.2, 3.0)]
+    each = [float(law.loss(1e9, 2e10)) for law in laws]
+    assert float(mean_of(laws).loss(1e9, 2e10)) == pytest.approx(math.prod(each) ** (1 / 3), rel=1e-12)
+
+
+def test_forms_with_fields_are_one_where_their_fields_agree() -> None:
+    assert MeanOf(Joint(), 2) == MeanOf(Joint(), 2)
+    assert MeanOf(Joint(), 2) != MeanOf(Joint(), 3)
+    assert MeanOf(Joint(), 2) != MeanOf(Chinchilla(), 2)
+    assert Joint() != Chinchilla()
+
+
+@pytest.mark.parametrize("column", ["n_params", "n_tokens"])
+def test_a_form_of_one_column_leaves_the_other_of_the_two_aside(column: str) -> None:
+    form = type("Single", (Own,), {"columns": (column,)})()
+    given = {"n_params": [1e8], "n_tokens": [2e9]}
+    assert form.columns_of(given).keys() == {column}
+    with pytest.raises(ValueError, match=f"own depends on {column}, got width too"):
+        form.columns_of({**given, "width": [64]})
+
+
+def test_the_search_for_a_form_of_ones_own_begins_everywhere_between_its_bounds(ladder: Ladder) -> None:
+    law = PLANTED[-1]
+    runs = runs_of(law, ladder)
+    problem = law.form.problem({name: runs[name].to_numpy() for name in law.form.columns}, np.log(runs["loss"]))
+    share = (problem.starts(np.log(runs["loss"].to_numpy())) - problem.lower) / (problem.upper - problem.lower)
+    for ends, reached in (([0.0, 1.0], (share.min(), share.max())), ([0.5], [share.mean()])):
+        assert [*reached] == pytest.approx(ends, abs=0.01)
+    assert (np.ptp(share, axis=0) > 0.98).all()
+    np.testing.assert_allclose(np.exp([problem.lower, problem.upper]).T, [*law.form.parameters.values()])
 
 
 def test_a_saved_form_of_ones_own_wants_the_form() -> None:
