@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+MOST_DOUBLINGS = 62
+"""As a batch has at most 63 bits; 2 to the power of more need not be worked out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
@@ -30,7 +33,7 @@ class BatchRamp:
             raise ValueError(
                 f"a batch ramp needs doublings and tokens to double in, got {self.doublings} in {self.ramp_tokens}"
             )
-        if self.batch_tokens % 2**self.doublings:
+        if self.doublings > MOST_DOUBLINGS or self.batch_tokens % 2**self.doublings:
             raise ValueError(f"batch_tokens must be a multiple of 2^{self.doublings}, got {self.batch_tokens}")
         if self.doublings and self.ramp_tokens % (self.doublings * self.batch_tokens):
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
 
+from proxy_models.batch_ramp import MOST_DOUBLINGS
 from proxy_models.parametrization import OptimizerName
 from proxy_models.recipe import Recipe
 from proxy_models.schedule import ScheduleName
@@ -116,7 +117,7 @@ class Hyperparameters:
                 f"a batch ramp needs batch_doublings and batch_ramp_tokens, got {self.batch_doublings} and "
                 f"{self.batch_ramp_tokens}"
             )
-        if self.batch_tokens % 2**self.batch_doublings:
+        if self.batch_doublings > MOST_DOUBLINGS or self.batch_tokens % 2**self.batch_doublings:
             raise ValueError(
                 f"batch_tokens must be a multiple of 2^{self.batch_doublings} to double so often, got {self.batch_tokens}"
             )

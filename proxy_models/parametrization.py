@@ -115,6 +115,9 @@ class TensorRule:
         return float(self.tensor_class in (TensorClass.BLOCK_NORM, TensorClass.QK_NORM, TensorClass.FINAL_NORM))
 
 
+_MOST = (2 - 2**-23) * 2.0**127  # of 32 bits, as decoders keep them
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardMultipliers:
     """What the forward pass multiplies by: the embedding's output, each residual branch, the readout's input, the attention logits."""
@@ -123,6 +126,11 @@ class ForwardMultipliers:
     branch: float
     readout: float
     attention: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int | float) or not abs(value) <= _MOST:
+                raise ValueError(f"the multiplier {name} must be a number of 32 bits, got {value!r}")
 
     def tuned(self, *, embedding: float, readout: float, attention: float) -> ForwardMultipliers:
         """These multipliers times the tuned ones."""

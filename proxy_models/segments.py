@@ -164,6 +164,8 @@ def single_phase(
 def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -> tuple[Segment, ...]:
     """Equal cycles in whole batches; each after the first warms up from where the one before it ended."""
     batch = recipe.batch_tokens
+    if cycles > n_tokens // batch:
+        raise ValueError(f"{n_tokens // batch} batches are too few for {cycles} cycles")
     ends = [n_tokens * number // cycles // batch * batch for number in range(cycles + 1)]
     shortest = min(end - start for start, end in pairwise(ends))
     if recipe.warmup_tokens >= shortest:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -23,6 +24,17 @@ _PATTERNS: dict[Kind, str] = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.par
 
 class CorpusError(ValueError):
     """Data that can't be read or written; the message names the file, the place, the rule and the value."""
+
+
+_LONGEST = 4096  # bytes of a path, of Linux; 255 of a part of it
+
+
+def at_home(path: str) -> Path:
+    """With ~ as the user's folder; that of a user who is not there stays as it is written."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +112,9 @@ class Source:
             root = Path(sysconfig.get_path("stdlib"))
             found = [p for p in sorted(root.rglob("*.py")) if not _NOT_THE_LIBRARY & set(p.relative_to(root).parts)]
         else:
-            root = Path(self.path).expanduser()
+            root = at_home(self.path)
+            if len(os.fsencode(root)) >= _LONGEST or any(len(os.fsencode(part)) > 255 for part in root.parts):
+                raise CorpusError(f"{str(root)[:200]}…: no such file or folder, as none has so long a name")
             if self.kind == "huggingface":
                 found = _saved_files(root)
             elif root.is_file():

@@ -224,7 +224,7 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
     rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "dtype": ("a type of token files", lambda v: isinstance(v, str) and v in get_args(TokenDtype)),
         "tokens": ("counts of train and validation", lambda v: _are_counts(v, SPLITS)),
-        "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and v >= 1),
+        "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and 1 <= v < 2**63),
         "key": ("a hash", lambda v: isinstance(v, str) and bool(v)),
         "tokenizer": ("a name", lambda v: isinstance(v, str)),
         "text": ("null or counts", lambda v: v is None or _are_counts(v, ("documents", "bytes", "words"))),
@@ -241,7 +241,7 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
 
 
 def _are_counts(value: Any, names: Sequence[str]) -> bool:
-    return isinstance(value, dict) and all(type(value.get(name)) is int and value[name] >= 0 for name in names)
+    return isinstance(value, dict) and all(type(value.get(name)) is int and 0 <= value[name] < 2**63 for name in names)
 
 
 def _are_files(value: Any) -> bool:

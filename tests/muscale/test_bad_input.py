@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muscale import StudyConfig, StudyFileError
+from muscale.settings.stage_file import StageFile
 from muscale.settings.strict import MOST_TOLD
 from muscale.settings.toml_file import MOST_DEPTH, parse_toml
+from muscale.store.ledger import Ledger
+from muscale.store.merge import merge
+from tests.fuzz.fuzz import finding
+from tests.fuzz.targets import TARGETS, MergedLedger, OptunaStorage, Target, write_ledgers, write_optuna_study
 from tests.muscale.command_lines import Done, muscale
 from tests.muscale.conftest import MICRO
+from tests.muscale.planted_ladder import registered_plan
 
 MakeStudy = Callable[..., Path]
 Capture = pytest.CaptureFixture[str]
@@ -86,6 +96,19 @@ def test_a_study_file_that_is_none_is_refused_in_words(kind: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("kind", FILES)
+def test_a_stage_file_that_is_none_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+    content, message = FILES[kind]
+    path = tmp_path / "stage.toml"
+    path.write_bytes(content)
+    with pytest.raises(StudyFileError) as refusal:
+        StageFile.read(path, vocab_size=256)
+    told = str(refusal.value)
+    assert told.startswith(f"{path}: ")
+    assert message in told
+    assert len(told) < 20_000
+
+
 def test_of_many_problems_the_first_are_told_and_the_others_counted(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "study.toml"
     path.write_text(MICRO + "[tracking]\n" + "".join(f"key{n} = 1\n" for n in range(10_000)))
@@ -105,6 +128,17 @@ def test_of_many_problems_the_first_are_told_and_the_others_counted(tmp_path: Pa
             "sweep.reduction_factor=1e300",
             "sweep.reduction_factor: Input should be less than or equal to 1000, got 1e+300",
         ),
+        (
+            "ladder.stems=[{ width = 16, n_tokens = 16384, branches = 100000000000 }]",
+            "ladder.stems.0.branches: Input should be less than or equal to 100, got 100000000000",
+        ),
+        (
+            "hyperparameters={ learning_rate = 0.01, batch_tokens = 256, batch_doublings = 100000000000, batch_ramp_tokens = 1 }",
+            "hyperparameters: batch_tokens must be a multiple of 2^100000000000 to double so often, got 256",
+        ),
+        ("corpus.source='~nobody-of-this-name/text'", "corpus.source: "),
+        (f"corpus.source='{'a' * 300}'", "no such file or folder, as none has so long a name"),
+        ("transfer.horizons=[1.0, 1e308]", "transfer.n_tokens: a run must have fewer than 2^63 tokens, got one of inf"),
         ("fit.max_regret=nan", "fit.max_regret: Input should be greater than 0, got nan"),
         ("resources.stall_minutes=nan", "resources.stall_minutes: Input should be greater than 0, got nan"),
         ("hyperparameters.clip_norm=inf", "hyperparameters.clip_norm: Input should be a finite number, got inf"),
@@ -175,6 +209,142 @@ def test_any_value_in_the_place_of_any_other_is_taken_or_refused(make_study: Mak
     table[key] = data.draw(JSON_VALUES)
     with suppress(StudyFileError):  # hypothesis shows the values at any other error
         assert StudyConfig.from_dict(values, where="study.toml").to_dict()
+
+
+LITTLE = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=20)
+BOUNDED = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
+    """Readers of the fuzzer, each made once."""
+
+    @cache
+    def target(name: str) -> Target:
+        folder = tmp_path_factory.mktemp(name) / "given"
+        folder.mkdir()
+        return TARGETS[name](folder)
+
+    return target
+
+
+def replaced(values: Any, key: str, value: Any) -> Any:
+    """The same tree with another value at one place, `a.0.b`."""
+    first, _, rest = key.partition(".")
+    inside: Any = value
+    if isinstance(values, dict):
+        inside = replaced(values[first], rest, value) if rest else value
+        return {**values, first: inside}
+    inside = replaced(values[int(first)], rest, value) if rest else value
+    return [*values[: int(first)], inside, *values[int(first) + 1 :]]
+
+
+def places(values: Any, before: str = "") -> Iterator[str]:
+    """Every place in a tree, as `replaced` takes it."""
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in items:
+        yield f"{before}{name}"
+        yield from places(value, f"{before}{name}.")
+
+
+@BOUNDED
+@given(data=st.data())
+def test_any_value_at_any_place_of_a_prepared_run_is_taken_or_refused(
+    targets: Callable[[str], Target], data: st.DataObject
+) -> None:
+    target = targets("prepared")
+    values = json.loads(target.seeds[0])
+    key = data.draw(st.sampled_from(sorted(places(values))))
+    assert finding(target, json.dumps(replaced(values, key, data.draw(JSON_VALUES))).encode()) is None
+
+
+TOML_VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@BOUNDED
+@given(data=st.data())
+def test_any_value_of_any_key_of_a_stage_file_is_taken_or_refused(
+    targets: Callable[[str], Target], data: st.DataObject
+) -> None:
+    target = targets("stage")
+    values = parse_toml(data.draw(st.sampled_from(target.seeds)).decode())
+    key = data.draw(st.sampled_from(sorted(places(values))))
+    assert finding(target, tomlkit.dumps(replaced(values, key, data.draw(TOML_VALUES))).encode()) is None
+
+
+def updated(target: MergedLedger | OptunaStorage, place: str, value: Any) -> bytes:
+    """The file with another value in the first row of a column, if SQLite takes it there."""
+    table, column = place.split(".")
+    path = target.file.with_name("updated")
+    path.write_bytes(target.seeds[0])
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        with suppress(sqlite3.Error, UnicodeEncodeError):
+            connection.execute(
+                f"UPDATE {table} SET {column} = ? WHERE rowid = (SELECT min(rowid) FROM {table})", [value]
+            )
+    return path.read_bytes()
+
+
+def columns(target: MergedLedger | OptunaStorage) -> list[str]:
+    with closing(sqlite3.connect(target.file)) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = {
+            name: connection.execute("SELECT name FROM pragma_table_info(?)", [name]).fetchall() for name in tables
+        }
+    return [f"{table}.{column}" for table, rows in found.items() for (column,) in rows]
+
+
+@pytest.mark.parametrize("name", ["ledger", "optuna"])
+@settings(BOUNDED, max_examples=8)
+@given(data=st.data())
+def test_any_value_in_any_column_of_a_database_of_others_is_taken_or_refused(
+    name: str, targets: Callable[[str], Target], data: st.DataObject
+) -> None:
+    target = targets(name)
+    assert isinstance(target, MergedLedger | OptunaStorage)
+    place = data.draw(st.sampled_from(columns(target)))
+    value = data.draw(LITTLE | JSON_VALUES.map(json.dumps))
+    assert finding(target, updated(target, place, value)) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "LOOP.toml"),
+        ("promote", "STUDY", "--plan", "LOOP.toml"),
+        ("continue", "STUDY", "LOOP.toml"),
+        ("observe", "STUDY", "LOOP.csv"),
+        ("merge", "STUDY", "--from", "LOOP.sqlite"),
+        ("calibration", "STUDY", "LOOP"),
+        ("train", "LOOP.json"),
+        ("import-space", "LOOP.yaml"),
+        ("import-space", "LOOP.db"),
+        ("fit", "--rows", "LOOP.csv", *FIT),
+        ("verify", "LOOP"),
+        ("generate", "LOOP"),
+    ],
+)
+def test_a_link_to_itself_is_no_file(
+    command: tuple[str, ...], make_study: MakeStudy, tmp_path: Path, capsys: Capture
+) -> None:
+    path = make_study()
+    if "observe" in command:  # which reads nothing before a plan is registered
+        ledger = Ledger(path.parent / "ledger.sqlite")
+        registered_plan(path, ledger)
+        ledger.close()
+    loop = tmp_path / next(part for part in command if part.startswith("LOOP")).replace("LOOP", "lo op")
+    loop.symlink_to(loop)
+    filled = (str(loop) if part.startswith("LOOP") else part.replace("STUDY", str(path)) for part in command)
+    done = muscale(capsys, *filled)
+    assert (done.code, done.out) == (2, ""), done.err
+    told = done.err.splitlines()[-1]  # a study's corpus is written, and told, before a stage file is read
+    assert told.startswith("error: ")
+    assert str(loop) in told
 
 
 @pytest.mark.parametrize(
@@ -262,6 +432,17 @@ def test_paths_may_have_anything_in_them(make_study: MakeStudy, capsys: Capture)
     path = make_study("a b; $(x) 'é' 日本 \u202e #")
     done = muscale(capsys, "sweep", path, "--dry-run")
     assert done.code == 0, done.err
+    odd = path.parent / "a?b&c=d%20{x}"
+    odd.mkdir()
+    write_ledgers(odd / "theirs?mode=rw.sqlite", odd / "ours?.sqlite")
+    write_optuna_study(path.with_name("theirs.db"))  # Optuna itself takes no such path
+    path.with_name("theirs.db").rename(odd / "theirs.db")
+    assert muscale(capsys, "import-space", odd / "theirs.db").code == 0
+    ledger = Ledger(odd / "ours?.sqlite")
+    assert merge(ledger, odd / "theirs?mode=rw.sqlite").added["runs"] == 2
+    ledger.close()
+    found = {file.name for file in odd.iterdir() if file.is_file()}
+    assert found == {"theirs?mode=rw.sqlite", "ours?.sqlite", "theirs.db"}
     ladder = path.with_name("zeilen #1 %20.csv")
     ladder.write_text(LADDER)
     assert muscale(capsys, "fit", "--rows", ladder, *FIT).code == 0
@@ -331,9 +512,7 @@ def test_an_imported_space_holds_no_line_that_its_names_smuggle_in(tmp_path: Pat
 )
 def test_observed_losses_that_can_be_none_are_refused(content: str, message: str, tmp_path: Path) -> None:
     from muscale import StageError
-    from muscale.store.ledger import Ledger
     from muscale.watching.observe import Observer, read_csv
-    from tests.muscale.planted_ladder import registered_plan
 
     (tmp_path / "study.toml").write_text(MICRO)
     ledger = Ledger(tmp_path / "ledger.sqlite")

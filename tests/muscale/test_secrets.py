@@ -5,30 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from muscale import StudyConfig
+from muscale import Study, StudyConfig
 from muscale.bundles import bundle_files
-from muscale.layout import REPORT
+from muscale.bundles.bundle import METRICS, WEIGHTS
+from muscale.full_runs.prepared import PREPARED, prepare, train_here
+from muscale.full_runs.promotion import begin, promote
+from muscale.layout import BUNDLES, FULL_RUNS, PLANS, REPORT, RESULT
 from muscale.plans.plan_file import write
 from muscale.store.ledger import Ledger
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted_ladder import registered_plan
+from tests.muscale.planted_secrets import PLANTED, SECRET, holding, telling
 
 MakeStudy = Callable[..., Path]
-SECRET = "s3cr3t-of-the-environment"
-PLANTED = {
-    "WANDB_API_KEY": SECRET,
-    "RAY_AUTH_TOKEN": SECRET,
-    "MUSCALE_LEDGER_URL": f"postgresql://me:{SECRET}@127.0.0.1:9/muscale",
-    "MLFLOW_TRACKING_PASSWORD": SECRET,
-    "MY_WEBHOOK": f"http://127.0.0.1:9/{SECRET}",
-}
-
-
-def holding(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+SMALL = ("ladder.stems=[{width=16, n_tokens=16384}]", "plan.compute_flops=2e9")
 
 
 def test_no_command_tells_a_secret_or_leaves_it_in_a_file(
@@ -53,11 +45,50 @@ def test_no_command_tells_a_secret_or_leaves_it_in_a_file(
     ):
         done = muscale(capsys, *arguments)
         told += done.out + done.err
-        commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-        assert SECRET not in "".join(commands), arguments
+        assert telling() == [], arguments
     assert SECRET not in told
     assert "127.0.0.1" in told, "the database was asked for"
     bundle_files.write_manifest(path.parent, {"plan": "p"})
     assert (path.parent / REPORT).exists()
     assert len([found for found in tmp_path.rglob("*") if found.is_file()]) > 45, "there is something to search"
+    assert holding(tmp_path) == []
+
+
+def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
+    make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    path = make_study()
+    path.write_text(path.read_text().replace("[promote]", '[promote]\nwebhook = "MY_WEBHOOK"'))
+    study = Study.open(path, SMALL, quiet=True)
+    plan = registered_plan(path, study.ledger, *SMALL)
+    write(plan, study.config, study.ledger)
+    study.export(tmp_path / "exported", plan)
+    begin(plan, study.config, study.ledger, verdict="pass", forced=False, gate=None)
+    run = study.directory / FULL_RUNS / plan.key
+    prepared = prepare(plan, study.config, study.numerics, run)
+
+    train_here(Path(prepared.path))
+    assert telling() == []
+    promote(plan, study.config, study.ledger, study.numerics, verdict="pass", forced=False, gate=None)
+    study.bundle()
+    study.ledger.close()
+    told = ""
+    for command in (
+        ("bundle",),
+        ("report",),
+        ("watch", "--until", "now"),
+        ("calibration", "--json"),
+        ("runs", "--json"),
+    ):
+        done = muscale(capsys, command[0], path, *command[1:])
+        assert done.code in (0, 1), done.err
+        told += done.out + done.err
+    assert SECRET not in told
+    bundle = path.parent / BUNDLES / plan.key
+    written = [bundle / name for name in (WEIGHTS, METRICS, bundle_files.MANIFEST)]
+    written += [run / name for name in (PREPARED, RESULT)]
+    written += [path.parent / REPORT, path.parent / PLANS / f"{plan.key}.toml", tmp_path / "exported" / "plan.json"]
+    assert [file for file in written if not file.is_file()] == [], "there is something to search"
     assert holding(tmp_path) == []

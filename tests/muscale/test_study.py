@@ -26,6 +26,7 @@ from muscale.plans.planning import Plan, register
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
 from tests.muscale.event_files import scalars
+from tests.muscale.planted_secrets import PLANTED, holding, telling
 
 MakeStudy = Callable[..., Path]
 OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
@@ -79,6 +80,7 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
         end_during(stage, killed, signal.SIGINT if stage == "transfer" else signal.SIGKILL)
         assert kept.items() <= segments(ledger).items(), "a recorded segment was trained again or changed"
         kept = segments(ledger)
+    assert holding(killed.parent) == [], "a secret of the drivers' environment"
 
     request.getfixturevalue("ray_cluster")
     resumed = Study.open(killed, ["tracking.tensorboard=true"], quiet=True)
@@ -251,7 +253,10 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
     # A shell's background job ignores SIGINT, which children inherit; a handler they do not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     driver = subprocess.Popen(
-        [sys.executable, "-m", "muscale", "run", str(study), "--force"], stdout=log, stderr=log, env=environment
+        [sys.executable, "-m", "muscale", "run", str(study), "--force"],
+        stdout=log,
+        stderr=log,
+        env=environment | PLANTED,
     )
     signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 180
@@ -261,6 +266,7 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
         assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{told}"
         assert time.monotonic() < deadline, f"{stage} was not reached:\n{told}"
         time.sleep(0.02)
+    assert telling() == [], "while a driver, its Ray and its workers are at it"
     family = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(how)
     code = driver.wait(timeout=60)

@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
         ("dtype", {}, "must be a type of token files, got {}"),
         ("tokens", {"train": 1e400, "validation": 2}, "must be counts of train and validation"),
         ("tokens", {"train": -1, "validation": 2}, "must be counts of train and validation"),
+        ("text", {"documents": 1, "bytes": 10**400, "words": 1}, "must be null or counts"),
         ("tokens", [], "must be counts of train and validation, got []"),
         ("vocab_size", "256", "must be a whole number of at least 1, got '256'"),
         ("key", None, "must be a hash, got None"),

@@ -131,6 +131,8 @@ def test_cycles_follow_each_other_without_a_jump() -> None:
     assert 0.2 < factors[-1] < 0.25
     with pytest.raises(ValueError, match="does not fit into a cycle of 1024: lower warmup_fraction or cycles"):
         chain(hyperparameters(schedule="cosine_cycles", cycles=20), 40 * BATCH)
+    with pytest.raises(ValueError, match="40 batches are too few for 100000000000 cycles"):
+        chain(hyperparameters(schedule="cosine_cycles", cycles=10**11), 40 * BATCH)
 
 
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))
@@ -245,6 +247,10 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"swap_fraction": 0.5, "swap_learning_rate": 0.1}, "a swap needs swap_optimizer, .*, got None, 0.5 and 0.1"),
         ({"batch_doublings": 1}, "needs batch_doublings and batch_ramp_tokens, got 1 and 0"),
         ({"batch_doublings": 10, "batch_ramp_tokens": 1}, r"must be a multiple of 2\^10 to double so often, got 512"),
+        (
+            {"batch_doublings": 10**11, "batch_ramp_tokens": 1},
+            r"must be a multiple of 2\^100000000000 to double so often",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(change: dict[str, Any], rule: str) -> None:

@@ -13,6 +13,7 @@ from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.optimizer import clip, initialize, make_optimizer
 from proxy_models.parametrization import (
     DecayScaling,
+    ForwardMultipliers,
     OptimizerName,
     Parametrization,
     Scheme,
@@ -282,3 +283,9 @@ def test_readouts_have_one_width() -> None:
     del shapes["readout.weight"]
     with pytest.raises(ValueError, match="got no readout"):
         parametrization_of(shapes, depth_mult=1, attention=0.25)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "1", None, {}, 10**400])
+def test_a_multiplier_that_a_decoder_can_not_keep_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="the multiplier branch must be a number of 32 bits, got "):
+        ForwardMultipliers(embedding=1.0, branch=value, readout=1.0, attention=1.0)

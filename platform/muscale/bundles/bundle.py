@@ -130,7 +130,7 @@ class Bundle(Result):
             raise BundleError(
                 f"{self.path / name}: weights of another model: {found:,} of them, the model has {numerics.model.n_params_total:,}"
             )
-        decoder = Decoder(numerics.model)
+        decoder = self._read_as(MODEL, lambda _: Decoder(numerics.model))
         decoder.set_multipliers(self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"])))
         _fill(decoder, weights, self.path / name)
         return decoder.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,7 @@ def observe(
     _require_interval(every)
 
     def observed(opened: Study) -> Any:
-        observer = opened.observer(source if wandb else str(Path(source).resolve()), plan)
+        observer = opened.observer(source if wandb else os.path.realpath(source), plan)
 
         def take() -> None:
             named = {"tokens": tokens, "loss": loss}

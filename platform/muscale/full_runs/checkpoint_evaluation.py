@@ -19,7 +19,7 @@ from muscale.full_runs.checkpoint_folder import CHECKPOINTS, require_whole, toke
 from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.held_out import evaluate_whole
 from muscale.full_runs.run_description import RunDescription
-from muscale.full_runs.stored_weights import read_weights
+from muscale.full_runs.stored_weights import RecordReader, read_weights
 from muscale.layout import RUN
 from proxy_models.corpus import Corpus, CorpusError
 from proxy_models.decoder import Decoder
@@ -176,7 +176,15 @@ def _opened(folder: Path, key: str) -> Corpus:
 
 def _decoder(run: RunDescription, checkpoint: Path) -> Decoder:
     """The whole model with a checkpoint's weights, on the CPU, in fp32."""
-    decoder = Decoder(run.numerics.model)
+    # A model far larger than its weights would first of all need its memory.
+    if (n_params := run.numerics.model.n_params_total) > 4 * (found := RecordReader(checkpoint).n_weights()):
+        raise StageError(
+            f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {n_params:,}"
+        )
+    try:
+        decoder = Decoder(run.numerics.model)
+    except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise StageError(f"{checkpoint}: no model can be built as {RUN} says ({error})") from error
     decoder.set_multipliers(run.multipliers)
     with torch.no_grad():
         read_weights(checkpoint, {name: parameter.detach() for name, parameter in decoder.named_parameters()})

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
+from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.promotion import full_run_of
 from muscale.layout import CORPUS
 from muscale.plain import told_unreadable
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
+from muscale.settings.strict import shown
 from proxy_models.numerics import Numerics
+from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
 
 PREPARED = "prepared.json"
+_MOST_BYTES = 16 << 20  # it takes some kilobytes, more with many stages; assumed
+_LONGEST = 300  # characters of a library's reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,8 @@ def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
     told = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PREPARED
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps({**told, "run": _run_of(plan, config, numerics)}, indent=1) + "\n")
     return Prepared(path=str(path), workers=config.promote.workers)
 
 
@@ -64,20 +70,48 @@ def read(path: Path) -> dict[str, Any]:
     """What `muscale.full_runs.full_run_spec.FullRun` takes; the corpus is the study's, wherever its folder was moved to.
 
     Raises:
-        StageError: If the file is not what `prepare` wrote.
+        StageError: If the file is not what `prepare` wrote, or was changed in what determines the run.
     """
     try:
-        told = json.loads(path.read_text())
+        told = _told(path)
         plan, numerics = Plan.from_dict(told["plan"]), Numerics.from_dict(told["numerics"])
         config = StudyConfig.from_dict(told["config"], where=f"{path}: config")
+        found = _run_of(plan, config, numerics)
     except OSError as error:
         raise StageError(f"{path}: {told_unreadable(error)}; `muscale promote --prepare` writes one") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:_LONGEST]
         raise StageError(
-            f"{path}: can't be read as what `muscale promote --prepare` writes: {type(error).__name__}: {error}"
+            f"{path}: can't be read as what `muscale promote --prepare` writes: {type(error).__name__}: {reason}"
         ) from error
+    if told.get("run") != found:
+        raise StageError(
+            f"{path}: run: must be {found}, the hash of what the file trains, got {shown(told.get('run'))}: it was changed since "
+            "`muscale promote --prepare` wrote it, which writes it anew"
+        )
     directory = path.resolve().parent
-    return full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
+    try:
+        run = full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
+        FullRun(**run)
+    except ValueError as error:
+        raise StageError(f"{path}: config: {error}") from error
+    return run
+
+
+def _told(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, and has more")
+    told = json.loads(content)
+    if not isinstance(told, dict):
+        raise TypeError(f"must be a table, got {shown(told)}")
+    return told
+
+
+def _run_of(plan: Plan, config: StudyConfig, numerics: Numerics) -> str:
+    """Hash of what is trained, which tells a file that was damaged or edited; where and how is not in it."""
+    return plan.chain(replace(numerics, guard=config.promote.guard)).key
 
 
 def train_here(path: Path) -> dict[str, Any]:
@@ -90,11 +124,10 @@ def train_here(path: Path) -> dict[str, Any]:
         StageError: If the file can't be read, or the run diverges.
         PreemptedError: If it was told to leave its machine; its state is saved.
     """
+    run = FullRun(**read(path))  # before what is slow to import
     from muscale.full_runs.full_run import train
-    from muscale.full_runs.full_run_spec import FullRun
     from muscale.full_runs.sharding import ShardedStrategy
 
-    run = FullRun(**read(path))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return train(run)

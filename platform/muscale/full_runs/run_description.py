@@ -72,5 +72,5 @@ class RunDescription:
             )
         except FileNotFoundError as error:
             raise StageError(f"{path}: no such file; a full run writes it into its directory when it begins") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise StageError(f"{path}: not what a full run writes there ({error})") from error

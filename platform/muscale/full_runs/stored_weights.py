@@ -7,6 +7,7 @@ it, so that it can make values and call nothing; the tensors themselves are read
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Set
@@ -99,6 +100,21 @@ class RecordReader(FileSystemReader):
         """
         try:
             return self.read_metadata().state_dict_metadata.keys()
+        except UNREADABLE as error:
+            raise StageError(f"{self.path}: can't be read ({told(error)})") from error
+
+    def n_weights(self) -> int:
+        """Numbers in all of the model's tensors, as the record tells them.
+
+        Raises:
+            StageError: If its record can't be read.
+        """
+        try:
+            found = self.read_metadata().state_dict_metadata.items()
+            tensors = [
+                what for name, what in found if name.startswith(MODEL) and isinstance(what, TensorStorageMetadata)
+            ]
+            return sum(math.prod(map(int, tensor.size)) for tensor in tensors)
         except UNREADABLE as error:
             raise StageError(f"{self.path}: can't be read ({told(error)})") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
-from muscale.outside.imported_space import ImportedSpace
+from muscale.outside.imported_space import ImportedSpace, place_of
 
 SUFFIXES = (".yaml", ".yml", ".db", ".sqlite", ".sqlite3")
 
@@ -22,7 +22,7 @@ def import_space(source: str, rename: Sequence[str] = ()) -> ImportedSpace:
         StageError: Naming the file, the key, the rule and the value.
     """
     names = dict(_pairs(rename))
-    path = Path(source.partition("#")[0])
+    path = Path(place_of(source)[0])
     if path.suffix not in SUFFIXES:
         raise StageError(f"import-space: {source}: its name must end in {', '.join(SUFFIXES)}, got {path.suffix!r}")
     if path.suffix in (".yaml", ".yml"):

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tomlkit
@@ -73,6 +74,15 @@ def _inline(value: Any) -> Any:
         table.update({key: _inline(entry) for key, entry in value.items()})
         return table
     return value
+
+
+def place_of(source: str) -> tuple[str, str]:
+    """The path and what stands behind its "#", the name of a study; a path may have one in it, too."""
+    parts = source.split("#")
+    for end in range(len(parts), 0, -1):
+        if Path(path := "#".join(parts[:end])).is_file():
+            return path, "#".join(parts[end:])
+    return parts[0], "#".join(parts[1:])
 
 
 def space_from(source: str, distributions: Mapping[str, Distribution], names: Mapping[str, str]) -> Space:

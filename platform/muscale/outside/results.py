@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.errors import StageError
+from muscale.outside.imported_space import place_of
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from scaling.runs import read_table
@@ -29,7 +30,7 @@ def is_outside(source: Path) -> bool:
     """Whether a path is of such results, and not of another study: a table, or a storage of Optuna's ("#name" behind it)."""
     if source.suffix.lower() in TABLES:
         return True
-    plain = Path(str(source).partition("#")[0])
+    plain = Path(place_of(str(source))[0])
     if plain.suffix == ".toml" or plain.is_dir():
         return False
     from muscale.outside.optuna_study import is_optuna

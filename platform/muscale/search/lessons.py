@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from muscale.errors import StudyDirectoryError
 from muscale.store.ledger import find_runs, runs_table
 from muscale.store.merge import opened
 from proxy_models.hyperparameters import Hyperparameters
@@ -56,12 +57,26 @@ def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Spac
         defaults: What is not searched; a run with another value tells nothing.
         space: What is searched; a run without one of its hyperparameters tells nothing.
         numerics: The sweep's; runs of another corpus, parametrization or base shape tell nothing.
+
+    Raises:
+        StudyDirectoryError: If a run that tells something says what no run does.
     """
     rows = []
     for table in runs:
         for row in table.to_dict("records"):
             if row["purpose"] != "full" and not differs_in(row, defaults, space, numerics):
-                values = values_of(row, space.searched)
+                try:
+                    values = values_of(row, space.searched)
+                except (
+                    LookupError,
+                    TypeError,
+                    ValueError,
+                    ArithmeticError,
+                ) as error:  # of a ledger that somebody else wrote
+                    raise StudyDirectoryError(
+                        f"{table.attrs.get('ledger', 'the ledger')}: run {row['key']}: can't be read as a run: "
+                        f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    ) from error
                 rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
     table = pd.DataFrame(rows, columns=[*space.searched, "n_params", "n_tokens", "loss"])
     return table.drop_duplicates(ignore_index=True)
@@ -90,5 +105,7 @@ def runs_of(source: Path) -> pd.DataFrame:
     Raises:
         StudyDirectoryError: If there is no ledger, or one of another schema.
     """
-    with opened(source.parent if source.suffix == ".toml" else source) as (_, read):
-        return runs_table(read(find_runs))
+    with opened(source.parent if source.suffix == ".toml" else source, ("runs", "segments")) as (name, read):
+        table = runs_table(read(find_runs))
+        table.attrs["ledger"] = name  # which a message names
+        return table

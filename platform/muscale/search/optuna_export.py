@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -51,9 +52,9 @@ def export_optuna(sweep: Sweep, path: Path) -> str:
 
 
 def _write(sweep: Sweep, record: Record, losses: dict[int, float], path: Path) -> None:
-    import sqlalchemy as sa
-
-    storage = optuna.storages.RDBStorage(sa.URL.create("sqlite", database=str(path.absolute())).render_as_string())
+    # Not by its URL, in which a question mark or a brace of the path would mean something.
+    opened = {"creator": lambda: sqlite3.connect(path, check_same_thread=False)}
+    storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=opened)
     try:
         study = optuna.create_study(storage=storage, study_name=sweep.config.name, direction="minimize")
         study.set_user_attr("muscale.sweep", sweep.key)

@@ -52,7 +52,7 @@ class Stem(Shape):
     """One of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
 
     n_tokens: PositiveInt
-    branches: PositiveInt = 2
+    branches: Annotated[int, Field(gt=0, le=100)] = 2
 
 
 class LadderSettings(_Table):

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from muscale.settings.strict import StrictTable
 from proxy_models.corpus import EMBEDDED, Corpus, write_corpus, write_mixture
 from proxy_models.mixture import Mixture, Stage
-from proxy_models.sources import Kind, Source, TokenDtype
+from proxy_models.sources import Kind, Source, TokenDtype, at_home
 from proxy_models.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -132,7 +132,7 @@ def sources(settings: CorpusSettings, directory: Path) -> dict[str, Source]:
 
 def _source(path: str, settings: CorpusSettings | SourceSettings, directory: Path) -> Source:
     return Source(
-        path=path if path == EMBEDDED else str(directory / Path(path).expanduser()),
+        path=path if path == EMBEDDED else str(directory / at_home(path)),
         kind=settings.kind,
         field=settings.field,
         dtype=settings.dtype,
@@ -177,7 +177,7 @@ def tokenizer(settings: CorpusSettings, directory: Path, model_vocab_size: int) 
         return TokenizerSettings(end_of_document=end)
     if name == "bpe":
         return TokenizerSettings(kind="bpe", vocab_size=max(MIN_BPE_VOCAB, model_vocab_size), end_of_document=end)
-    return TokenizerSettings(kind="file", path=str(directory / Path(name).expanduser()), end_of_document=end)
+    return TokenizerSettings(kind="file", path=str(directory / at_home(name)), end_of_document=end)
 
 
 def check(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> None:

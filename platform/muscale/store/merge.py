@@ -2,13 +2,13 @@
 
 Everything is inserted once, so a merge can be repeated. Where both know a key, ours stays, and what differs is told. Of a
 sweep that is known here nothing is taken but its trainings: two orders of arrival don't mix. The source is only read, in one
-snapshot, its training states are copied as files, and nothing in it is unpickled.
+snapshot, its training states are copied as files, and nothing in it is unpickled. Every row of it is looked at before the first
+is added, so that a source that is refused leaves ours as it was.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import socket
 import sqlite3
@@ -17,20 +17,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError, first_line
 from muscale.layout import CURVES, LEDGER, STATES
+from muscale.store import foreign_rows, foreign_sqlite
 from muscale.store.differing import Conflict, first_difference, same, shown
 from muscale.store.ledger import Ledger, differences, find, insert_once
+from muscale.store.lineage import segment_from_dict
 from muscale.store.migrations import is_older, migrate
 from muscale.store.open_ledger import read_place
 from muscale.store.postgresql import PostgresStorage
-from muscale.store.storage import copy_sqlite, read_only, sqlite_schema
-from muscale.store.tables import segments, trials
+from muscale.store.storage import copy_sqlite, read_only, sqlite_schema, sqlite_url
+from muscale.store.tables import REFUSALS, segments, trials
 from proxy_models.content_key import content_key
+from proxy_models.numerics import Numerics
+from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
 
 _AT_ONCE = 500  # rows in one transaction
@@ -74,7 +78,10 @@ class MergeResult(Result):
         for name, *values in self.conflicts:
             ours, theirs = (shown(value, none="nothing" if ": " in name else "diverged") for value in values)
             lines.append(f"  conflict: {name}: {ours} here stays, {theirs} there")
-        lines += [f"  refused: {key}: does not fit what it describes" for key in self.refused]
+        lines += [
+            f"  refused: {shown(key, none='')}: does not fit what it describes, or is of a later version"
+            for key in self.refused
+        ]
         return "\n".join(lines)
 
 
@@ -86,12 +93,12 @@ def merge(ledger: Ledger, source: Path) -> MergeResult:
         source: Another study's directory, or its SQLite file.
 
     Raises:
-        StudyDirectoryError: If the source is no ledger, has another schema, or is another study's: the message lists what
-            differs.
+        StudyDirectoryError: If the source is no ledger, has another schema, holds what no ledger does, or is another study's:
+            the message lists what differs.
     """
     source = source.absolute()
     directory = source if source.is_dir() else source.parent
-    with opened(source) as (name, read):
+    with opened(source, ("studies", "segments", *_PLAIN, *_OF_A_SWEEP)) as (name, read):
         theirs = next((row["identity"] for row in read(find, "studies")), None)
         ours = ledger.identity() or {}
         if theirs is None:
@@ -168,8 +175,13 @@ def _values(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fits(row: Mapping[str, Any]) -> bool:
-    """Whether a segment's key is the hash of what the row says, as `muscale.store.lineage` makes it."""
+    """Whether a segment's key is the hash of what the row says, as `muscale.store.lineage` makes it, and that can be trained."""
     segment = row["segment"]
+    try:
+        Numerics.from_dict(row["numerics"])
+        segment_from_dict(segment)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return False
     before = row["parent"] or content_key(row["numerics"])
     line = content_key([before, {**segment, "end": None}])
     return bool(
@@ -184,26 +196,44 @@ def _copied(source: Path, target: Path, file: str, added: dict[str, int], kind: 
     if not (source / file).is_file() or (source / file).is_symlink():
         return False
     (target / file).parent.mkdir(exist_ok=True)
-    unfinished = target / f"{file}.{os.getpid()}.unfinished"
     try:
-        shutil.copyfile(source / file, unfinished)
+        with whole_file(target / file) as unfinished:
+            shutil.copyfile(source / file, unfinished)
     except FileNotFoundError:  # pruned there meanwhile
         return False
-    unfinished.replace(target / file)
     added[kind] += 1
     return True
 
 
 @contextmanager
-def opened(source: Path) -> Iterator[tuple[str, Read]]:
-    """Read access to the ledger of a directory, or to an SQLite file."""
+def opened(source: Path, tables: Sequence[str]) -> Iterator[tuple[str, Read]]:
+    """Read access to the ledger of a directory, or to an SQLite file.
+
+    Args:
+        source: The directory or the file.
+        tables: That are going to be read; every row of them is looked at first.
+
+    Raises:
+        StudyDirectoryError: If it is no ledger, or a value in these tables is one that no ledger has.
+    """
+    with _snapshot(source) as (name, read):
+        if fault := read(foreign_rows.fault, tables):
+            raise StudyDirectoryError(f"{name}: is no ledger of muscale's: {fault}")
+        yield name, read
+
+
+@contextmanager
+def _snapshot(source: Path) -> Iterator[tuple[str, Read]]:
     source = source.absolute()  # SQLite's URIs know no other
     place = read_place(source) if source.is_dir() else None
     if place and place["ledger"] == "postgresql":
         storage = PostgresStorage(None, place["schema"], read_only=True)
         try:
             with storage.snapshot() as read:
-                yield storage.name, read
+                yield (
+                    storage.name,
+                    lambda function, *args, **kwargs: _told(storage.name, read, function, *args, **kwargs),
+                )
         finally:
             storage.close()
         return
@@ -221,6 +251,8 @@ def opened(source: Path) -> Iterator[tuple[str, Read]]:
 def _of_this_schema(path: Path) -> Iterator[Path]:
     """The file, or a migrated copy of one of an older version, which stays as it is."""
     with _connected(path, path) as connection:
+        if fault := _told(path, lambda: foreign_sqlite.fault(_driver_of(connection), REFUSALS["sqlite"])):
+            raise StudyDirectoryError(f"{path}: can't be read as a ledger: {fault}")
         found = _told(path, sqlite_schema, connection)
     if not is_older(str(path), found):
         yield path
@@ -228,7 +260,7 @@ def _of_this_schema(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="muscale-") as folder:
         copy = Path(folder) / path.name
         copy_sqlite(path, copy)
-        engine = sa.create_engine(f"sqlite:///{copy}", poolclass=sa.pool.NullPool)
+        engine = sa.create_engine(sqlite_url(copy), poolclass=sa.pool.NullPool)
         with engine.begin() as connection:
             migrate(connection, str(path), found)
         yield copy
@@ -238,7 +270,7 @@ def _of_this_schema(path: Path) -> Iterator[Path]:
 def _connected(path: Path, file: Path) -> Iterator[sa.Connection]:
     """A connection that only reads a file; `path` is what messages call it."""
     uri = read_only(file)
-    engine = sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(uri, uri=True), poolclass=sa.pool.StaticPool)
+    engine = sa.create_engine("sqlite://", creator=lambda: foreign_sqlite.connect(uri), poolclass=sa.pool.StaticPool)
     try:
         with _told(path, engine.connect) as connection:
             yield connection
@@ -246,19 +278,29 @@ def _connected(path: Path, file: Path) -> Iterator[sa.Connection]:
         engine.dispose()
 
 
+def _driver_of(connection: sa.Connection) -> sqlite3.Connection:
+    return cast(sqlite3.Connection, connection.connection.driver_connection)
+
+
 def _corpora(connection: sa.Connection) -> set[str]:
     """Keys of the corpora that were trained on."""
-    return {
-        numerics["corpus_key"] for numerics in connection.execute(sa.select(segments.c.numerics).distinct()).scalars()
-    }
+    found = connection.execute(sa.select(segments.c.numerics).distinct()).scalars()
+    return {str(numerics["corpus_key"]) for numerics in found}
 
 
-def _told(path: Path, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _told(name: str | Path, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a call finds in the source; what fails in our own ledger meanwhile is not the source's fault."""
     try:
         return call(*args, **kwargs)
-    except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
-        raise StudyDirectoryError(f"{path}: can't be read as a ledger: {first_line(error)}") from None
+    except (sa.exc.DBAPIError, sqlite3.Error) as error:
+        raise StudyDirectoryError(f"{name}: can't be read as a ledger: {first_line(error)}") from None
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        RecursionError,
+    ) as error:  # of JSON that is none, or says something else
+        raise StudyDirectoryError(f"{name}: can't be read as a ledger: {type(error).__name__}: {error}") from None
 
 
 def _losses(connection: sa.Connection) -> dict[str, float | None]:

@@ -55,6 +55,9 @@ def shown(url: sa.URL) -> str:
     return f"postgresql://{user}{host}{f':{url.port}' if url.port else ''}/{url.database or ''}"
 
 
+SCHEMA_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
+
+
 class PostgresStorage(Storage):
     """One schema of a PostgreSQL database.
 
@@ -66,7 +69,7 @@ class PostgresStorage(Storage):
     """
 
     def __init__(self, url: sa.URL | None, schema: str, *, must_exist: bool = False, read_only: bool = False) -> None:
-        if not re.fullmatch(r"[a-z][a-z0-9_]{0,62}", schema):
+        if not SCHEMA_NAME.fullmatch(schema):
             raise ValueError(f"a schema's name must be small letters, digits and underscores, got {schema!r}")
         self._url = url or url_from_environment()
         self.schema = schema

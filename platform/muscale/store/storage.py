@@ -86,7 +86,7 @@ class SqliteStorage(Storage):
             raise StudyDirectoryError(
                 f"{self.path}: the study's ledger is gone; bring the file back, or begin the study anew"
             )
-        engine = sa.create_engine(f"sqlite:///{self.path}", connect_args={"timeout": _BUSY_SECONDS})
+        engine = sa.create_engine(sqlite_url(self.path), connect_args={"timeout": _BUSY_SECONDS})
 
         @sa.event.listens_for(engine, "connect")
         def _configure(connection: Any, _record: object) -> None:
@@ -191,6 +191,11 @@ def _sqlite(path: Path, host: str) -> SqliteStorage:
             'set storage.ledger to "actor" with a storage.path on a local disk, or to "postgresql"'
         )
     return SqliteStorage(path, must_exist=True)
+
+
+def sqlite_url(path: Path) -> sa.URL:
+    """Of a file that SQLAlchemy opens; one written as text would end at a question mark in the path."""
+    return sa.URL.create("sqlite", database=str(path))
 
 
 def sqlite_schema(connection: sa.Connection) -> int:

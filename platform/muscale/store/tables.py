@@ -178,8 +178,8 @@ retrained = sa.Table(
 
 # A forecast that could be edited after the run would be worth nothing.
 _FINAL = "a registered forecast is final"
-_REFUSALS = {
-    "sqlite": [
+REFUSALS = {
+    "sqlite": [  # a ledger of elsewhere may have these, and no others
         f"CREATE TRIGGER forecasts_refuse_{verb.lower()} BEFORE {verb} ON forecasts BEGIN SELECT RAISE(ABORT, '{_FINAL}'); END"
         for verb in ("UPDATE", "DELETE")
     ],
@@ -190,6 +190,6 @@ _REFUSALS = {
         "FOR EACH STATEMENT EXECUTE FUNCTION forecasts_refuse()",
     ],
 }
-for _dialect, _statements in _REFUSALS.items():
+for _dialect, _statements in REFUSALS.items():
     for _statement in _statements:
         sa.event.listen(forecasts, "after_create", sa.DDL(_statement).execute_if(dialect=_dialect))  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,17 @@ from typing import Any
 import pandas as pd
 from scipy.stats import binomtest
 
+from muscale.errors import StudyDirectoryError
 from muscale.full_runs.promotion import Promotion
+from muscale.settings.strict import shown
 from muscale.store.ledger import Ledger, find
 from muscale.store.merge import Read, opened
 from scaling.forecast import interval_factor
 from scaling.presentation import Result
 
+_LONGEST = 300  # characters of a reason, or of a key
+_KINDS: dict[str, type] = dict.fromkeys(("study", "plan", "registered", "ended"), str)
+_KINDS |= dict.fromkeys(("inside", "asserted", "forced"), bool)  # all others are numbers
 _COVERAGE_LEVEL = 0.9  # of the interval of the share inside
 _COLUMNS = (
     "study",
@@ -95,7 +100,7 @@ def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
     """
     rows = list(_ended(ledger.read, str(ledger.directory)))
     for source in others:
-        with opened(source.parent if source.suffix == ".toml" else source) as (name, read):
+        with opened(source.parent if source.suffix == ".toml" else source, ("forecasts", "results")) as (name, read):
             rows += list(_ended(read, name))
     rows.sort(key=lambda row: row["ended"])
     unique = {(row["plan"], row["registered"], row["asserted"]): row for row in reversed(rows)}
@@ -103,26 +108,45 @@ def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
 
 
 def _ended(read: Read, study: str) -> Iterator[dict[str, Any]]:
-    forecasts = {row["plan"]: row["payload"]["forecast"] for row in read(find, "forecasts")}
+    forecasts = {row["plan"]: row["payload"] for row in read(find, "forecasts")}
     for stage in ("promotion", "observation"):
         for row in read(find, "results", {"stage": stage}):
-            run = Promotion.from_dict(row["payload"])
-            s = forecasts.get(run.plan, {}).get("log_scale") or math.log(run.high / run.forecast) / interval_factor(
-                run.level
+            try:
+                yield _told(study, row["payload"], forecasts)
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                reason = " ".join(str(error).split())[:_LONGEST]
+                raise StudyDirectoryError(
+                    f"{study}: {stage} {row['key'][:_LONGEST]}: can't be read as the end of a run: {type(error).__name__}: {reason}"
+                ) from error
+
+
+def _told(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table; whoever wrote the ledger may have written anything."""
+    run = Promotion.from_dict(ended)
+    registered = forecasts.get(run.plan, {"forecast": {}})["forecast"]
+    s = registered.get("log_scale") or math.log(run.high / run.forecast) / interval_factor(run.level)
+    row = {
+        "study": study,
+        "plan": run.plan,
+        "registered": run.registered_at[:19],
+        "ended": run.finished_at[:19],
+        "forecast": run.forecast,
+        "low": run.low,
+        "high": run.high,
+        "level": run.level,
+        "measured": run.loss,
+        "residual": run.residual,
+        "residual_in_s": math.log(run.loss / run.forecast) / s,
+        "inside": run.inside,
+        "asserted": run.asserted,
+        "forced": run.forced,
+    }
+    for name, value in row.items():
+        wanted = _KINDS.get(name, float)
+        if not isinstance(value, int | float if wanted is float else wanted) or (
+            isinstance(value, float) and not math.isfinite(value)
+        ):
+            raise ValueError(
+                f"{name}: must be {'a finite number' if wanted is float else wanted.__name__}, got {shown(value)}"
             )
-            yield {
-                "study": study,
-                "plan": run.plan,
-                "registered": run.registered_at[:19],
-                "ended": run.finished_at[:19],
-                "forecast": run.forecast,
-                "low": run.low,
-                "high": run.high,
-                "level": run.level,
-                "measured": run.loss,
-                "residual": run.residual,
-                "residual_in_s": math.log(run.loss / run.forecast) / s,
-                "inside": run.inside,
-                "asserted": run.asserted,
-                "forced": run.forced,
-            }
+    return row

@@ -103,6 +103,53 @@ def test_of_several_studies_one_is_named(tmp_path: Path) -> None:
         import_space(str(other))
 
 
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS trial_id FROM n"
+
+
+@pytest.mark.parametrize(
+    ("statements", "told"),
+    [
+        (
+            ["DROP TABLE trials", f"CREATE VIEW trials AS {ENDLESS}"],
+            "can't be read: trials: must be a table, got a view",
+        ),
+        (["DELETE FROM study_directions"], "can't be read: list index out of range"),
+        (["DROP TABLE trials"], "can't be read: no such table: trials"),
+        (["UPDATE trials SET state = 'DONE'"], "can't be read: 'DONE' is not among the defined enum values"),
+        (["UPDATE trial_params SET distribution_json = '{'"], "can't be read: Expecting property name"),
+        (
+            [
+                """UPDATE trial_params SET distribution_json = '{"name": "FloatDistribution", "attributes": {"low": [], "high": 1}}'"""
+            ],
+            "can't be read: ",
+        ),
+        (
+            [
+                """UPDATE trial_params SET param_value = 0, distribution_json = '{"name": "CategoricalDistribution", """
+                """"attributes": {"choices": [[1]]}}'"""
+            ],
+            r"must be text, a number, true or false, got \[1\]",
+        ),
+        (["UPDATE studies SET study_name = x'ff'"], "can't be read: "),
+    ],
+)
+def test_a_storage_made_wrong_is_refused_in_words_without_warnings(
+    tmp_path: Path, statements: list[str], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path, n_trials=2)
+    caplog.clear()
+    connection = sqlite3.connect(path, isolation_level=None)
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(StageError, match=rf"^optuna: {path}: .*{told}") as refusal:
+        import_space(str(path))
+    assert len(str(refusal.value)) < 1000
+    assert caplog.records == []
+    assert [file.name for file in tmp_path.iterdir()] == ["theirs.db"]
+
+
 def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_path: Path) -> None:
     path = tmp_path / "theirs.db"
     write_study(path)

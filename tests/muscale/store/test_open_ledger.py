@@ -84,3 +84,22 @@ def test_a_study_s_schema_is_not_dropped(tmp_path: Path, postgres: Any) -> None:
     ledger.storage.drop_unclaimed()
     assert ledger.identity() == {"model.d_model": 32}
     ledger.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[" * 100_000,
+        '{"ledger": "postgresql", "schema": "a; DROP SCHEMA b"}',
+        '{"ledger": "actor", "host": "h", "path": "\\u0000"}',
+        '{"ledger": "actor", "host": "h", "path": "\\ud800"}',
+        '{"ledger": "actor", "host": "h", "path": "' + "a" * 300 + '"}',
+        '{"ledger": [], "schema": "s"}',
+    ],
+)
+def test_a_note_that_says_no_place_is_refused_in_words(tmp_path: Path, content: str) -> None:
+    (tmp_path / LEDGER_PLACE).write_text(content)
+    with pytest.raises(StudyDirectoryError, match=rf"{LEDGER_PLACE}: does not say where the ledger lies"):
+        open_ledger(StorageSettings(), tmp_path, "s")
+    assert [file.name for file in tmp_path.iterdir()] == [LEDGER_PLACE]
