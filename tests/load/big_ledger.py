@@ -1,6 +1,7 @@
 """A study's ledger with as many runs and rungs as wanted, written in bulk: what years of searching leave behind.
 
-Ten sweeps share the trials, each with ten rungs, and every trial has one annealed run with losses on ten sources. The first
+Ten sweeps share the trials, each with ten rungs, and every trial has one annealed run with losses on ten sources. Each stem
+was trained under a lease, which is free now, and one trial in a hundred still has its training states. The first
 sweep is the one that the study file describes, with the keys that its trainings would have, so that the report, the table and
 a resumed search find it; the others were made under settings that have changed since.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from muscale.layout import STATES
 from muscale.search.path import path_of
 from muscale.search.sweep import Sweep
 from muscale.store.ledger import Ledger
@@ -49,9 +51,8 @@ def plant(study: Study, n_runs: int) -> None:
         write(study.ledger, "rounds", [_round(sweep, number)])
         rows = _trials(sweep, number, n_trials)
         while some := list(islice(rows, _AT_ONCE // N_RUNGS)):
-            for table in ("segments", "trials", "rungs", "runs"):
+            for table in ("leases", "segments", "trials", "rungs", "runs"):
                 write(study.ledger, table, [row for trial in some for row in trial[table]])
-    study.ledger.write(_analyze)
 
 
 def write(ledger: Ledger, table: str, rows: list[dict[str, Any]]) -> None:
@@ -61,11 +62,6 @@ def write(ledger: Ledger, table: str, rows: list[dict[str, Any]]) -> None:
 
 def _insert(connection: sa.Connection, table: str, rows: list[dict[str, Any]]) -> None:
     connection.execute(sa.insert(metadata.tables[table]), rows)
-
-
-def _analyze(connection: sa.Connection) -> None:
-    """What a server does by itself within a minute of such a load."""
-    connection.exec_driver_sql("ANALYZE")
 
 
 def _key(sweep: Sweep, number: int) -> str:
@@ -104,7 +100,6 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
             "diverged_at_step": None,
             "diverged_because": None,
             "seconds": 1.5,
-            "state": None,
             "environment": environment,
             "created_at": _STAMP,
         }
@@ -119,10 +114,19 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
                 "tokens": plan.rung_tokens[rung],
                 "loss": loss + 1 / (rung + 1),
                 "averaged_loss": loss + 1 / (rung + 2),
+                "state": None if trial % 100 else f"{STATES}/{ends[rung]}.pt",
             }
             for rung in range(N_RUNGS)
         ]
-        end = {"key": key, "line": line, "parent": ends[-1], "segment": segment, "loss": loss, "averaged_loss": None}
+        end = {
+            "key": key,
+            "line": line,
+            "parent": ends[-1],
+            "segment": segment,
+            "loss": loss,
+            "averaged_loss": None,
+            "state": None,
+        }
         tokens = {"trained_from": plan.rung_tokens[-1], "tokens": chain.last.end}
         rungs = [
             {
@@ -154,6 +158,7 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
             "created_at": _STAMP,
         }
         yield {
+            "leases": [{"name": stem, "token": 1, "owner": None, "beat": 3}],
             "segments": [*segments, {**common, **end, **tokens}],
             "trials": [{"sweep": name, "number": trial, "config": config, "until": plan.top, "created_at": _STAMP}],
             "rungs": rungs,

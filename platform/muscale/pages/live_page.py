@@ -25,7 +25,7 @@ from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import Section
 from muscale.search.search_so_far import search_so_far
 from muscale.store.cancels import STUDY, TRIAL, cancel_study, cancel_trial
-from muscale.store.lease import all_leases, is_dead, process_of
+from muscale.store.lease import is_dead, process_of, taken_leases
 from muscale.store.ledger import Ledger, find
 from muscale.store.tables import metadata
 
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 LOOK_SECONDS = 1.0
-_WATCHED = ("segments", "runs", "trials", "rungs", "decisions", "results", "forecasts", "rounds")
+_COUNTED = ("segments", "runs", "results", "forecasts", "rounds")
+_NUMBERED = {
+    "trials": "number",
+    "rungs": "sequence",
+    "decisions": "sequence",
+}  # by sweep, in a column that has an index
 _SETTLES = ("segments", "runs", "trials", "rungs", "decisions", "rounds", "forecasts")
 _REST = 4.0  # times what a look took, so that looking takes a fifth of a core at most from whoever trains
 _RECENT_SECONDS = 120.0
@@ -185,20 +190,27 @@ def _afresh(study: Study) -> Study:
     return fresh
 
 
-def _counts(connection: sa.Connection) -> dict[str, tuple[int, str]]:
-    """Rows of each table and the time of its last one."""
-    found = {}
-    for name in _WATCHED:
+def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:
+    """What differs of each table once a row came to it, found without reading through one that is large."""
+    found: dict[str, tuple[object, ...]] = {}
+    for name in _COUNTED:
+        table = metadata.tables[name]
+        stamp = table.c["registered_at" if name == "forecasts" else "created_at"]
+        # In two statements, as SQLite reads a whole index where one asks for anything beside the largest.
+        count = connection.execute(sa.select(sa.func.count()).select_from(table)).scalar()
+        found[name] = (count, connection.execute(sa.select(sa.func.max(stamp))).scalar())
+    sweeps = sa.select(metadata.tables["rounds"].c.sweep).distinct().subquery()
+    for name, number in _NUMBERED.items():
         columns = metadata.tables[name].c
-        stamp = columns["registered_at" if name == "forecasts" else "created_at"]
-        count, last = connection.execute(sa.select(sa.func.count(), sa.func.max(stamp))).one()
-        found[name] = (int(count), str(last))
+        last = sa.select(sa.func.max(columns[number])).where(columns.sweep == sweeps.c.sweep).scalar_subquery()
+        rows = connection.execute(sa.select(sweeps.c.sweep, last).order_by(sweeps.c.sweep))
+        found[name] = tuple(tuple(row) for row in rows)
     return found
 
 
 def _owners(ledger: Ledger) -> list[str]:
     """Who holds a lease, in words: a process is told once."""
-    held = [row for row in ledger.read(all_leases) if row["owner"] and not is_dead(row["owner"])]
+    held = [row for row in ledger.read(taken_leases) if not is_dead(row["owner"])]
     told: dict[tuple[str, int], str] = {}
     for row in sorted(held, key=lambda row: (not row["name"].startswith("sweep "), row["name"])):
         host = row["owner"].split("/")[0].split(":")[0]

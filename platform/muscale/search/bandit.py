@@ -8,6 +8,7 @@ those chosen before in the same generation counted as if their gain had been see
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ FORGETTING = (0.0, 0.1, 0.3)  # eps; the likeliest of these is taken, and so for
 LENGTHS = (0.1, 0.2, 0.4, 0.8)
 NOISE = 0.1  # variance of a standardised gain (assumed)
 CANDIDATES = 1000
+MAX_GAINS = 1000  # the latest; a covariance of n takes n³, and what was gained long ago is forgotten anyway (assumed)
 EXPLORATION = 2.0  # standard deviations of the confidence bound (assumed)
 
 
@@ -54,16 +56,21 @@ class Bandit:
         return config
 
     def _gains(self, record: Record, rung: int) -> tuple[Array, Array, Array]:
-        """Points in the unit cube [K, d], generations [K] and drops of log loss [K] of every member's generations so far."""
-        points, times, gains = [], [], []
-        for r in range(1, rung + 1):
-            for trial in record.configs:
-                before, after = self._before(record, trial, r), record.loss(trial, r)
-                if math.isfinite(before) and math.isfinite(after):
-                    points.append(self._point(record.config_at(trial, r)))
-                    times.append(float(r))
-                    gains.append(math.log(before / after))
+        """Points in the unit cube [K, d], generations [K] and drops of log loss [K] of the members' latest generations."""
+        rows: list[tuple[list[float], float, float]] = []
+        for r in reversed(range(1, rung + 1)):
+            rows = [*self._of_generation(record, r), *rows]
+            if len(rows) >= MAX_GAINS:
+                break
+        points, times, gains = zip(*rows[-MAX_GAINS:], strict=True) if rows else ((), (), ())
         return np.array(points), np.array(times), np.array(gains)
+
+    def _of_generation(self, record: Record, rung: int) -> Iterator[tuple[list[float], float, float]]:
+        """(point, generation, drop of log loss) of every member that has a loss before and after."""
+        for trial in record.configs:
+            before, after = self._before(record, trial, rung), record.loss(trial, rung)
+            if math.isfinite(before) and math.isfinite(after):
+                yield self._point(record.config_at(trial, rung)), float(rung), math.log(before / after)
 
     def _before(self, record: Record, trial: int, rung: int) -> float:
         """The loss of the state that a member's generation started from: its own, or its donor's."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from muscale.search.record import Record
 from search_spaces import Config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +61,32 @@ class KnownOf:
         horizons are not mixed. Of the ways tried it has the least error (.048 of log loss, where a rung's loss as it is has .28);
         to tell nothing of stopped trials is the worst for what is suggested next (tests/benchmarks/rungs.py).
         """
-        record, steps = self._record, self._steps()
-        seen = []
+        record, seen = self._record, []
+        steps = [self._step(rung) for rung in range(self._top)]
+        factors = [math.exp(sum(steps[rung:])) for rung in range(self._top + 1)]
         for trial in record.configs:
             if (rung := record.last_rung(trial)) >= 0:
-                loss = record.loss(trial, rung)
-                corrected = None if math.isinf(loss) else loss * math.exp(sum(steps[rung:]))
+                loss = record.arrivals[trial, rung].loss
+                corrected = None if loss is None else loss * factors[rung]
                 seen.append(Observation(config=record.config_at(trial, rung), loss=corrected))
         return seen
 
-    def _steps(self) -> list[float]:
-        """Median change of log loss from each rung to the next; none where nobody has made the step."""
-        return [self._step(rung) for rung in range(self._top)]
-
     def _step(self, rung: int) -> float:
-        record = self._record
-        changes = [
-            math.log(after / record.loss(trial, rung))
-            for after, trial in record.ranking(rung + 1)
-            if math.isfinite(after) and (trial, rung) in record.arrivals and math.isfinite(record.loss(trial, rung))
-        ]
+        """Median change of log loss from a rung to the next; none where nobody has made the step."""
+        changes = self._record.changes(rung)
         return statistics.median(changes) if changes else 0.0
+
+
+class OfConfigs(Generic[T]):
+    """A function of a configuration, worked out once for each: a sampler asks it of all trials for every suggestion."""
+
+    def __init__(self, function: Callable[[Config], T]) -> None:
+        self._function = function
+        self._known: dict[int, tuple[Config, T]] = {}
+
+    def __call__(self, config: Config) -> T:
+        """What the function gives for it; one that was asked about must not change."""
+        known = self._known.get(id(config))
+        if known is None:  # its configuration is held, so that no other gets its id
+            known = self._known[id(config)] = config, self._function(config)
+        return known[1]

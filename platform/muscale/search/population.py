@@ -50,8 +50,10 @@ class Population:
             return Start(until=0)
         members = list(record.configs)
         for rung in range(self.top):
-            if any((member, rung) not in record.arrivals for member in members):
+            if len(record.ranking(rung)) < len(members):
                 return None
+            if record.n_went_on.get(rung, 0) == len(members):
+                continue
             for member in members:
                 if (member, rung) not in record.went_on:
                     return self._decision(record, member, rung)

@@ -7,6 +7,7 @@ is ever changed: what a trial's status is follows from its rows, so a record rea
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,16 @@ class Record:
         self.went_on: set[tuple[int, int]] = set()  # (trial, rung) from which it went on to another
         self.n_went_on: dict[int, int] = {}  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all arrivals
+        self.settled: set[int] = (
+            set()
+        )  # first trials of brackets that a rule found to be over; a cancelled trial may change that
         self._last: dict[int, int] = {}
         self._turns: dict[int, list[tuple[int, Path]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
         self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may be told to go on
+        self._means: dict[int, list[float]] = {}  # of the rungs of which they were asked
+        self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
+        self._changes: dict[int, list[float]] = {}  # likewise
         self._is_read = False  # until then rankings are not sorted
         for row in ledger.trials(sweep):
             self._started(row["number"], row["config"], row["until"])
@@ -85,6 +92,7 @@ class Record:
         for trial, reason in cancelled_trials(self._ledger, self.sweep).items():
             if trial not in self.cancelled and trial in self.configs:
                 self.cancelled[trial] = reason
+                self.settled.clear()
                 self.open.pop(trial, None)
                 for rung in self._waiting:
                     self._waits_no_more(trial, rung)
@@ -151,6 +159,30 @@ class Record:
         """(loss, trial) of those of a rung's ranking that have a loss, were not cancelled and have not gone on from there."""
         return self._waiting.get(rung, [])
 
+    def waiting_by_best(self, rung: int) -> list[tuple[float, int]]:
+        """(least loss so far, trial) of those that wait at a rung, the least first."""
+        if rung not in self._bests:
+            self._bests[rung] = sorted((min(self.losses(trial, rung)), trial) for _, trial in self.waiting(rung))
+        return self._bests[rung]
+
+    def means(self, rung: int) -> list[float]:
+        """Mean losses, over the rungs up to this one, of those that arrived there with a loss, the least first."""
+        if rung not in self._means:
+            alive = [trial for loss, trial in self.ranking(rung) if math.isfinite(loss)]
+            self._means[rung] = sorted(self.mean(trial, rung) for trial in alive)
+        return self._means[rung]
+
+    def changes(self, rung: int) -> list[float]:
+        """Changes of log loss from a rung to the next of those that arrived there with a loss, the least first."""
+        if rung not in self._changes:
+            alive = [trial for loss, trial in self.ranking(rung + 1) if math.isfinite(loss)]
+            self._changes[rung] = sorted(self._change(trial, rung) for trial in alive if (trial, rung) in self.arrivals)
+        return self._changes[rung]
+
+    def mean(self, trial: int, rung: int) -> float:
+        """Mean of a trial's losses at the rungs up to this one."""
+        return statistics.fmean(self.losses(trial, rung))
+
     def place(self, trial: int, rung: int) -> int:
         """How many that were not cancelled stand before a trial in a rung's ranking."""
         here = (self.loss(trial, rung), trial)
@@ -196,6 +228,12 @@ class Record:
             insort(ranking, (loss, trial))
             if self._waits(loss, trial, rung):
                 insort(self._waiting.setdefault(rung, []), (loss, trial))
+                if rung in self._bests:
+                    insort(self._bests[rung], (min(self.losses(trial, rung)), trial))
+            if rung in self._means and math.isfinite(loss):
+                insort(self._means[rung], self.mean(trial, rung))
+            if rung - 1 in self._changes and math.isfinite(loss) and (trial, rung - 1) in self.arrivals:
+                insort(self._changes[rung - 1], self._change(trial, rung - 1))
         else:
             ranking.append((loss, trial))
         if arrival.loss is None or rung >= self.open.get(trial, rung):
@@ -216,12 +254,21 @@ class Record:
         self._waits_no_more(trial, rung)
         self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
 
+    def _change(self, trial: int, rung: int) -> float:
+        return math.log(self.loss(trial, rung + 1) / self.loss(trial, rung))
+
     def _waits(self, loss: float, trial: int, rung: int) -> bool:
         return math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.went_on
 
     def _waits_no_more(self, trial: int, rung: int) -> None:
         if not self._is_read or (trial, rung) not in self.arrivals:
             return
-        waiting, here = self.waiting(rung), (self.loss(trial, rung), trial)
-        if (at := bisect_left(waiting, here)) < len(waiting) and waiting[at] == here:
-            del waiting[at]
+        _drop(self.waiting(rung), (self.loss(trial, rung), trial))
+        if rung in self._bests:
+            _drop(self._bests[rung], (min(self.losses(trial, rung)), trial))
+
+
+def _drop(ordered: list[tuple[float, int]], entry: tuple[float, int]) -> None:
+    """Remove an entry of a sorted list, if it is there."""
+    if (at := bisect_left(ordered, entry)) < len(ordered) and ordered[at] == entry:
+        del ordered[at]

@@ -7,9 +7,9 @@ holding a worker, and one that is never told to go on has been stopped.
 from __future__ import annotations
 
 import math
-import statistics
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from muscale.search.path import Path
@@ -102,17 +102,24 @@ class MedianStopping:
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
         """A trial that may go on, or else a new one."""
         for rung in reversed(range(self.top)):
-            waiting = [trial for _, trial in record.waiting(rung)]
-            if not waiting:
-                continue
-            ranking = [(loss, trial) for loss, trial in record.ranking(rung) if math.isfinite(loss)]
-            means = {trial: statistics.fmean(record.losses(trial, rung)) for _, trial in ranking}
-            ordered = sorted(means.values())
-            for trial in waiting:
-                best = min(record.losses(trial, rung))
-                if len(ordered) <= MIN_PEERS or best <= _median_without(ordered, means[trial]):
-                    return GoOn(trial=trial, until=rung + 1)
+            if (trial := self._passing(record, rung)) is not None:
+                return GoOn(trial=trial, until=rung + 1)
         return Start(until=0) if may_start else None
+
+    def _passing(self, record: Record, rung: int) -> int | None:
+        """Of those that wait at a rung and may go on, the one with the least loss there."""
+        if not (waiting := record.waiting(rung)):
+            return None
+        means = record.means(rung)
+        if len(means) <= MIN_PEERS:
+            return waiting[0][1]
+        highest = _median_without(means, means[0])  # nobody is held against a higher one
+        passing = [
+            (record.loss(trial, rung), trial)
+            for best, trial in takewhile(lambda entry: entry[0] <= highest, record.waiting_by_best(rung))
+            if best <= _median_without(means, record.mean(trial, rung))
+        ]
+        return min(passing)[1] if passing else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +146,13 @@ class Hyperband:
         bracket = 0
         while first < started:
             rung, size = sizes[bracket % len(sizes)]
-            members = range(first, min(first + size, started))
-            full = len(members) == size or not may_start
-            if full and (move := self._promotion(record, rung, members)):
-                return move
+            full = first + size <= started
+            if first not in record.settled and (full or not may_start):
+                members = range(first, min(first + size, started))
+                if move := self._promotion(record, rung, members):
+                    return move
+                if full and not any(trial in record.open for trial in members):
+                    record.settled.add(first)
             first, bracket = first + size, bracket + 1
         if not may_start:
             return None

@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
-from muscale.search.observations import Known, Observation
+from muscale.search.observations import Known, Observation, OfConfigs
 from search_spaces import Config, Space
 
 MAX_OBSERVATIONS = 1000
-"""That an Optuna sampler is given, the best and the latest half each: its cost grows with them, and far ones tell little."""
+"""That an Optuna sampler is given, the best and the latest half each, and CMA-ES, the latest: their cost grows with them, and
+far or old ones tell little (a covariance adapts within tens of generations, of which this is over a hundred)."""
 CLIP = 1.1
 """A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
 Gaussian process needs 20 instead of 13 evaluations (Step Law's grid; search_replay.py)."""
@@ -83,12 +85,28 @@ class QuasiRandom:
         return Draws(space=space, seed=self.seed).propose(number, known)
 
 
-def told(loss: float | None, finite: Sequence[float], *, clip: float = math.inf) -> float:
-    """The finite loss that a sampler is told: a diverged trial's is a little worse than the worst, or at the clip."""
-    if not finite:
-        return math.log(256)
-    worst = max(finite) * 1.01 if loss is None else loss
-    return min(worst, min(finite) * clip)
+@dataclass(frozen=True, kw_only=True)
+class Telling:
+    """The finite losses that a sampler is told: a diverged trial's is a little worse than the worst, or at the clip.
+
+    Attributes:
+        worst: What a divergence is told as.
+        highest: What no loss is told above.
+    """
+
+    worst: float
+    highest: float
+
+    @classmethod
+    def of(cls, finite: Sequence[float], *, clip: float = math.inf) -> Telling:
+        """Of trials of which these ended with a loss, clipped at so many times the best."""
+        if not finite:
+            return cls(worst=math.log(256), highest=math.inf)
+        return cls(worst=max(finite) * 1.01, highest=min(finite) * clip)
+
+    def told(self, loss: float | None) -> float:
+        """What is told of a loss, None after a divergence."""
+        return min(self.worst if loss is None else loss, self.highest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +125,10 @@ class OptunaSampler:
     seed: int
     clip: float = math.inf
 
+    @cached_property
+    def _contains(self) -> OfConfigs[bool]:
+        return OfConfigs(self.space.contains)
+
     def propose(self, number: int, known: Known) -> Config:
         """What the sampler suggests for trial `number`."""
         import optuna
@@ -115,11 +137,11 @@ class OptunaSampler:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
-        kept = _kept([seen for seen in known.observations if self.space.contains(seen.config)])
-        finite = [seen.loss for seen in kept if seen.loss is not None]
+        kept = _kept([seen for seen in known.observations if self._contains(seen.config)])
+        telling = Telling.of([seen.loss for seen in kept if seen.loss is not None], clip=self.clip)
         for seen in kept:
             params, distributions = told_as(self.space, seen.config)
-            value = told(seen.loss, finite, clip=self.clip)
+            value = telling.told(seen.loss)
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
         for config in filter(self.space.contains, known.pending):
             study.enqueue_trial(told_as(self.space, config)[0])
@@ -157,18 +179,27 @@ class CmaEs:
     space: Space
     seed: int
 
+    @cached_property
+    def _contains(self) -> OfConfigs[bool]:
+        return OfConfigs(self.space.contains)
+
+    @cached_property
+    def _encode(self) -> OfConfigs[np.ndarray[Any, np.dtype[np.float64]]]:
+        return OfConfigs(self.space.encode)
+
     def propose(self, number: int, known: Known) -> Config:
         """A draw from the distribution that the full generations so far have made."""
         from cmaes import CMA
 
         n = len(self.space.axes)
         strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
-        observations = [seen for seen in known.observations if self.space.contains(seen.config)]
-        finite = [seen.loss for seen in observations if seen.loss is not None]
+        observations = [seen for seen in known.observations if self._contains(seen.config)]
+        telling = Telling.of([seen.loss for seen in observations if seen.loss is not None], clip=CLIP)
         size = strategy.population_size
-        for first in range(0, len(observations) - size + 1, size):
+        oldest = max(0, len(observations) // size - MAX_OBSERVATIONS // size) * size
+        for first in range(oldest, len(observations) - size + 1, size):
             generation = observations[first : first + size]
-            strategy.tell([(self.space.encode(seen.config), told(seen.loss, finite, clip=CLIP)) for seen in generation])
+            strategy.tell([(self._encode(seen.config), telling.told(seen.loss)) for seen in generation])
             if strategy.should_stop():
                 break
         strategy.reseed_rng(_seed(self.seed, number))

@@ -103,6 +103,11 @@ class UntilStopped(_WithEngine, FIFOScheduler):
             TrialScheduler.STOP if self._engine.ends(self._legs.flown(trial.trial_id)) else TrialScheduler.CONTINUE
         )
 
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """Let go of what Tune would keep of a leg that is over: queues and means of every number that was reported."""
+        trial.metric_n_steps.clear()
+        trial.metric_analysis.clear()
+
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Tell the legs what went wrong, which Tune hands to nobody but its own folder."""
         pickled = Path(trial.pickled_error_file).read_bytes()  # written a moment ago by this process

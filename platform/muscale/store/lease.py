@@ -73,9 +73,9 @@ def record_segment(ledger: Ledger, name: str, token: int, row: Mapping[str, Any]
     ledger.write(_record, name, token, stamped(segments, row))
 
 
-def all_leases(connection: sa.Connection) -> list[dict[str, Any]]:
-    """Every lease, for a ledger's `read`; free ones have no owner."""
-    return find(connection, "leases")
+def taken_leases(connection: sa.Connection) -> list[dict[str, Any]]:
+    """Every lease that has an owner, dead or alive, for a ledger's `read`: of what was ever trained, most are free."""
+    return [dict(row) for row in connection.execute(sa.select(leases).where(leases.c.owner.is_not(None))).mappings()]
 
 
 def expired_leases(ledger: Ledger) -> frozenset[Standing]:
@@ -87,7 +87,7 @@ def expired_leases(ledger: Ledger) -> frozenset[Standing]:
     still: frozenset[Standing] | None = None
     since = clock.now()
     while True:
-        held = [row for row in clock.timed(ledger.read, all_leases) if row["owner"] and not is_dead(row["owner"])]
+        held = [row for row in clock.timed(ledger.read, taken_leases) if not is_dead(row["owner"])]
         seen = frozenset(standing_of(row) for row in held if not row["owner"].startswith(mine))
         if still is None:
             still, since = seen, clock.now()
@@ -109,7 +109,7 @@ def is_held(row: Mapping[str, Any], expired: Collection[Standing]) -> bool:
 
 def held_leases(ledger: Ledger, expired: Collection[Standing]) -> list[str]:
     """Names of the leases that somebody holds, given those that have expired (`expired_leases`)."""
-    return [row["name"] for row in ledger.read(all_leases) if is_held(row, expired)]
+    return [row["name"] for row in ledger.read(taken_leases) if is_held(row, expired)]
 
 
 class _LedgerClock:

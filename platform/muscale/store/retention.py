@@ -19,14 +19,13 @@ import pandas as pd
 import sqlalchemy as sa
 
 from muscale.layout import CURVES, STATES
-from muscale.store.lease import Standing, expired_leases, is_held, process_of
-from muscale.store.ledger import Ledger
-from muscale.store.tables import decisions, leases, retrained, rungs, runs, segments, trials
+from muscale.store.lease import Standing, expired_leases, is_held, process_of, taken_leases
+from muscale.store.ledger import KEYS_AT_ONCE, Ledger, by_key
+from muscale.store.tables import decisions, retrained, rungs, runs, segments, trials
 from scaling.presentation import Result
 
 RECENT_SECONDS = 3600.0  # a state is there a moment before its row is, and before the branch that will start from it
 _UNFINISHED = ".unfinished"
-_KEYS_AT_ONCE = 500  # forgotten in one transaction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,8 @@ def prune(
         retrained_seconds=float(facts["retrained"][2] or 0.0),
     )
     if not dry_run:
-        for start in range(0, len(forgotten), _KEYS_AT_ONCE):  # first, so that no row ever promises a file that is gone
-            ledger.forget_states(forgotten[start : start + _KEYS_AT_ONCE])
+        for start in range(0, len(forgotten), KEYS_AT_ONCE):  # first, so that no row ever promises a file that is gone
+            ledger.forget_states(forgotten[start : start + KEYS_AT_ONCE])
         for path in (path for paths in going.values() for path in paths):
             path.unlink(missing_ok=True)
     return pruning
@@ -132,11 +131,10 @@ def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
         for key in keys:
             reasons.setdefault(key, reason)
 
-    running = {facts["parents"].get(key, {}).get("line") for key in facts["running"]}
     keep((row["key"] for row in states.values() if row["line"] in held), "held by a worker")
     since = (datetime.now(UTC) - timedelta(seconds=RECENT_SECONDS)).isoformat(timespec="microseconds")
     keep((row["key"] for row in states.values() if held and row["created_at"] > since), "recent, while workers train")
-    keep((row["key"] for row in states.values() if row["line"] in running), "running trial")
+    keep((row["key"] for row in states.values() if row["line"] in facts["running"]), "running trial")
     keep(facts["leaders"], "best of a rung")
     longest: dict[str, dict[str, Any]] = {}
     for row in states.values():
@@ -144,10 +142,10 @@ def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
             longest[row["line"]] = row
     keep((row["key"] for row in longest.values()), "end of a ladder stem")
     for key in list(reasons):
-        above = facts["parents"].get(key, {}).get("parent")
+        above = facts["parents"].get(key)
         while above:
             keep([above], "what a kept one started from")
-            above = facts["parents"].get(above, {}).get("parent")
+            above = facts["parents"].get(above)
     return reasons
 
 
@@ -168,46 +166,58 @@ def _leftovers(states: Path, curves: Path, known: set[Path], held: set[int]) -> 
 
 
 def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
-    """What the rules look at, in one snapshot."""
+    """What the rules look at, in one snapshot; of segments only those that have a state, and what they started from."""
     s, r = segments.c, rungs.c
-    states = (
-        connection.execute(sa.select(s.key, s.line, s.tokens, s.state, s.created_at).where(s.state.is_not(None)))
-        .mappings()
-        .all()
-    )
-    parents = connection.execute(sa.select(s.key, s.line, s.parent)).mappings().all()
+    query = sa.select(s.key, s.line, s.tokens, s.state, s.created_at).where(s.state.is_not(None))
+    states = [dict(row) for row in connection.execute(query).mappings()]
     place = sa.func.row_number().over(partition_by=(r.sweep, r.rung), order_by=(r.loss, r.sequence)).label("place")
     ranked = sa.select(r.segment, place).where(r.loss.is_not(None)).subquery()
-    leaders = connection.execute(sa.select(ranked.c.segment).where(ranked.c.place <= top_k)).scalars()
+    leaders = [*connection.execute(sa.select(ranked.c.segment).where(ranked.c.place <= top_k)).scalars()]
     ladder = connection.execute(sa.select(runs.c.stem).where(runs.c.purpose == "ladder").distinct()).scalars()
-    taken = connection.execute(sa.select(leases).where(leases.c.owner.is_not(None))).mappings()
     again = sa.select(sa.func.count(), sa.func.sum(retrained.c.tokens), sa.func.sum(retrained.c.seconds))
     return {
-        "states": [dict(row) for row in states],
-        "parents": {row["key"]: {"line": row["line"], "parent": row["parent"]} for row in parents},
-        "running": _running(connection),
-        "leaders": list(leaders),
+        "states": states,
+        "parents": _parents(connection, [*(row["key"] for row in states), *leaders]),
+        "running": {row.line for row in by_key(connection, sa.select(s.line), s.key, _running(connection))},
+        "leaders": leaders,
         "ladder": set(ladder),
-        "leases": [dict(row) for row in taken],
+        "leases": taken_leases(connection),
         "retrained": tuple(connection.execute(again.select_from(retrained)).one()),
     }
 
 
+def _parents(connection: sa.Connection, keys: Iterable[str]) -> dict[str, str | None]:
+    """What each of these segments started from, and that in its turn, to the beginning."""
+    query = sa.select(segments.c.key, segments.c.parent)
+    found: dict[str, str | None] = {}
+    wanted = [*dict.fromkeys(keys)]
+    while wanted:
+        new = {row.key: row.parent for row in by_key(connection, query, segments.c.key, wanted)}
+        found |= new
+        wanted = [parent for parent in dict.fromkeys(new.values()) if parent and parent not in found]
+    return found
+
+
 def _running(connection: sa.Connection) -> list[str]:
     """Segments from which trials go on that have not arrived where they were sent: their own last one, or their donor's."""
-    sent = {(row.sweep, row.number): row.until for row in connection.execute(sa.select(trials))}
-    donors: dict[tuple[str, int, int], int] = {}
-    for row in connection.execute(sa.select(decisions).order_by(decisions.c.sequence)):
-        sent[row.sweep, row.trial] = row.until
-        if row.donor is not None:
-            donors[row.sweep, row.trial, row.rung] = row.donor
-    arrived = {(row.sweep, row.trial, row.rung): row for row in connection.execute(sa.select(rungs))}
-    last: dict[tuple[str, int], int] = {}
-    for sweep, trial, rung in arrived:
-        last[sweep, trial] = max(rung, last.get((sweep, trial), rung))
-    going = [(sweep, trial, rung) for (sweep, trial), rung in last.items() if rung < sent[sweep, trial]]
-    starts = [arrived[sweep, donors.get((sweep, trial, rung), trial), rung] for sweep, trial, rung in going]
-    return [row.segment for row in starts if row.loss is not None]
+    r, d = rungs.c, decisions.c
+    last = sa.select(r.sweep, r.trial, sa.func.max(r.rung).label("rung")).group_by(r.sweep, r.trial).subquery()
+    sent = sa.select(d.sweep, d.trial, sa.func.max(d.until).label("until")).group_by(d.sweep, d.trial).subquery()
+    own = (trials.c.sweep == last.c.sweep) & (trials.c.number == last.c.trial)
+    decided = (sent.c.sweep == last.c.sweep) & (sent.c.trial == last.c.trial)
+    going = (
+        sa.select(last)
+        .join(trials, own)
+        .outerjoin(sent, decided)
+        .where(last.c.rung < sa.func.coalesce(sent.c.until, trials.c.until))
+    )
+    found: list[str] = []
+    for sweep, trial, rung in connection.execute(going).all():
+        copied = sa.select(d.donor).where(d.sweep == sweep, d.trial == trial, d.rung == rung)
+        donor = connection.execute(copied).scalar()
+        here = (r.sweep == sweep) & (r.trial == (trial if donor is None else donor)) & (r.rung == rung)
+        found += connection.execute(sa.select(r.segment).where(here, r.loss.is_not(None))).scalars()
+    return found
 
 
 def _bytes(path: Path) -> int:

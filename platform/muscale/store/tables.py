@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA = 4  # raise it when a table, an index or what a column holds changes, with a revision in `migrations/versions`
+SCHEMA = 5  # raise it when a table, an index or what a column holds changes, with a revision in `migrations/versions`
 
 
 class _JsonText(sa.TypeDecorator[Any]):
@@ -65,7 +65,11 @@ segments = sa.Table(
     sa.Column("state", sa.String),  # path relative to the study's directory; null where none is kept
     sa.Column("environment", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
+    sa.Index("ix_segments_created_at", "created_at"),  # the latest, which a live page asks for every second
 )
+# Few of many segments: pruning asks for them.
+has_state = segments.c.state.is_not(None)
+sa.Index("ix_segments_state", segments.c.state, sqlite_where=has_state, postgresql_where=has_state)
 
 leases = sa.Table(
     "leases",
@@ -143,6 +147,7 @@ runs = sa.Table(
     sa.Column("label", sa.String, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
     sa.Index("ix_runs_key", "key"),  # of whatever purpose
+    sa.Index("ix_runs_created_at", "created_at"),
 )
 
 results = sa.Table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import live_app
 from muscale.search.record import Arrival, Record
 from muscale.store.cancels import cancelled_trials
+from muscale.store.tables import metadata
 from search_spaces import LogUniform, Space
 
 MakeStudy = Callable[..., Path]
@@ -21,9 +22,9 @@ SPACE = Space({"learning_rate": LogUniform(low=0.001, high=0.1)})
 TOKEN = "the-token"
 
 
-def begun(path: Path, *, trials: int = 3) -> tuple[Study, Record]:
+def begun(path: Path, *, trials: int = 3, settings: Sequence[str] = ()) -> tuple[Study, Record]:
     """A study whose search has begun so many trials, of which the first has come to its first rung."""
-    study = Study.open(path, quiet=True)
+    study = Study.open(path, settings, quiet=True)
     record = Record(study.ledger, "sweep")
     record.begin_round("random", SPACE)
     for trial in range(trials):
@@ -57,6 +58,38 @@ def test_only_what_changed_has_another_hash(make_study: MakeStudy) -> None:
     assert {ident for ident in after if after[ident] != before[ident]} == {"the-search-as-it-goes"}
     assert "2.6" in page.get("/sections/the-search-as-it-goes").text
     assert page.get("/sections/nothing").status_code == 404
+
+
+ROWS: dict[str, dict[str, object]] = {
+    "segments": {"key": "k", "line": "l", "trained_from": 0, "tokens": 1, "seconds": 1.0}
+    | {name: {} for name in ("numerics", "segment", "source_losses", "environment")},
+    "runs": {"purpose": "ladder", "key": "k", "stem": "s", "hyperparameters": {}, "label": "", "learning_rate": 1.0}
+    | dict.fromkeys(("d_model", "n_layers", "n_params", "n_tokens", "seed"), 1),
+    "rounds": {"sweep": "another", "round": 0, "first_trial": 0, "searcher": "random", "space": {}},
+    "trials": {"sweep": "sweep", "number": 3, "config": {}, "until": 1},
+    "rungs": {"sweep": "sweep", "trial": 1, "rung": 0, "sequence": 2, "segment": "s", "tokens": 1, "seconds": 1.0},
+    "decisions": {"sweep": "sweep", "trial": 0, "rung": 0, "sequence": 2, "until": 1, "path": []},
+    "results": {"stage": "check", "key": "k", "payload": {}},
+    "forecasts": {"plan": "p", "loss": 1.0, "low": 1.0, "high": 1.0, "level": 0.9, "payload": {}},
+}
+
+
+@pytest.mark.parametrize("table", ROWS)
+@pytest.mark.parametrize("storage", ["sqlite", "postgresql"])
+def test_a_row_is_noticed_in_every_table_that_the_page_shows(
+    make_study: MakeStudy, request: pytest.FixtureRequest, storage: str, table: str
+) -> None:
+    settings = []
+    if storage == "postgresql":
+        request.getfixturevalue("postgres")
+        settings = ["storage.ledger=postgresql"]
+    study, _ = begun(make_study(), settings=settings)
+    live = LivePage(study=study)
+    before = live._feel()
+    assert live._feel() == before
+    study.ledger.insert(metadata.tables[table], **ROWS[table])
+    assert live._feel() != before
+    study.ledger.close()
 
 
 def test_a_search_that_has_begun_no_trial_yet_is_no_error(make_study: MakeStudy) -> None:

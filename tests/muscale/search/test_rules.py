@@ -6,14 +6,19 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
-from muscale.search.rules import MIN_PEERS, Hyperband
+from muscale.search.observations import KnownOf
+from muscale.search.record import Record
+from muscale.search.rules import MIN_PEERS, GoOn, Hyperband, Rule, Start
 from muscale.settings.sweep import SweepSettings
+from muscale.store.cancels import cancel_trial
+from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]
@@ -109,3 +114,91 @@ def test_the_median_rule_leaves_behind_who_is_worse_than_the_median_of_means(mak
         assert min(record.losses(trial, rung)) > statistics.median(means)
     assert left
     assert math.isfinite(record.ranking(3)[0][0])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A rule whose every move is held against what one who looks at all trials would do."""
+
+    rule: Rule
+    wanted: Callable[[Record, bool], Start | GoOn | None]
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        move = self.rule.next(record, may_start=may_start)
+        assert move == self.wanted(record, may_start)
+        return move
+
+
+def by_the_median(record: Record, may_start: bool) -> Start | GoOn | None:
+    """The median rule word by word, over four rungs."""
+    for rung in (2, 1, 0):
+        alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
+        for trial in alive:
+            if (trial, rung) in record.went_on or trial in record.cancelled:
+                continue
+            means = [statistics.fmean(record.losses(other, rung)) for other in alive if other != trial]
+            if len(means) < MIN_PEERS or min(record.losses(trial, rung)) <= statistics.median(means):
+                return GoOn(trial=trial, until=rung + 1)
+    return Start(until=0) if may_start else None
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_median_rule_finds_whom_a_look_at_all_trials_finds(
+    make_engine: MakeEngine, fly: Fly, ledger: Ledger, workers: int
+) -> None:
+    engine = make_engine(settings(scheduler="median", trials=80))
+    engine._rule = Compared(engine._rule, by_the_median)
+    record = engine.record
+
+    def loss_at(leg: Leg, rung: int) -> float | None:
+        if len(record.arrivals) == 60:
+            cancel_trial(ledger, "s", record.waiting(0)[0][1], "it is in the way")
+        return None if leg.trial % 9 == 5 else shuffled(leg, rung)
+
+    assert len(fly(engine, loss_at, workers=workers)) > 100
+    assert engine.is_finished
+    assert record.cancelled
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
+    make_engine: MakeEngine, fly: Fly, ledger: Ledger, workers: int
+) -> None:
+    engine = make_engine(settings(scheduler="hyperband", trials=80))
+    rule, record = engine._rule, engine.record
+
+    def anew(record: Record, may_start: bool) -> Start | GoOn | None:
+        known, record.settled = record.settled, set()
+        move = rule.next(record, may_start=may_start)
+        record.settled = known
+        return move
+
+    def loss_at(leg: Leg, rung: int) -> float:
+        if len(record.arrivals) == 60:
+            assert 0 in record.settled, "the first bracket is over"
+            cancel_trial(ledger, "s", record.ranking(0)[0][1], "it is in the way")
+        return shuffled(leg, rung)
+
+    engine._rule = Compared(rule, anew)
+    fly(engine, loss_at, workers=workers)
+    assert engine.is_finished
+    assert record.settled
+
+
+@pytest.mark.parametrize("scheduler", ["asha", "median", "hyperband", "pbt"])
+def test_what_a_record_keeps_up_is_what_it_works_out_anew(
+    make_engine: MakeEngine, fly: Fly, ledger: Ledger, scheduler: str
+) -> None:
+    engine = make_engine(settings(scheduler=scheduler, trials=40), scheduler)
+    record = engine.record
+
+    def kept() -> list[object]:
+        of_rungs = [(record.means(rung), record.waiting_by_best(rung), record.changes(rung)) for rung in range(3)]
+        return [of_rungs, KnownOf(record, 3).observations]
+
+    assert kept() == [[([], [], [])] * 3, []], "asked before the first result, so all of them are kept up"
+    fly(engine, lambda leg, rung: None if leg.trial % 9 == 5 else shuffled(leg, rung), workers=3)
+    found = kept()
+    record = Record(ledger, scheduler)
+    assert len(record.means(1)) > 3
+    assert kept() == found

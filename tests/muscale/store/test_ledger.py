@@ -12,7 +12,7 @@ from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.storage import file_system
-from muscale.store.tables import forecasts, trials
+from muscale.store.tables import SCHEMA, forecasts, trials
 
 
 @pytest.fixture
@@ -27,7 +27,9 @@ def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
         ledger.claim({"model.d_model": 32, "tokenizer": "bytes"}, {"sweep": 1})
 
 
-@pytest.mark.parametrize(("number", "told"), [(0, "schema 1, .* older version"), (5, "schema 5, .* newer version")])
+@pytest.mark.parametrize(
+    ("number", "told"), [(0, "schema 1, .* older version"), (SCHEMA + 1, f"schema {SCHEMA + 1}, .* newer version")]
+)
 def test_a_ledger_of_another_schema_is_refused_with_what_to_do(ledger: Ledger, number: int, told: str) -> None:
     ledger.claim({}, {})
     ledger.close()

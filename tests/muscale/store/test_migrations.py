@@ -279,6 +279,9 @@ def test_every_index_serves_what_it_is_for(make_old: Callable[[str], Old]) -> No
         "ix_decisions_sequence": "SELECT max(sequence) FROM decisions WHERE sweep = 's'",
         "ix_runs_key": "SELECT purpose FROM runs WHERE key = 'k'",
         "ix_results_created_at": "SELECT * FROM results WHERE stage = 'check' ORDER BY created_at DESC LIMIT 1",
+        "ix_segments_created_at": "SELECT max(created_at) FROM segments",
+        "ix_segments_state": "SELECT key, line FROM segments WHERE state IS NOT NULL",
+        "ix_runs_created_at": "SELECT max(created_at) FROM runs",
     }
     for index, query in queries.items():
         assert index in ledger.read(_plan_of, query)

@@ -88,6 +88,19 @@ def test_each_rule_keeps_what_it_names_and_the_rest_goes(ledger: Ledger) -> None
     json.dumps(again.to_dict())
 
 
+def test_whatever_a_kept_one_started_from_stays_through_those_that_have_no_state(ledger: Ledger) -> None:
+    add(ledger, "first")
+    add(ledger, "second", parent="first").unlink()
+    ledger.forget_states(["second"])
+    add(ledger, "third", parent="second")
+    ledger.insert(trials, sweep="s", number=0, config={}, until=0)
+    add_rung(ledger, 0, "third", 1.0)
+    add(ledger, "other", parent="first")
+    done = prune(ledger)
+    assert done.kept == {"best of a rung": 100, "what a kept one started from": 100}
+    assert [key for key in ("first", "third", "other") if (ledger.segment(key) or {})["state"]] == ["first", "third"]
+
+
 def test_what_a_living_worker_may_need_stays(ledger: Ledger) -> None:
     leased, recent = add(ledger, "leased", line="line"), add(ledger, "recent")
     writing = aged(ledger.directory / STATES / f"new.pt.{os.getpid()}.unfinished")
