@@ -122,7 +122,7 @@ class StageOfAStudy(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         from muscale import StudyConfig
-        from muscale.full_runs.checkpoints import CHECKPOINTS
+        from muscale.full_runs.checkpoint_folder import CHECKPOINTS
         from muscale.layout import CORPUS, FULL_RUNS
         from muscale.store.ledger import Ledger
         from proxy_models.corpus import write_corpus
