@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from proxy_models.config import ModelConfig
 from proxy_models.decoder import NORM_EPS, ROTARY_BASE, Decoder
 from proxy_models.hugging_face import write_tokenizer
+from proxy_models.tensor_file import save_tensors
 from proxy_models.tokenizer import Tokenizer
 from proxy_models.whole_folder import whole_folder
 
@@ -193,7 +193,7 @@ def _write_weights(decoder: Decoder, folder: Path, max_shard_bytes: int) -> None
         _write_json(folder / f"{WEIGHTS}.index.json", index)
     tensors = llama_weights(decoder)
     for name, shard in zip(names, shards, strict=True):
-        save_file({key: next(tensors)[1] for key in shard}, folder / name, metadata={"format": "pt"})
+        save_tensors({key: next(tensors)[1] for key in shard}, folder / name)
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from proxy_models.whole_file import named
+
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
@@ -18,22 +20,24 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: If there is something at `path`, other than an empty folder.
+        OSError: With the folder's name, where the error itself names no file.
     """
     require_free(path)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     try:
-        yield unfinished
-        readable = stat.S_IMODE(unfinished.stat().st_mode) & 0o666
-        for file in unfinished.rglob("*"):
-            if file.is_file():
-                file.chmod(readable)  # some libraries write files that only their owner may read
-            _to_disk(file)
-        _to_disk(unfinished)
-        require_free(path)
-        unfinished.rename(path)  # over an empty folder, if there is one; never over a file that came meanwhile
-        _to_disk(path.parent)
+        with named(path):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            readable = stat.S_IMODE(unfinished.stat().st_mode) & 0o666
+            for file in unfinished.rglob("*"):
+                if file.is_file():
+                    file.chmod(readable)  # some libraries write files that only their owner may read
+                _to_disk(file)
+            _to_disk(unfinished)
+            require_free(path)
+            unfinished.rename(path)  # over an empty folder, if there is one; never over a file that came meanwhile
+            _to_disk(path.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

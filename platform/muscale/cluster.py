@@ -6,16 +6,22 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
+
+import psutil
 
 from muscale.errors import StageError, first_line
 from muscale.interrupts import interrupted_later
 from muscale.settings.config import ResourceSettings
 
+_log = logging.getLogger(__name__)
+_LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone
+_KILLED_SECONDS = 60.0  # more, once the head is killed: on a busy machine Ray was seen to take 35 s then
 _staying: ContextVar[ExitStack | None] = ContextVar("staying", default=None)
 
 
@@ -52,13 +58,47 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
             what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
         raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
     if stays := _staying.get():
-        stays.callback(ray.shutdown)
+        stays.callback(_leave, own=bool(local))
         yield
         return
     try:
         yield
     finally:
+        _leave(own=bool(local))
+
+
+def _leave(*, own: bool) -> None:
+    """Leave the cluster, or end our own, within `_LEAVING_SECONDS` and `_KILLED_SECONDS`."""
+    import ray
+
+    left = threading.Event()
+    watcher = threading.Thread(target=_hurry, args=(left, own), name="leaving Ray", daemon=True)
+    watcher.start()
+    try:
         ray.shutdown()
+    finally:
+        left.set()
+        watcher.join()
+
+
+def _hurry(left: threading.Event, own: bool) -> None:
+    """End a leave-taking that takes too long: Ray says goodbye to its head by calls without a time limit.
+
+    Its own limit holds for the time before; a head that hangs now, or dies with a call on the way, would be waited for.
+    """
+    if left.wait(_LEAVING_SECONDS):
+        return
+    if own:  # where it is dead rather than silent, the calls fail
+        _log.warning("Ray has not ended after %.0f s; its head and its node are killed", _LEAVING_SECONDS)
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.name() in ("gcs_server", "raylet"):
+                    process.kill()
+        if left.wait(_KILLED_SECONDS):
+            return
+    _log.error("Ray's head does not answer; what was finished is recorded, run the same command again to go on")
+    sys.stdout.flush()
+    os._exit(2)  # as Ray ends a process whose head is gone
 
 
 def connect(**options: Any) -> None:

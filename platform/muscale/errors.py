@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or gone
+
 EXIT_PREEMPTED = 75
 """Of a process that saved as it was told to leave its machine: EX_TEMPFAIL of sysexits.h, which invites to try again."""
 EXIT_FAULT = 70
@@ -48,6 +53,14 @@ class RunSelectionError(MuscaleError):
 
 class PreemptedError(MuscaleError):
     """A run that was told to leave its machine: it has saved, and the same command goes on with it (exit code 75)."""
+
+
+def of_storage(error: BaseException | None) -> str:
+    """What to tell of an error that befell a disk, whatever was to be written; nothing of others."""
+    if not isinstance(error, OSError) or error.errno not in _OF_STORAGE:
+        return ""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{os.strerror(error.errno).lower()}; see to the disk and run the same command again to go on"
 
 
 def first_line(error: Exception) -> str:

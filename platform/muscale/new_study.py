@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.layout import STUDY_FILE
+from proxy_models.whole_file import whole_file
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
@@ -137,7 +138,8 @@ def _with_value(text: str, key: str, value: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text)
 
 
 def _kind(source: Path) -> Kind:

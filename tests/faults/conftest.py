@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from muscale import Study
+from muscale.layout import LEDGER
+from tests.faults.drivers import SETTINGS, Driver, Undisturbed, recorded, trained_tokens
 from tests.faults.lean import begin, finish
-from tests.muscale.conftest import make_study, postgres_server, ray_cluster
+from tests.muscale.conftest import MICRO, make_study, postgres_server, ray_cluster, write_text
 
 __all__ = ["make_study", "postgres_server", "ray_cluster"]
 
@@ -57,6 +60,20 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield SmallDisk(folder)
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The sweep of `drivers`, to whose end nothing came in between."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    write_text(directory / "text")
+    (directory / "study.toml").write_text(MICRO)
+    driver = Driver(directory / "study.toml")
+    assert driver.ends() == 0, driver.log.read_text()
+    tokens = trained_tokens(directory / "study.toml")
+    assert tokens == recorded(directory / LEDGER), "what is counted is what was trained"
+    trials = Study.open(directory / "study.toml", SETTINGS, quiet=True).sweep().trials
+    return Undisturbed(trials, tokens)
 
 
 @pytest.fixture(scope="session")

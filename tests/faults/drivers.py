@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +20,21 @@ import psutil
 
 from muscale import Study
 from muscale.layout import LEDGER
+from tests.faults.counted.sitecustomize import COUNTS
 from tests.faults.lean import Rows, Tally, assert_kept, rows
 
 SETTINGS = ["sweep.trials=4", "sweep.n_tokens=262144", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
 COLUMNS = ["trial", "status", "learning_rate", "init_scale", "annealed_loss"]
 SECONDS = 600.0
+COUNTED = Path(__file__).parent / "counted"
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What comes of a sweep that nothing befalls, and the tokens that were trained for it."""
+
+    trials: pd.DataFrame
+    tokens: int
 
 
 class Driver:
@@ -34,6 +45,8 @@ class Driver:
         self.log = study.parent / f"driver-{time.monotonic_ns()}.log"
         chosen = [part for setting in (*SETTINGS, *settings) for part in ("--set", setting)]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        paths = [str(COUNTED), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "muscale", command, str(study), *chosen],
@@ -49,6 +62,14 @@ class Driver:
             return list(psutil.Process(self.process.pid).children(recursive=True))
         except psutil.NoSuchProcess:
             return []
+
+    def heads(self) -> list[psutil.Process]:
+        """Of the Ray that it started, while it runs."""
+        found = []
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                found += [process] if process.name() == "gcs_server" else []
+        return found
 
     def reaches(self, happened: Callable[[], bool], what: str) -> None:
         """Wait for something to happen while it runs."""
@@ -81,26 +102,15 @@ class Driver:
             self.end(signal.SIGKILL)
 
 
-def held(ledger: Path) -> set[str]:
-    """Lines that somebody had under way, dead or alive."""
-    if not ledger.exists():
-        return set()
-    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
-        try:
-            return {name for (name,) in connection.execute("SELECT name FROM leases WHERE owner IS NOT NULL")}
-        except sqlite3.OperationalError:  # its tables were being made
-            return set()
-
-
 def arrived(study: Path) -> int:
     """How many results at rungs are on record."""
     known = rows(study.parent / LEDGER)
     return len(known.get("rungs", ()))
 
 
-def _has_arrived(driver: Driver, wanted: int) -> bool:
+def _has_arrived(driver: Driver, wanted: int, is_there: Callable[[Driver], bool]) -> bool:
     begun = (driver.study.parent / LEDGER).exists() and arrived(driver.study) >= wanted
-    return begun or driver.process.poll() == 0
+    return (begun and is_there(driver)) or driver.process.poll() == 0
 
 
 def times(full: int) -> int:
@@ -108,58 +118,54 @@ def times(full: int) -> int:
     return min(full, int(os.environ.get("MUSCALE_FAULTS", full)))
 
 
-def trained_again(ledger: Path, lines: set[str], known: set[str]) -> int:
-    """Tokens of the segments that were under way: at most so many were trained twice."""
-    with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
-        found = connection.execute("SELECT key, line, tokens - trained_from FROM segments ORDER BY tokens").fetchall()
-    first: dict[str, int] = {}
-    for key, line, tokens in found:
-        if line in lines and key not in known:
-            first.setdefault(line, tokens)
-    return sum(first.values())
+def trained_tokens(study: Path) -> int:
+    """Tokens that were trained for a study, in all its processes, whether or not anything came of them."""
+    return sum(int.from_bytes(file.read_bytes()) for file in (study.parent / COUNTS).iterdir())
 
 
-def keys(ledger: Path) -> set[str]:
-    """Of the segments on record."""
-    if "segments" not in rows(ledger):
-        return set()
+def recorded(ledger: Path) -> int:
+    """Tokens that the ledger's segments were trained over."""
     with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
-        return {key for (key,) in connection.execute("SELECT key FROM segments")}
+        (tokens,) = connection.execute("SELECT sum(tokens - trained_from) FROM segments").fetchone()
+    return int(tokens)
 
 
 def killed_at_random(
     make_study: Callable[..., Path],
-    undisturbed: pd.DataFrame,
+    undisturbed: Undisturbed,
     tally: Tally,
     times: int,
     end: Callable[[Driver], object],
+    is_there: Callable[[Driver], bool] = lambda driver: True,
 ) -> None:
-    """End drivers at random moments, three on each study, then let the study end, and compare it with an undisturbed one."""
+    """End drivers at random moments, three on each study, then let the study end, and compare it with an undisturbed one.
+
+    `is_there` tells whether there is what `end` takes away.
+    """
     chance, number = random.Random(0), 0
     while tally.injected < times:
         study, number = make_study(f"killed-{number}"), number + 1
         ledger = study.parent / LEDGER
-        under_way: list[tuple[set[str], set[str]]] = []
         for _ in range(min(3, times - tally.injected)):
             before = rows(ledger)
             driver, wanted = Driver(study), arrived(study) + chance.choice((0, 0, 1))
-            driver.reaches(partial(_has_arrived, driver, wanted), "a rung")
+            driver.reaches(partial(_has_arrived, driver, wanted, is_there), "a rung")
             time.sleep(chance.uniform(0, 5))
-            if driver.process.poll() is not None:  # nothing was left to do
+            if driver.process.poll() is not None or not is_there(driver):  # nothing was left to do
                 assert driver.ends() == 0, driver.log.read_text()
                 break
-            lines = held(ledger)  # before: a worker that is told to end gives its lease back
             end(driver)
             tally.injected += 1
-            under_way.append((lines, keys(ledger)))
             assert_kept(before, rows(ledger))
-        check(study, undisturbed, rows(ledger))
-        tally.lost += sum(trained_again(ledger, *one) for one in under_way)
+        tally.lost += check(study, undisturbed, rows(ledger))
         tally.survived = tally.injected
 
 
-def check(study: Path, undisturbed: pd.DataFrame, before: Rows, *settings: str) -> None:
-    """The same command again: it ends, changes no row, trains nothing twice, keeps to its budget, and has the same table."""
+def check(study: Path, undisturbed: Undisturbed, before: Rows, *settings: str) -> int:
+    """The same command again: it ends, changes no row, trains nothing twice, keeps to its budget, and has the same table.
+
+    Returns the tokens that were trained in vain.
+    """
     driver = Driver(study, *settings)
     assert driver.ends() == 0, driver.log.read_text()
     found = Study.open(study, [*SETTINGS, *settings], quiet=True)
@@ -169,4 +175,12 @@ def check(study: Path, undisturbed: pd.DataFrame, before: Rows, *settings: str) 
         assert found.ledger.retrained() == []
         table = found.sweep().trials
     assert len(table) == 4
-    pd.testing.assert_frame_equal(table[COLUMNS], undisturbed[COLUMNS])
+    pd.testing.assert_frame_equal(table[COLUMNS], undisturbed.trials[COLUMNS])
+    return lost(study, undisturbed)
+
+
+def lost(study: Path, undisturbed: Undisturbed) -> int:
+    """Tokens that were trained for a study which has ended, beyond what it takes."""
+    tokens = trained_tokens(study) - undisturbed.tokens
+    assert tokens >= 0, "no less than an undisturbed one"
+    return tokens

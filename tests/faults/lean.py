@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -110,10 +110,21 @@ class Tally:
     injected: int = 0
     survived: int = 0
     lost: int = 0
-    unit: str = "tokens"
+    whole: int = 0  # that a study takes
+
+    @contextmanager
+    def kept_by(self, record_property: Callable[[str, object], None]) -> Iterator[Tally]:
+        """Tell it at the end of the block, also of one that fails."""
+        try:
+            yield self
+        finally:
+            self.tell(record_property)
 
     def tell(self, record_property: Callable[[str, object], None]) -> None:
         """Into pytest's report (--junit-xml), and the log that -o log_cli=true shows."""
-        told = f"injected {self.injected}, survived {self.survived}, work lost {self.lost:,} {self.unit}"
+        told = (
+            f"injected {self.injected}, survived {self.survived}, "
+            f"work lost {self.lost:,} tokens, of studies of {self.whole:,}"
+        )
         record_property(self.kind, told)
         logging.getLogger(__name__).warning("%s: %s", self.kind, told)

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import psutil
 import pytest
 
 from muscale.layout import LEDGER
-from tests.faults.drivers import Driver, arrived, check, held, keys, killed_at_random, times, trained_again
+from tests.faults.drivers import Driver, Undisturbed, arrived, check, killed_at_random, times
 from tests.faults.lean import Tally, assert_kept, rows
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(7200)]
@@ -24,45 +23,27 @@ MakeStudy = Callable[..., Path]
 Record = Callable[[str, object], None]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    from muscale import Study
-    from tests.faults.drivers import SETTINGS
-    from tests.muscale.conftest import MICRO, write_text
-
-    directory = tmp_path_factory.mktemp("undisturbed")
-    write_text(directory / "text")
-    (directory / "study.toml").write_text(MICRO)
-    assert Driver(directory / "study.toml").ends() == 0
-    return Study.open(directory / "study.toml", SETTINGS, quiet=True).sweep().trials
-
-
 def test_a_driver_killed_at_twenty_random_moments(
-    make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Record
+    make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
-    tally = Tally("driver SIGKILLed")
-    killed_at_random(make_study, undisturbed, tally, times(20), lambda driver: driver.end(signal.SIGKILL))
-    tally.tell(record_property)
+    with Tally("driver SIGKILLed", whole=undisturbed.tokens).kept_by(record_property) as tally:
+        killed_at_random(make_study, undisturbed, tally, times(20), lambda driver: driver.end(signal.SIGKILL))
 
 
 def test_a_driver_told_to_end_and_killed_after_a_second(
-    make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Record
+    make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
-    tally = Tally("SIGTERM with a grace of 1 s")
-    killed_at_random(make_study, undisturbed, tally, times(5), lambda driver: driver.end(signal.SIGTERM, grace=1.0))
-    tally.tell(record_property)
+    with Tally("SIGTERM with a grace of 1 s", whole=undisturbed.tokens).kept_by(record_property) as tally:
+        killed_at_random(make_study, undisturbed, tally, times(5), lambda driver: driver.end(signal.SIGTERM, grace=1.0))
 
 
 def test_a_driver_whose_ray_dies_ends_and_goes_on(
-    make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Record
+    make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
-    tally = Tally("head killed")
-
     def kill_the_head(driver: Driver) -> None:
         family = driver.family()
-        for process in family:
-            if "gcs_server" in process.name():
-                process.kill()
+        for head in driver.heads():
+            head.kill()
         try:
             driver.process.wait(180)
         except Exception:
@@ -73,24 +54,27 @@ def test_a_driver_whose_ray_dies_ends_and_goes_on(
             for process in alive:
                 process.kill()
 
-    killed_at_random(make_study, undisturbed, tally, times(3), kill_the_head)
-    tally.tell(record_property)
+    with Tally("head killed", whole=undisturbed.tokens).kept_by(record_property) as tally:
+        killed_at_random(
+            make_study, undisturbed, tally, times(3), kill_the_head, lambda driver: len(driver.heads()) > 0
+        )
 
 
 def test_the_same_command_twice_at_once_is_one_study(
-    make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Record
+    make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     study = make_study()
     first = Driver(study)
     first.reaches(lambda: (study.parent / "corpus" / "manifest.json").exists(), "the corpus")
     second = Driver(study)
     assert [first.ends(), second.ends()] == [0, 0], second.log.read_text()
-    check(study, undisturbed, rows(study.parent / LEDGER))
-    Tally("two drivers on one study", 1, 1).tell(record_property)
+    in_vain = check(study, undisturbed, rows(study.parent / LEDGER))
+    assert in_vain == 0, "neither trains what the other does"
+    Tally("two drivers on one study", 1, 1, in_vain, undisturbed.tokens).tell(record_property)
 
 
 def test_of_two_drivers_the_second_goes_on_where_the_first_was_killed(
-    make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Record
+    make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     study = make_study()
     first = Driver(study)
@@ -98,19 +82,16 @@ def test_of_two_drivers_the_second_goes_on_where_the_first_was_killed(
     second = Driver(study)
     time.sleep(5)
     before = rows(study.parent / LEDGER)
-    lines = held(study.parent / LEDGER)
     first.end(signal.SIGKILL)
-    known = keys(study.parent / LEDGER)
     assert second.ends() == 0, second.log.read_text()
     assert_kept(before, rows(study.parent / LEDGER))
-    check(study, undisturbed, rows(study.parent / LEDGER))
-    lost = trained_again(study.parent / LEDGER, lines, known)
-    Tally("one of two drivers killed", 1, 1, lost).tell(record_property)
+    in_vain = check(study, undisturbed, rows(study.parent / LEDGER))
+    Tally("one of two drivers killed", 1, 1, in_vain, undisturbed.tokens).tell(record_property)
 
 
 def test_a_database_restarted_in_the_middle_of_a_sweep(
     make_study: MakeStudy,
-    undisturbed: pd.DataFrame,
+    undisturbed: Undisturbed,
     postgres_server: Any,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Record,
@@ -125,5 +106,5 @@ def test_a_database_restarted_in_the_middle_of_a_sweep(
         postgres_server.start()
         time.sleep(5)
     assert driver.ends() == 0, driver.log.read_text()
-    check(study, undisturbed, {}, "storage.ledger=postgresql")
-    Tally("database server restarted", 3, 3).tell(record_property)
+    in_vain = check(study, undisturbed, {}, "storage.ledger=postgresql")
+    Tally("database server restarted", 3, 3, in_vain, undisturbed.tokens).tell(record_property)

@@ -17,7 +17,7 @@ import pytest
 
 from muscale import Study
 from muscale.layout import LEDGER
-from tests.faults.drivers import COLUMNS, SETTINGS, arrived, held, keys, times, trained_again
+from tests.faults.drivers import COLUMNS, COUNTED, SECONDS, SETTINGS, Undisturbed, arrived, lost, times
 from tests.faults.lean import Tally, assert_kept, rows
 from tests.muscale.ray_nodes import RayNodes
 
@@ -29,14 +29,9 @@ TIMES = times(10)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    started = RayNodes()
+    started = RayNodes(COUNTED)
     yield started
     started.close()
-
-
-@pytest.fixture
-def undisturbed(make_study: MakeStudy, ray_cluster: None) -> pd.DataFrame:
-    return Study.open(make_study("undisturbed"), SETTINGS, quiet=True).sweep().trials
 
 
 def submit(nodes: RayNodes, job: str, study: Path) -> None:
@@ -47,7 +42,7 @@ def submit(nodes: RayNodes, job: str, study: Path) -> None:
 
 
 def robbed(
-    nodes: RayNodes, make_study: MakeStudy, undisturbed: pd.DataFrame, tally: Tally, kill: Callable[[], None]
+    nodes: RayNodes, make_study: MakeStudy, undisturbed: Undisturbed, tally: Tally, kill: Callable[[], None]
 ) -> None:
     """Kill something at a random moment of so many sweeps, each of which must end well without being asked."""
     chance = random.Random(0)
@@ -57,21 +52,21 @@ def robbed(
         submit(nodes, job, study)
         nodes.reaches(job, lambda study=study: arrived(study) > 0, "the first rung")  # type: ignore[misc]
         time.sleep(chance.uniform(0, 5))
-        before, lines, known = rows(ledger), held(ledger), keys(ledger)
+        before = rows(ledger)
         kill()
         tally.injected += 1
-        ended = nodes.ends(job)
+        ended = nodes.ends(job, SECONDS)
         assert ended["status"] == "SUCCEEDED", ended["message"]
         assert_kept(before, rows(ledger))
         found = Study.open(study, [*SETTINGS, *ON_NODES], quiet=True)
         assert found.ledger.retrained() == []
-        pd.testing.assert_frame_equal(found.sweep().trials[COLUMNS], undisturbed[COLUMNS])
+        pd.testing.assert_frame_equal(found.sweep().trials[COLUMNS], undisturbed.trials[COLUMNS])
         tally.survived += 1
-        tally.lost += trained_again(ledger, lines, known)
+        tally.lost += lost(study, undisturbed)
 
 
 def test_a_node_of_three_killed_at_ten_random_moments(
-    nodes: RayNodes, make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Any
+    nodes: RayNodes, make_study: MakeStudy, undisturbed: Undisturbed, record_property: Any
 ) -> None:
     there = [nodes.add_node(), nodes.add_node()]
 
@@ -79,15 +74,14 @@ def test_a_node_of_three_killed_at_ten_random_moments(
         nodes.kill(there.pop(0))
         there.append(nodes.add_node())
 
-    tally = Tally("node of three killed")
-    robbed(nodes, make_study, undisturbed, tally, kill)
-    tally.tell(record_property)
+    with Tally("node of three killed", whole=undisturbed.tokens).kept_by(record_property) as tally:
+        robbed(nodes, make_study, undisturbed, tally, kill)
     for node in there:
         nodes.kill(node)
 
 
 def test_the_ledger_s_writer_killed_at_ten_random_moments(
-    nodes: RayNodes, make_study: MakeStudy, undisturbed: pd.DataFrame, record_property: Any
+    nodes: RayNodes, make_study: MakeStudy, undisturbed: Undisturbed, record_property: Any
 ) -> None:
     there = [nodes.add_node(), nodes.add_node()]
 
@@ -97,8 +91,7 @@ def test_the_ledger_s_writer_killed_at_ten_random_moments(
         for writer in writers:
             writer.kill()
 
-    tally = Tally("ledger writer killed")
-    robbed(nodes, make_study, undisturbed, tally, kill)
-    tally.tell(record_property)
+    with Tally("ledger writer killed", whole=undisturbed.tokens).kept_by(record_property) as tally:
+        robbed(nodes, make_study, undisturbed, tally, kill)
     for node in there:
         nodes.kill(node)

@@ -27,9 +27,13 @@ class RayNodes:
 
     On one machine the nodes share Ray's folder of shipped packages, and would install a wheel over each other: it is shipped
     while the head is alone, and to several nodes the package comes from PYTHONPATH, as if it were installed on each.
+
+    Args:
+        first: A folder that comes before all others in PYTHONPATH.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *first: Path) -> None:
+        self._path = (*first, _ROOT, _ROOT / "platform")
         self.folder = Path(tempfile.mkdtemp(prefix="muscale-ray-"))  # short: sockets lie below it
         self._token = self.folder / "token"
         self._token.write_text("5ecret" * 8)
@@ -56,7 +60,7 @@ class RayNodes:
             **kept,
             # As an activated environment has it: a job's `python` is the one that runs here.
             "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-            "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT / "platform"))),
+            "PYTHONPATH": os.pathsep.join(map(str, self._path)),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_API_SERVER_ADDRESS": f"http://{self._host}",
@@ -92,9 +96,9 @@ class RayNodes:
         """Whether a job runs no more, however it ended."""
         return self.request(f"/api/jobs/{job}")["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
-    def ends(self, job: str) -> dict[str, Any]:
+    def ends(self, job: str, seconds: float = _SECONDS) -> dict[str, Any]:
         """Wait for a job's end; returns what the job API tells of it."""
-        wait(lambda: self.has_ended(job), f"job {job} to end")
+        wait(lambda: self.has_ended(job), f"job {job} to end", seconds)
         return dict(self.request(f"/api/jobs/{job}"))
 
     def reaches(self, job: str, happened: Callable[[], bool], what: str) -> None:
@@ -139,9 +143,9 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def wait(happened: Callable[[], bool], what: str) -> None:
+def wait(happened: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
     """Wait for something to happen."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + seconds
     while not happened():
-        assert time.monotonic() < deadline, f"waited {_SECONDS:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
         time.sleep(0.2)

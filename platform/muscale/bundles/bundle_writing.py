@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import pandas as pd
 import psutil
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from muscale.bundles import bundle as parts
@@ -38,6 +37,7 @@ from proxy_models.memory import training_memory
 from proxy_models.parametrization import OptimizerName
 from proxy_models.state import capture
 from proxy_models.step import GOOD, Stepper
+from proxy_models.tensor_file import save_tensors
 from proxy_models.token_files import STATED
 from proxy_models.whole_folder import whole_folder
 
@@ -207,14 +207,14 @@ def _write_tensors(stepper: Stepper, folder: Path) -> None:
         kind, _, name = key.partition("/")
         (weights if kind == "weight" else rest)[name if kind == "weight" else key] = tensor.cpu().contiguous()
     memory = {f"{parts.MEMORY}{name}": value for name, value in stepper.memory().items() if not name.startswith(GOOD)}
-    save_file(weights, folder / parts.WEIGHTS, metadata={"format": "pt"})
-    save_file({**rest, **memory}, folder / parts.OPTIMIZER, metadata={"format": "pt"})
+    save_tensors(weights, folder / parts.WEIGHTS)
+    save_tensors({**rest, **memory}, folder / parts.OPTIMIZER)
 
 
 def _average(run: Bundled, checkpoints: Checkpoints, decoder: Decoder, k: int, folder: Path) -> dict[str, Any]:
     """Write the average of the last checkpoints, and evaluate it."""
     weights, tokens = average_checkpoints(checkpoints, decoder, k)
-    save_file(weights, folder / parts.AVERAGED, metadata={"format": "pt"})
+    save_tensors(weights, folder / parts.AVERAGED)
     last: dict[str, Tensor] = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     _overwrite(decoder, weights)
     loss = held_out_loss(decoder, run.corpus, run.chain.numerics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import select
@@ -15,11 +14,10 @@ from importlib import metadata
 from pathlib import Path
 
 from muscale.cli.application import app
-from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED, MuscaleError, PreemptedError
+from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED, MuscaleError, PreemptedError, of_storage
 from muscale.secrets import redacted
 
 DEBUG = "--debug"
-_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or gone
 _OURS = {"proxy_models", "scaling", "search_spaces"}  # their own exceptions are about what they were given
 
 
@@ -33,6 +31,8 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         code = _unread()
+    except OSError as error:  # the output goes into a file whose disk is full
+        code = _unwritten(error)
     sys.exit(code)
 
 
@@ -76,9 +76,8 @@ def _mendable(error: Exception) -> str:
     """What to tell of an error that the user can mend, or nothing."""
     if isinstance(error, MuscaleError) or type(error).__module__.partition(".")[0] in _OURS:
         return str(error)
-    if isinstance(error, OSError) and error.errno in _OF_STORAGE:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{os.strerror(error.errno).lower()}; see to the disk and run the same command again to go on"
+    if told := of_storage(error):
+        return told
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]} (--debug shows where)"
     return ""
@@ -119,6 +118,14 @@ def _unread() -> int:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     return EXIT_BROKEN_PIPE
+
+
+def _unwritten(error: OSError) -> int:
+    """Tell that the output was not written; what is left of it goes nowhere."""
+    error.filename = error.filename or "the output"
+    print(f"error: {_mendable(error)}", file=sys.stderr)
+    _unread()
+    return 2
 
 
 def _interrupt(_signal: int, _frame: object) -> None:

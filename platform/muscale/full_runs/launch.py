@@ -19,6 +19,7 @@ from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger import now
 from muscale.work.jobs import dismiss_workers
+from proxy_models.whole_file import whole_file
 
 
 def launch(
@@ -165,4 +166,5 @@ def train_worker(config: dict[str, Any]) -> None:
         train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
     except StageError as error:  # all workers have it
         if context.get_world_rank() == 0:
-            (run.directory / FAILURE).write_text(str(error))
+            with whole_file(run.directory / FAILURE) as unfinished:
+                unfinished.write_text(str(error))

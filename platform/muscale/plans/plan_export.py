@@ -18,6 +18,7 @@ from proxy_models.numerics import Numerics
 from proxy_models.optimizer import make_optimizer
 from proxy_models.parametrization import ForwardMultipliers, TensorClass
 from proxy_models.recipe import Recipe
+from proxy_models.whole_file import whole_file
 
 _MOST_ROWS = 10_000  # of the schedule's table
 _BRANCH_ENDS = ("attention.output", "mlp.down")
@@ -101,10 +102,15 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
         thinned=thinned,
         **{name: getattr(forecast, name) for name in ("loss", "level", "low", "high")},
     )
-    tensors.to_csv(folder / "tensors.csv", index=False)
-    schedule.to_csv(folder / "schedule.csv", index=False)
-    (folder / "plan.json").write_text(json.dumps(whole, indent=1) + "\n")
-    (folder / "README.md").write_text(readme)
+    texts = {
+        "tensors.csv": tensors.to_csv(index=False),
+        "schedule.csv": schedule.to_csv(index=False),
+        "plan.json": json.dumps(whole, indent=1) + "\n",
+        "README.md": readme,
+    }
+    for name, text in texts.items():
+        with whole_file(folder / name) as unfinished:
+            unfinished.write_text(text)
     return folder
 
 

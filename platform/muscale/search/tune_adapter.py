@@ -5,6 +5,8 @@ Nothing depends on Tune's own state files. A diverged trial has no loss in the r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from muscale.errors import MuscaleError, last_line
+from muscale.errors import MuscaleError, last_line, of_storage
 from muscale.search.leg import Ending, Leg, leg_to_json
 from muscale.search.record import Arrival
 
@@ -34,7 +36,14 @@ class _WithEngine:
 
 
 class Legs(_WithEngine, Searcher):
-    """Gives Tune the engine's legs and endings as suggestions, and the engine what came of them."""
+    """Gives Tune the engine's legs and endings as suggestions, and the engine what came of them.
+
+    Attributes:
+        broke: What first kept the driver from asking or telling the engine, as a ledger without room does; Tune wraps it into
+            an error of its own, or trips over it.
+    """
+
+    broke: Exception | None = None
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(metric=METRIC, mode=MODE)
@@ -44,7 +53,8 @@ class Legs(_WithEngine, Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
         """The next leg or ending; None while there is none to begin, and the end once none is at work either."""
-        leg = self._engine.next()
+        with self.noting():
+            leg = self._engine.next()
         if leg is None:
             return str(Searcher.FINISHED) if self._engine.is_idle else None
         self._flying[trial_id] = leg
@@ -53,7 +63,8 @@ class Legs(_WithEngine, Searcher):
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Note a result on the way."""
         if "rung" in result:
-            self._engine.arrived(arrival(result))
+            with self.noting():
+                self._engine.arrived(arrival(result))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Note the last result and the end, or what came instead of it."""
@@ -70,6 +81,8 @@ class Legs(_WithEngine, Searcher):
                 self._engine.refuse(what, f"a worker can't start: {last_line(unborn)}")
             case RayTaskError(cause=MuscaleError() as ours):
                 self._engine.refuse(what, str(ours))
+            case RayTaskError(cause=cause) if told := of_storage(cause):  # what others train would not be kept either
+                self._engine.refuse(what, told)
             case RayTaskError(cause=cause):
                 self._engine.failed(what, f"{type(cause).__name__}: {cause}")
             case other:
@@ -82,6 +95,15 @@ class Legs(_WithEngine, Searcher):
     def on_trial_failing(self, trial_id: str, error: Exception) -> None:
         """Note what `on_trial_complete` is not told, of which it is the next to hear."""
         self._errors[trial_id] = error
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keep what the block raises, as `broke`."""
+        try:
+            yield
+        except Exception as error:
+            self.broke = self.broke or error
+            raise
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the ledger is the state."""
@@ -99,9 +121,9 @@ class UntilStopped(_WithEngine, FIFOScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the leg goes on."""
-        return str(
-            TrialScheduler.STOP if self._engine.ends(self._legs.flown(trial.trial_id)) else TrialScheduler.CONTINUE
-        )
+        with self._legs.noting():
+            ends = self._engine.ends(self._legs.flown(trial.trial_id))
+        return str(TrialScheduler.STOP if ends else TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Let go of what Tune would keep of a leg that is over: queues and means of every number that was reported."""

@@ -44,6 +44,7 @@ def run_legs(
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
         StageError: If no worker can train, or a leg failed for another reason than divergence; all other legs have been run.
+        LedgerUnavailableError: If the driver can't keep what it is told.
     """
     for name, value in _TUNE.items():
         os.environ.setdefault(name, value)
@@ -72,8 +73,14 @@ def run_legs(
                 verbose=0,
             ),
         )
-        with interruptible(partial(_stop, engine)):
-            tuner.fit()
+        try:
+            with interruptible(partial(_stop, engine)):
+                tuner.fit()
+        except Exception:
+            if not legs.broke:
+                raise
+    if legs.broke:
+        raise legs.broke
     if engine.interrupted:
         raise KeyboardInterrupt
     if engine.refusal:

@@ -16,6 +16,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from muscale.errors import RunSelectionError
 from muscale.store.ledger import NESTED
+from proxy_models.whole_file import whole_file
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -96,7 +97,7 @@ def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
 
 
 def save(runs: pd.DataFrame, path: Path) -> Path:
-    """Write a table as its file's suffix says, .csv or .parquet, and return the path.
+    """Write a table as its file's suffix says, .csv or .parquet, whole or not at all, and return the path.
 
     Raises:
         RunSelectionError: If it is another one, or the folder is not there.
@@ -105,10 +106,12 @@ def save(runs: pd.DataFrame, path: Path) -> Path:
         raise RunSelectionError(f"--export {path}: must end in .csv or .parquet")
     if not path.absolute().parent.is_dir():
         raise RunSelectionError(f"--export {path}: there is no folder {path.absolute().parent}")
-    if path.suffix == ".csv":
-        runs.to_csv(path, index=False)
-    else:
-        runs.astype({name: "string" for name in runs if runs[name].dtype == object}).to_parquet(path, index=False)
+    with whole_file(path) as unfinished:
+        if path.suffix == ".csv":
+            runs.to_csv(unfinished, index=False)
+        else:
+            texts = {name: "string" for name in runs if runs[name].dtype == object}
+            runs.astype(texts).to_parquet(unfinished, index=False)
     return path
 
 

@@ -183,7 +183,8 @@ class Observer:
         )
         failure = self.directory / FAILURE
         if broken:
-            failure.write_text(f"the loss is not finite after {broken['tokens']:,} tokens")
+            with whole_file(failure) as unfinished:
+                unfinished.write_text(f"the loss is not finite after {broken['tokens']:,} tokens")
             records = [row for row in records if row["tokens"] < broken["tokens"]]
         else:
             failure.unlink(missing_ok=True)

@@ -42,8 +42,12 @@ def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Calla
             moved.clear()
             before = now
             if idle > seconds and not done.is_set():
-                _tell(path, f"{what} took no step for {seconds:g} s, and its process {os.getpid()} was ended at:\n\n")
-                os.kill(os.getpid(), signal.SIGKILL)
+                try:
+                    _tell(
+                        path, f"{what} took no step for {seconds:g} s, and its process {os.getpid()} was ended at:\n\n"
+                    )
+                finally:  # a disk may be full, and be why it hangs
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     if math.isinf(seconds):
         yield moved.set

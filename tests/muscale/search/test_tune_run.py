@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -51,7 +52,9 @@ class Planted(tune.Trainable):
         leg, rung = self._leg, self._rung
         if leg.trial == 1 and rung == 1:
             if self._befalls == "raises":
-                raise OSError("no space left on device")
+                raise OSError("the tape is torn")
+            if self._befalls == "is full":
+                raise OSError(errno.ENOSPC, "No space left on device", "states/it.pt")
             if self._befalls == "asks for too much memory":
                 torch.empty(2**60, dtype=torch.uint8)
             if self._befalls == "hangs":
@@ -102,7 +105,7 @@ def test_a_worker_that_dies_between_two_trials_costs_neither(fly: Callable[[str]
 @pytest.mark.parametrize(
     ("befalls", "reason"),
     [
-        ("raises", r"OSError: no space left on device"),
+        ("raises", r"OSError: the tape is torn"),
         (
             "asks for too much memory",
             r"RuntimeError: .* can't allocate memory: you tried to allocate 1152921504606846976 .*",
@@ -120,10 +123,16 @@ def test_a_trial_that_fails_holds_up_no_other(
     assert len(record.arrivals) == TRIALS * RUNGS - 1
 
 
-@pytest.mark.parametrize(("befalls", "begun"), [("unborn", 1), ("refuses", 2)])
+OTHER = r"this process runs muscale 1, the driver runs 2"
+FULL = r"states/it\.pt: no space left on device; see to the disk and run the same command again to go on"
+
+
+@pytest.mark.parametrize(
+    ("befalls", "begun", "why"), [("unborn", 1, OTHER), ("refuses", 2, OTHER), ("is full", 2, FULL)]
+)
 def test_workers_that_cannot_train_end_the_sweep_at_once(
-    fly: Callable[[str], Engine], make_engine: MakeEngine, befalls: str, begun: int
+    fly: Callable[[str], Engine], make_engine: MakeEngine, befalls: str, begun: int, why: str
 ) -> None:
-    with pytest.raises(StageError, match="^sweep: .*this process runs muscale 1, the driver runs 2$"):
+    with pytest.raises(StageError, match=f"^sweep: .*{why}$"):
         fly(befalls)
     assert len(make_engine(SETTINGS).record.configs) == begun

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,40 @@ def test_a_ray_of_our_own_lets_nobody_in_without_its_token(variables: dict[str, 
     assert (done.returncode == 0) is is_let_in, done.stderr
     if not is_let_in:
         assert "authentication" in done.stderr.lower()
+
+
+LEAVES = """
+import logging, sys, psutil
+from muscale import cluster
+from muscale.settings.config import ResourceSettings
+
+logging.basicConfig()
+cluster._LEAVING_SECONDS, own = 4.0, sys.argv[1] == "own"
+leave, cluster._leave = cluster._leave, lambda **_: leave(own=own)
+with cluster.cluster(ResourceSettings(workers=1)):
+    print("within", *(one.pid for one in psutil.Process().children(recursive=True)))
+    (head,) = [one for one in psutil.Process().children(recursive=True) if one.name() == "gcs_server"]
+    head.suspend()
+print("left")
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("cluster", "code", "printed", "told"),
+    [
+        ("own", 0, ["within", "left"], "its head and its node are killed"),
+        pytest.param("joined", 2, ["within"], "run the same command again to go on", marks=pytest.mark.soak),
+    ],
+)
+def test_a_head_that_hangs_as_it_is_left_holds_nobody_up(
+    cluster: str, code: int, printed: list[str], told: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES, cluster], capture_output=True, text=True, timeout=280)
+    started = [int(pid) for line in done.stdout.splitlines() for pid in line.split()[1:]]
+    for pid in started:
+        with suppress(ProcessLookupError):  # of a cluster that is not its own, whose head hangs
+            os.kill(pid, signal.SIGKILL)
+    assert done.returncode == code, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == printed
+    assert told in done.stderr

@@ -43,6 +43,14 @@ def test_a_process_that_hangs_is_ended_and_tells_where(tmp_path: Path) -> None:
     assert stalls.hint(tmp_path, time.time() + 1) == ""
 
 
+def test_a_process_that_hangs_is_ended_also_where_that_cannot_be_told(tmp_path: Path) -> None:
+    (tmp_path / STALLS).write_text("in the way of the folder")
+    command = [sys.executable, "-c", HANGS, str(tmp_path / STALLS / "abc.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "came this far\n"
+
+
 def test_time_in_which_the_process_itself_was_stopped_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "abc.txt"
     stopped = subprocess.Popen([sys.executable, "-c", HANGS, str(path)], stdout=subprocess.PIPE, text=True)

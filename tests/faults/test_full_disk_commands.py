@@ -1,0 +1,178 @@
+"""A disk becomes full under whole commands, Ray and all: exit code 2, the file is named, and the same command goes on later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from muscale import Study
+from muscale.layout import LEDGER, REPORT
+from muscale.search.record import Arrival, Record
+from muscale.store.run_selection import save
+from proxy_models.tensor_file import save_tensors
+from proxy_models.whole_folder import whole_folder
+from tests.faults.conftest import SmallDisk
+from tests.faults.drivers import COLUMNS
+from tests.faults.lean import Tally, assert_kept, losses, rows
+from tests.faults.test_full_disk import leftovers
+from tests.muscale.command_lines import muscale
+from tests.muscale.conftest import MICRO, write_text
+
+GO_ON = "and run the same command again to go on"
+
+
+@pytest.fixture
+def study(small_disk: SmallDisk) -> Path:
+    """A study file on the small disk, its corpus written."""
+    small_disk.resize("16m")
+    path = small_disk.folder / "study" / "study.toml"
+    write_text(path.parent / "text")
+    path.write_text(MICRO)
+    opened = Study.open(path, quiet=True)
+    with closing(opened.ledger):
+        assert opened.corpus.n_tokens
+    return path
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sweep_whose_states_do_not_fit_begins_no_more_trials_and_goes_on_once_there_is_room(
+    study: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_disk.fill(leave=300_000)  # for the ledger's rows; a state takes 350 kB
+    done = muscale(capsys, "sweep", study)
+    assert done.code == 2, done.err
+    assert f"{study.parent}/" in done.err
+    assert GO_ON in done.err
+    assert leftovers(study.parent) == []
+    before = rows(study.parent / LEDGER)
+    assert len(before["trials"]) <= 2, "of four: what is begun later would be trained in vain"
+    small_disk.empty()
+    assert muscale(capsys, "sweep", study).code == 0
+    assert_kept(before, rows(study.parent / LEDGER))
+    opened = Study.open(study, quiet=True)
+    with closing(opened.ledger):
+        assert opened.ledger.retrained() == []
+        assert set(opened.sweep().trials["status"]) == {"completed"}
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_ledger_that_gets_full_under_tune_ends_the_sweep_with_that_reason(
+    study: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive = Record.arrive
+
+    def arriving(record: Record, arrival: Arrival) -> None:
+        small_disk.fill()  # between the worker's row and the driver's
+        arrive(record, arrival)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "arrive", arriving)
+        done = muscale(capsys, "sweep", study)
+    assert done.code == 2, done.err
+    assert f"error: {study.parent / LEDGER}: the ledger can't be kept: " in done.err
+    small_disk.empty()
+    assert muscale(capsys, "sweep", study).code == 0
+
+
+def test_a_report_that_does_not_fit_leaves_the_one_before(
+    study: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = study.parent / REPORT
+    assert muscale(capsys, "report", study).code == 0
+    before = report.read_bytes()
+    small_disk.fill(leave=1_000_000)
+    done = muscale(capsys, "report", study)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {report}: no space left on device; see to the disk {GO_ON}\n"
+    assert report.read_bytes() == before
+    assert leftovers(study.parent) == []
+    small_disk.empty()
+    assert muscale(capsys, "report", study).code == 0
+
+
+def test_a_table_that_does_not_fit_leaves_the_one_before(small_disk: SmallDisk) -> None:
+    for path in (small_disk.folder / "runs.csv", small_disk.folder / "runs.parquet"):
+        save(pd.DataFrame({"loss": [1.0]}), path)
+        before = path.read_bytes()
+        small_disk.fill(leave=100_000)
+        with pytest.raises(OSError, match="No space left") as full:
+            save(pd.DataFrame({"loss": torch.rand(100_000).numpy()}), path)
+        assert full.value.filename == str(path)
+        assert path.read_bytes() == before
+        small_disk.empty()
+    assert leftovers(small_disk.folder) == []
+
+
+def test_tensors_that_do_not_fit_leave_no_folder_and_name_their_file(small_disk: SmallDisk) -> None:
+    small_disk.fill(leave=100_000)
+    with pytest.raises(OSError, match="No space left") as full, whole_folder(small_disk.folder / "bundle") as folder:
+        save_tensors({"a": torch.zeros(100_000)}, folder / "weights.safetensors")
+    assert full.value.errno == errno.ENOSPC
+    assert full.value.filename == str(folder / "weights.safetensors")
+    assert not folder.exists()
+    assert not (small_disk.folder / "bundle").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_into_a_file_on_a_full_disk_is_no_fault_of_muscale_s(
+    make_study: Callable[..., Path], unbuffered: str
+) -> None:
+    command = [sys.executable, "-m", "muscale", "sweep", str(make_study()), "--dry-run"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == 2
+    told = "" if unbuffered else "the output: "  # else it is a print that fails, whose error has no name
+    assert done.stderr == f"error: {told}no space left on device; see to the disk {GO_ON}\n"
+
+
+def muscale_run(study: Path, log: Path) -> int:
+    """`muscale run` in a process of its own; its exit code."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "muscale", "run", str(study), "--force"]
+    with log.open("w") as file:
+        return subprocess.run(command, stdout=file, stderr=file, env=environment, check=False, timeout=900).returncode
+
+
+@pytest.mark.soak
+@pytest.mark.cluster
+@pytest.mark.timeout(7200)
+def test_every_stage_on_a_disk_that_is_too_small_goes_on_once_it_is_larger(
+    study: Path, small_disk: SmallDisk, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Each time there is a little more room, so that another stage is the one to run out of it."""
+    beside = tmp_path / "beside" / "study.toml"
+    write_text(beside.parent / "text")
+    beside.write_text(MICRO)
+    ended_well = (0, 1)  # 1: outside its forecast
+    assert muscale_run(beside, tmp_path / "log") in ended_well, (tmp_path / "log").read_text()
+    small_disk.resize("400m")
+    code, before = 2, rows(study.parent / LEDGER)
+    with Tally("disk full under `muscale run`").kept_by(record_property) as tally:
+        while code not in ended_well:
+            small_disk.fill(leave=300_000 * (tally.injected + 1))
+            code = muscale_run(study, log := tmp_path / f"log-{tally.injected}")
+            small_disk.empty()
+            assert leftovers(study.parent) == []
+            assert_kept(before, before := rows(study.parent / LEDGER))
+            if code not in ended_well:
+                tally.injected += 1
+                assert code == 2, log.read_text()
+                assert GO_ON in log.read_text().splitlines()[-1]
+                tally.survived += 1
+    opened, undisturbed = (Study.open(path, quiet=True) for path in (study, beside))
+    with closing(opened.ledger), closing(undisturbed.ledger):
+        pd.testing.assert_frame_equal(opened.sweep().trials[COLUMNS], undisturbed.sweep().trials[COLUMNS])
+        assert opened.ledger.retrained() == []
+    assert losses(study.parent / LEDGER) == losses(beside.parent / LEDGER)
