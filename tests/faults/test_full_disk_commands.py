@@ -65,6 +65,7 @@ def test_a_sweep_whose_states_do_not_fit_begins_no_more_trials_and_goes_on_once_
         assert set(opened.sweep().trials["status"]) == {"completed"}
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_ledger_that_gets_full_under_tune_ends_the_sweep_with_that_reason(
