@@ -106,7 +106,6 @@ def test_every_dictionary_keeps_both(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("law", Law),
         ("fit", ScalingFit),
         ("forecast", Forecast),
         ("next runs", NextRuns),

@@ -173,10 +173,10 @@ class Record:
         return self._means[rung]
 
     def changes(self, rung: int) -> list[float]:
-        """Changes of log loss from a rung to the next of those that arrived there with a loss, the least first."""
+        """Changes of log loss from a rung to the next of those that arrived at both with a loss, the least first."""
         if rung not in self._changes:
-            alive = [trial for loss, trial in self.ranking(rung + 1) if math.isfinite(loss)]
-            self._changes[rung] = sorted(self._change(trial, rung) for trial in alive if (trial, rung) in self.arrivals)
+            arrived = [trial for _, trial in self.ranking(rung + 1)]
+            self._changes[rung] = sorted(self._change(trial, rung) for trial in arrived if self._changed(trial, rung))
         return self._changes[rung]
 
     def mean(self, trial: int, rung: int) -> float:
@@ -232,7 +232,7 @@ class Record:
                     insort(self._bests[rung], (min(self.losses(trial, rung)), trial))
             if rung in self._means and math.isfinite(loss):
                 insort(self._means[rung], self.mean(trial, rung))
-            if rung - 1 in self._changes and math.isfinite(loss) and (trial, rung - 1) in self.arrivals:
+            if rung - 1 in self._changes and self._changed(trial, rung - 1):
                 insort(self._changes[rung - 1], self._change(trial, rung - 1))
         else:
             ranking.append((loss, trial))
@@ -253,6 +253,11 @@ class Record:
         self.went_on.add((trial, rung))
         self._waits_no_more(trial, rung)
         self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
+
+    def _changed(self, trial: int, rung: int) -> bool:
+        """Whether it came to this rung and to the next with a loss: a member that diverged may go on as another's copy."""
+        both = ((trial, rung), (trial, rung + 1))
+        return all(at in self.arrivals and math.isfinite(self.loss(*at)) for at in both)
 
     def _change(self, trial: int, rung: int) -> float:
         return math.log(self.loss(trial, rung + 1) / self.loss(trial, rung))
