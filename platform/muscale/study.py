@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import pandas as pd
 
+from muscale.actors.jobs import finish_stage
 from muscale.cluster import staying_cluster
 from muscale.errors import BundleError, StageError
 from muscale.full_runs import promotion
@@ -50,7 +51,6 @@ from muscale.watching.calibration import Calibration, calibrate
 from muscale.watching.following import guarding
 from muscale.watching.observe import Observer, open_observer
 from muscale.watching.watch import Watch, Watcher
-from muscale.work.jobs import finish_stage
 from proxy_models.corpus import MANIFEST, Corpus, CorpusError
 from proxy_models.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict

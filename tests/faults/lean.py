@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, LEDGER
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from muscale.work.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from muscale.actors.worker import Worker
 from muscale.layout import LEDGER, STATES
 from muscale.store.ledger import Ledger
-from muscale.work.worker import Worker
 from proxy_models.state import StateError, TrainState
 from tests.faults.damage import flip, flip_the_middle, tear
 from tests.faults.lean import chains, losses, rows

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError
+from muscale.actors.corpus_hashes import require_unchanged
 from muscale.layout import CORPUS
-from muscale.work.corpus_hashes import require_unchanged
 from tests.faults.damage import flip_the_middle, tear
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from muscale import json_lines
+from muscale.actors.worker import Worker
 from muscale.cli.entry import _mendable
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.store.ledger import Ledger
-from muscale.work.worker import Worker
 from proxy_models.corpus import write_corpus
 from tests.faults.conftest import SmallDisk
 from tests.faults.lean import assert_kept, begin, chains, losses, rows

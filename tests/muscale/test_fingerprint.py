@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyDirectoryError
+from muscale.actors import jobs
+from muscale.actors.jobs import Job, finish
 from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.layout import CORPUS, LEDGER
@@ -18,8 +20,6 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
 from muscale.wheel import write_wheel
-from muscale.work import jobs
-from muscale.work.jobs import Job, finish
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters

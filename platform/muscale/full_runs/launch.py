@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from muscale.actors.jobs import dismiss_workers
 from muscale.cluster import cluster
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs import recovery
@@ -18,7 +19,6 @@ from muscale.layout import FAILURE, RESULT
 from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger import now
-from muscale.work.jobs import dismiss_workers
 from proxy_models.whole_file import whole_file
 
 

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from muscale.actors.jobs import Job
 from muscale.errors import StageError
 from muscale.full_runs.befallen import Event, befallen
 from muscale.full_runs.goodput import Goodput
@@ -19,7 +20,6 @@ from muscale.store.cancels import cancellable
 from muscale.store.incidents import Incident, Mending
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import runs, segments
-from muscale.work.jobs import Job
 from proxy_models.numerics import Numerics
 from scaling.presentation import Result
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.checkpoint_folder import CHECKPOINTS
 from muscale.layout import FULL_RUNS
 from muscale.plans.gate import (
@@ -25,7 +26,6 @@ from muscale.plans.gate import (
 )
 from muscale.plans.planning import Plan, data_hashes
 from muscale.settings.config import StudyConfig
-from muscale.work.corpus_hashes import changed_files
 from proxy_models.corpus import Corpus
 from proxy_models.memory import MemoryEstimate, largest_micro_batch, training_memory
 from scaling import Verdict

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from muscale.actors.jobs import Job
 from muscale.proxies.ladder import branches
 from muscale.settings.ablation import AblateSettings, swaps
-from muscale.work.jobs import Job
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics

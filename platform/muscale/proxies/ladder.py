@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from muscale.actors.jobs import Job
 from muscale.search.lessons import differs_in
 from muscale.search.trial import WITH_COOLDOWN
 from muscale.settings.config import Stem, StudyConfig
 from muscale.store.lineage import Chain
-from muscale.work.jobs import Job
 from proxy_models.content_key import content_key
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from muscale.actors.jobs import Job
 from muscale.errors import StageError
 from muscale.proxies.ladder import branches
 from muscale.settings.config import StudyConfig
 from muscale.settings.transfer import OverSettings
-from muscale.work.jobs import Job
 from proxy_models.config import ModelConfig
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics

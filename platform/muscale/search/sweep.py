@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from muscale.actors.corpus_hashes import require_unchanged
+from muscale.actors.jobs import Job, dismiss_workers
 from muscale.cluster import cluster, staying_cluster
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
@@ -35,8 +37,6 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.retention import prune
 from muscale.store.tables import runs
-from muscale.work.corpus_hashes import require_unchanged
-from muscale.work.jobs import Job, dismiss_workers
 from proxy_models.numerics import Numerics
 from search_spaces import SpaceError, narrow
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune
 
+from muscale.actors.actor import make_worker
 from muscale.search.leg import Ending, Leg, leg_from_json
 from muscale.search.trial import TrialPlan
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.settings.config import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
-from muscale.work.actor import make_worker
 
 if TYPE_CHECKING:
     from muscale.settings.sweep import RankBy

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from muscale.actors import stalls
 from muscale.errors import StageError
 from muscale.interrupts import interrupted_later, interruptible
 from muscale.search.engine import Engine
 from muscale.search.leg import Ending
 from muscale.settings.config import ResourceSettings
-from muscale.work import stalls
 
 _TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, LEDGER
 from muscale.search.path import Path as TrialPath
 from muscale.search.path import path_of
 from muscale.search.trial import TrialPlan
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from muscale.work.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters

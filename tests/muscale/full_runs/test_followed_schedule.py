@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig
+from muscale.actors.jobs import Job
 from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
 from muscale.plans.planning import Plan, make_plan
@@ -24,7 +25,6 @@ from muscale.search.sweep_conclusion import make_result
 from muscale.search.trial import TrialPlan
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain, segment_to_dict, stems
-from muscale.work.jobs import Job
 from proxy_models.hyperparameters import Hyperparameters
 from proxy_models.numerics import Numerics
 from proxy_models.segments import chain

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from muscale import StudyConfig
+from muscale.actors.jobs import Job
 from muscale.pages.spending import draw_spending, spending, told_spending
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.tables import runs, segments
-from muscale.work.jobs import Job
 from proxy_models.segments import chain
 from tests.muscale.planted_ladder import numerics_of
 

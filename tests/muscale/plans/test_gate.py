@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig
+from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.prospect import device_of
 from muscale.plans.carried import Carried
 from muscale.plans.gate import (
@@ -28,7 +29,6 @@ from muscale.plans.gate import (
 )
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger
-from muscale.work.corpus_hashes import changed_files
 from proxy_models.config import ModelConfig
 from proxy_models.coordinate_check import CoordinateCheck
 from proxy_models.corpus import Corpus, write_corpus

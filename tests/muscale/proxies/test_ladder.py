@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig
+from muscale.actors.jobs import Job
 from muscale.errors import StudyFileError
 from muscale.full_runs.promotion import Promotion
 from muscale.plans.costs import estimate
@@ -17,7 +18,6 @@ from muscale.proxies import ladder, transfer
 from muscale.search.path import path_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import segment_to_dict, stems
-from muscale.work.jobs import Job
 from proxy_models.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
 

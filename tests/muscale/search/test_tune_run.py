@@ -13,6 +13,7 @@ import pytest
 import torch
 from ray import tune
 
+from muscale.actors.stalls import ended_where_stalled
 from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import STALLS
 from muscale.search.engine import Engine
@@ -21,7 +22,6 @@ from muscale.search.tune_adapter import LEG, METRIC
 from muscale.search.tune_run import run_legs
 from muscale.settings.config import ResourceSettings
 from muscale.settings.sweep import SweepSettings
-from muscale.work.stalls import ended_where_stalled
 from search_spaces import LogUniform, Space
 
 MakeEngine = Callable[..., Engine]

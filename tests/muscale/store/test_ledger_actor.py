@@ -109,7 +109,7 @@ def test_a_ledger_that_lies_elsewhere_or_is_gone_is_told(ledger: Ledger, tmp_pat
 def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStudy) -> None:
     import ray
 
-    from muscale.work.worker import Worker
+    from muscale.actors.worker import Worker
 
     class Telling:
         def reach(self, ledger: Ledger, chain: Chain) -> tuple[Any, list[int]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from muscale import Study
+from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.search.sweep import _prune
 from muscale.store import lease as leases
@@ -18,7 +19,6 @@ from muscale.store.ledger import Ledger, insert_once
 from muscale.store.lineage import Chain
 from muscale.store.retention import prune
 from muscale.store.tables import runs, segments, trials
-from muscale.work.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus
 from proxy_models.hyperparameters import Hyperparameters

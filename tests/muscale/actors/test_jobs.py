@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from muscale import Study
+from muscale.actors.jobs import finish
 from muscale.cluster import staying_cluster
 from muscale.proxies import transfer
-from muscale.work.jobs import finish
 
 
 @pytest.mark.cluster

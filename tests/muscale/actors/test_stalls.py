@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from muscale.actors import stalls
+from muscale.actors.stalls import ended_where_stalled
 from muscale.layout import STALLS
-from muscale.work import stalls
-from muscale.work.stalls import ended_where_stalled
 
 HANGS = """
 import sys, time
 from pathlib import Path
-from muscale.work.stalls import ended_where_stalled
+from muscale.actors.stalls import ended_where_stalled
 
 def waiting_for_a_disk():
     time.sleep(3600)

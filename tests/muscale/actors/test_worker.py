@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
+from muscale.actors.worker import Worker
 from muscale.environment import device_name
 from muscale.layout import CORPUS, CURVES, LEDGER
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from muscale.work.worker import Worker
 from proxy_models.config import ModelConfig
 from proxy_models.corpus import write_corpus, write_mixture
 from proxy_models.hyperparameters import Hyperparameters

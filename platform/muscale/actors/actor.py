@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muscale.actors.worker import Worker
 from muscale.fingerprint import require_same_package
 from muscale.settings.config import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
-from muscale.work.worker import Worker
 
 if TYPE_CHECKING:
     pass

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from muscale.actors import stalls
+from muscale.actors.corpus_hashes import require_unchanged
 from muscale.cluster import cluster, staying
 from muscale.errors import StageError, last_line
 from muscale.fingerprint import package_fingerprint
@@ -18,8 +20,6 @@ from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain, stems
 from muscale.store.tables import runs
-from muscale.work import stalls
-from muscale.work.corpus_hashes import require_unchanged
 from proxy_models.hyperparameters import Hyperparameters
 
 _workers: list[Any] = []  # at rest between the stages of one study
@@ -149,7 +149,7 @@ def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
     """So many workers, those of the study's stage before first: their models are warm."""
     import ray
 
-    from muscale.work.actor import TrainingActor
+    from muscale.actors.actor import TrainingActor
 
     remote: Any = ray.remote(
         num_cpus=resources.cpus_per_worker,

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
-from muscale.work.stalls import ended_where_stalled
 from proxy_models.averaging import Tail
 from proxy_models.compilation import Compile
 from proxy_models.corpus import Corpus
