@@ -24,7 +24,8 @@ from pathlib import Path
 from types import FrameType
 
 from tests.fuzz.mutations import mutated
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS
 
 LIMIT = 10.0
 """Seconds of the processor for one reading; the slowest valid one takes a tenth of a second."""

@@ -15,7 +15,7 @@ from muscale import StudyDirectoryError
 from muscale.store.foreign_rows import MOST_DEPTH
 from muscale.store.ledger import Ledger
 from muscale.store.merge import merge
-from tests.fuzz.targets import write_ledgers
+from tests.fuzz.database_targets import write_ledgers
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from muscale.store.foreign_sqlite import connect, fault
 from muscale.store.ledger import Ledger
 from muscale.store.storage import read_only
 from muscale.store.tables import REFUSALS
-from tests.fuzz.targets import write_optuna_study
+from tests.fuzz.database_targets import write_optuna_study
 from tests.muscale.store.test_migrations import KEPT
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
