@@ -1,5 +1,67 @@
 """The models that are searched, and how they train: shape, decoder, parametrization, optimizer, schedule, data, loop, check.
 
-Import from the modules: `config`, `hyperparameters`, `schedule`, `batch_ramp`, `guard`, `memory`, `parametrization`, `numerics` and
-all of the data but `batches` (`corpus`, `sources`, `tokenizer`, `mixture`) need no torch; the others do.
+    ModelFamily(base=ModelConfig(…)).at(width=…)     a shape, from the one that values are tuned at
+    parametrize(config, base)                        class, initial values, rate, decay of every tensor at that shape
+    module_shapes(…), parametrization_of(shapes, …)  the same for a module of one's own
+    initialize(model, …), make_optimizer(model, …)   a model that follows the table
+    Hyperparameters(…)                               what training is given at the base shape
+    write_corpus(folder, source), Corpus.open(…)     tokens, and the batches that steps see
+    Trainer(corpus).train(…)                         one segment of a run after another, in one warm process
+
+Torch is imported by what needs it: shapes, tables, hyperparameters and data do not.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.base_shapes import module_shapes
+    from proxy_models.architecture.config import ModelConfig, ModelFamily
+    from proxy_models.architecture.decoder import Decoder
+    from proxy_models.architecture.parametrization import Parametrization, parametrization_of, parametrize
+    from proxy_models.data.corpus import Corpus, write_corpus
+    from proxy_models.recipes.hyperparameters import Hyperparameters
+    from proxy_models.training.optimizer import initialize, make_optimizer
+    from proxy_models.training.trainer import Trainer
+
+__all__ = [
+    "Corpus",
+    "Decoder",
+    "Hyperparameters",
+    "ModelConfig",
+    "ModelFamily",
+    "Parametrization",
+    "Trainer",
+    "initialize",
+    "make_optimizer",
+    "module_shapes",
+    "parametrization_of",
+    "parametrize",
+    "write_corpus",
+]
+
+_HOMES = {
+    "Corpus": "data.corpus",
+    "Decoder": "architecture.decoder",
+    "Hyperparameters": "recipes.hyperparameters",
+    "ModelConfig": "architecture.config",
+    "ModelFamily": "architecture.config",
+    "Parametrization": "architecture.parametrization",
+    "Trainer": "training.trainer",
+    "initialize": "training.optimizer",
+    "make_optimizer": "training.optimizer",
+    "module_shapes": "architecture.base_shapes",
+    "parametrization_of": "architecture.parametrization",
+    "parametrize": "architecture.parametrization",
+    "write_corpus": "data.corpus",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'proxy_models' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"proxy_models.{_HOMES[name]}"), name)

@@ -51,17 +51,17 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from proxy_models.batches import training_stream
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.cross_entropy import whole_cross_entropy
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass, parametrize
 from proxy_models.check_sizes import Axis, require_seeds, require_sizes
-from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.corpus import Corpus
-from proxy_models.cross_entropy import whole_cross_entropy
-from proxy_models.decoder import Decoder
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
-from proxy_models.parametrization import Parametrization, Scheme, TensorClass, parametrize
-from proxy_models.recipe import Recipe
-from proxy_models.watching import rms, watching
+from proxy_models.data.batches import training_stream
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.training.watching import rms, watching
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

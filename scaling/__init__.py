@@ -25,40 +25,40 @@
 Knows numpy, scipy, pandas and, inside the figures, plotly. Losses are nats per token unless their `loss_unit` is stated.
 """
 
-from scaling.ablation import Ablation, compare_ablations
-from scaling.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
-from scaling.backtest import Backtest, backtest
-from scaling.batch import BatchLaw, fit_batch_law
-from scaling.compute_powers import ComputePowers
-from scaling.curves import ScheduleLaw, fit_schedule_law
-from scaling.decision import Decision
-from scaling.decisions import decide
-from scaling.downstream import DownstreamLaw, fit_downstream
-from scaling.envelope import fit_envelope
+from scaling.approaches.compute_powers import ComputePowers
+from scaling.approaches.envelope import fit_envelope
+from scaling.approaches.isoflops import fit_isoflops
+from scaling.comparisons.ablation import Ablation, compare_ablations
+from scaling.comparisons.leaders import Leaders, compare_leaders
+from scaling.comparisons.noise import SeedNoise, seed_noise
+from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
+from scaling.decisions.decide import decide
+from scaling.decisions.decision import Decision
+from scaling.decisions.memory import MemoryLimit
+from scaling.decisions.next_runs import NextRuns, candidate_runs, next_runs
+from scaling.decisions.simulation import Simulation, isoflop_design, ladder_design, simulate
+from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
+from scaling.downstream.two_step import TaskForecast, TwoStep, fit_two_step
 from scaling.errors import ScalingError
-from scaling.fitting import fit
-from scaling.forecast import Forecast
+from scaling.fits.backtest import Backtest, backtest
+from scaling.fits.fitting import fit
+from scaling.fits.forecast import Forecast
+from scaling.fits.profile import Profile
+from scaling.fits.result import ScalingFit
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, RepeatedData, TiedChinchilla
-from scaling.horizon import HorizonLaw, fit_horizon_law
-from scaling.importance import Importance, hyperparameter_importance
-from scaling.isoflops import fit_isoflops
-from scaling.law import Allocation, Law, compute_flops
-from scaling.leaders import Leaders, compare_leaders
-from scaling.memory import MemoryLimit
-from scaling.next_run import NextRuns, candidate_runs, next_runs
-from scaling.noise import SeedNoise, seed_noise
-from scaling.optima import Optimum, fit_optimum
-from scaling.pareto import pareto_front, plot_pareto
-from scaling.profile import Profile
-from scaling.regret import RegretSurface, fit_regret_surface
-from scaling.response import ResponseOptimum, ResponseSurface, fit_response
-from scaling.result import ScalingFit
-from scaling.search_box import SearchBox
-from scaling.simulation import Simulation, isoflop_design, ladder_design, simulate
-from scaling.step_law import StepLaw, fit_step_law
-from scaling.transfer import Transfer, fit_transfer
-from scaling.two_step import TaskForecast, TwoStep, fit_two_step
-from scaling.verdict import Verdict, fit_verdict
+from scaling.forms.law import Allocation, Law, compute_flops
+from scaling.optima.batch import BatchLaw, fit_batch_law
+from scaling.optima.horizon import HorizonLaw, fit_horizon_law
+from scaling.optima.optimum import Optimum, fit_optimum
+from scaling.optima.regret import RegretSurface, fit_regret_surface
+from scaling.optima.step_law import StepLaw, fit_step_law
+from scaling.optima.transfer import Transfer, fit_transfer
+from scaling.optima.verdict import Verdict, fit_verdict
+from scaling.schedules.schedule_law import ScheduleLaw, fit_schedule_law
+from scaling.search.importance import Importance, hyperparameter_importance
+from scaling.search.pareto import pareto_front, plot_pareto
+from scaling.search.response import ResponseOptimum, ResponseSurface, fit_response
+from scaling.search.search_box import SearchBox
 
 __all__ = [
     "ACCELERATORS",

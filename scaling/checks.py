@@ -1,8 +1,22 @@
-"""What single numbers and columns of names that come in are held to, with messages that say the name and the value."""
+"""What every number and every table that comes in is held to, with messages that name the column, the rule and the value."""
+
+import math
+import re
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
+
+OTHER_NAMES = {
+    "n_params": "n params parameters num_params n_parameters num_parameters param_count model_size non_embedding_params",
+    "n_tokens": "d tokens num_tokens tokens_seen total_tokens train_tokens training_tokens",
+    "loss": "final_loss val_loss eval_loss test_loss validation_loss",
+}
+"""Under which other tables have a column, capitals and punctuation aside."""
+
+
+MOST_TOLD = 30
+"""Columns of a table that a message names."""
 
 
 def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
@@ -31,3 +45,74 @@ def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
     if missing := int(rows[column].isna().sum()):
         raise ValueError(f"{column} must be named in every row, got {missing} empty values")
     return np.array([str(name) for name in rows[column]], dtype=object)
+
+
+def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
+    """Raise ValueError unless every column is there; the message says which one may be meant under another name."""
+    missing = [column for column in columns if column not in rows.columns]
+    if missing:
+        got = [str(column) for column in rows.columns]
+        more = [f"and {len(got) - MOST_TOLD:,} more"] if len(got) > MOST_TOLD else []
+        meant = [
+            f"rename {' or '.join(found)} to {column}"
+            for column in missing
+            if (found := [name for name in got if _plain(name) in OTHER_NAMES.get(column, "").split()])
+        ]
+        told = ", ".join(got[:MOST_TOLD] + more)
+        raise ValueError(
+            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {told}", *meant])
+        )
+    if repeated := [column for column in columns if (rows.columns == column).sum() > 1]:
+        raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W+", "_", name.strip()).lower()
+
+
+def numbers(rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive: bool = False) -> NDArray[np.float64]:
+    """The column in float64.
+
+    Raises:
+        ValueError: a value is no finite number, or not above `minimum` (or equal to it, if `inclusive`).
+    """
+    values = _floats(rows, column)
+    above = values >= minimum if inclusive else values > minimum
+    bad = ~(np.isfinite(values) & above)
+    if bad.any():
+        first = int(np.argmax(bad))
+        rule = f"finite and {'at least' if inclusive else 'above'} {minimum:g}"
+        raise ValueError(
+            f"{column} must be {rule}, got {values[first]:g} in row {rows.index[first]!r} "
+            f"({bad.sum()} of {len(rows)} rows break this rule)"
+        )
+    return values
+
+
+def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
+    """The column `loss` of a sweep in float64, NaN where the run diverged (null, NaN or infinite).
+
+    Raises:
+        ValueError: a finite loss is not above 0.
+    """
+    values = _floats(rows, "loss")
+    values = np.where(np.isfinite(values), values, np.nan)
+    if (values <= 0).any():
+        first = int(np.argmax(values <= 0))
+        raise ValueError(f"loss must be above 0 (or NaN: diverged), got {values[first]:g} in row {rows.index[first]!r}")
+    return values
+
+
+def or_nan(value: object) -> float:
+    """A cell as a number; NaN if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):  # the last of whole numbers beyond the largest float
+        return math.nan
+
+
+def _floats(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
+    try:
+        return np.asarray(rows[column].to_numpy(dtype=np.float64, na_value=np.nan), np.float64)
+    except (TypeError, ValueError, OverflowError) as error:  # the last of whole numbers beyond the largest float
+        raise ValueError(f"{column} must hold numbers, got dtype {rows[column].dtype}") from error

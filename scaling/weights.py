@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.forms.form import Array
+from scaling.arrays import Array
 
 
 def noise_weights(rows: pd.DataFrame) -> Array:

@@ -18,7 +18,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from muscale.full_runs.compat import mend_torchvision
-from proxy_models.compilation import missing_compiler
+from proxy_models.training.compilation import missing_compiler
 
 
 class Shares(LoadScopeScheduling):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from proxy_models.whole_file import whole_file
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
-    from proxy_models.sources import Kind
+    from proxy_models.data.sources import Kind
 
 _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3.4: of a compute-optimal run, roughly
 MOST_OFTEN = (
@@ -158,7 +158,7 @@ def _place(source: Path, directory: Path) -> str:
 
 def _measured(path: Path, place: str, source: Path, kind: Kind, text: str) -> NewStudy:
     from muscale.settings.config import StudyConfig
-    from proxy_models.sources import CorpusError, Source
+    from proxy_models.data.sources import CorpusError, Source
 
     try:
         root, files = Source(path=str(source), kind=kind).files()

@@ -51,8 +51,8 @@ from muscale.watching.calibration import Calibration, calibrate
 from muscale.watching.following import guarding
 from muscale.watching.observe import Observer, open_observer
 from muscale.watching.watch import Watch, Watcher
-from proxy_models.corpus import MANIFEST, Corpus, CorpusError
-from proxy_models.numerics import Numerics
+from proxy_models.data.corpus import MANIFEST, Corpus, CorpusError
+from proxy_models.training.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
 from scaling.presentation import Result
 
@@ -509,7 +509,7 @@ class Study(Result):
             StageError: If a stage can't give its result, or the coordinate check or the gate fails and `force` is not set.
         """
         if self.config.resources.compile:
-            from proxy_models.compilation import missing_compiler
+            from proxy_models.training.compilation import missing_compiler
 
             missing_compiler(self.config.resources.device)  # logged here, as workers' logs are not shown
         with staying_cluster(), cancellable(self.ledger):

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.arrays import Array
 from scaling.checks import positive
 
 if TYPE_CHECKING:
-    from scaling.law import Law
+    from scaling.forms.law import Law
 
-Array = NDArray[np.float64]
 Values = Mapping[str, Any]
 """Numbers of the parameters by name, scalars or arrays that broadcast against the columns."""
 N_SCREENED, N_STARTS = 512, 8
@@ -112,7 +112,7 @@ class Form(ABC):
         Raises:
             ValueError: a parameter is missing, unknown, not finite or negative.
         """
-        from scaling.law import Law
+        from scaling.forms.law import Law
 
         return Law(form=self, parameters=values)
 

@@ -11,7 +11,7 @@ import numpy as np
 from scaling.forms.form import Form, Values
 
 if TYPE_CHECKING:
-    from scaling.law import Law
+    from scaling.forms.law import Law
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class MeanOf(Form):
     form: Form
     count: int
 
-    source = "the mean forecast of scaling.ensemble"
+    source = "the mean forecast of scaling.fits.ensemble"
 
     @property
     def name(self) -> str:  # type: ignore[override]

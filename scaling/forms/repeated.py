@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.forms.form import Array, Form, Problem, Values
+from scaling.arrays import Array
+from scaling.forms.form import Form, Problem, Values
 from scaling.forms.powers import _POSITIVE, EXPONENT_BOUNDS, Chinchilla, SumOfPowers
 
 REPEAT_BOUNDS = (0.1, 1e4)

@@ -26,7 +26,7 @@ import pandas as pd
 from scipy.optimize import minimize
 
 from scaling import fit
-from scaling.newton import huber
+from scaling.minimizers.newton import huber
 from tests.benchmarks.ladders import Ladder, ladders
 
 DELTA = 1e-3

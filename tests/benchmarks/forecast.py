@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 
 from scaling import compute_flops
-from scaling.backtest import backtest
-from scaling.ensemble import fit_ensemble
-from scaling.forecast import DEFAULT
+from scaling.fits.backtest import backtest
+from scaling.fits.ensemble import fit_ensemble
+from scaling.fits.forecast import DEFAULT
 from tests.benchmarks.ladders import Ladder, ladders
 
 LEVELS = (0.9, 0.95)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from muscale import json_lines
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
-from proxy_models.training import Trainer
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -21,8 +21,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling import compute_flops, fit, next_runs
-from scaling.design import Criterion, Design
-from scaling.ensemble import Ensemble, fit_ensemble
+from scaling.decisions.design import Criterion, Design
+from scaling.fits.ensemble import Ensemble, fit_ensemble
 from tests.benchmarks.ladders import Ladder, ladders
 
 SHARES = (0.03, 0.10, 0.30)

@@ -32,10 +32,10 @@ from muscale import Study, StudyConfig
 from muscale.cluster import staying_cluster
 from muscale.full_runs.promotion import full_run_of
 from muscale.plans.planning import Plan
-from proxy_models.corpus import Corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.training import Trainer
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.trainer import Trainer
 from scaling import fit_optimum, simulate
 from tests.benchmarks.kept_runs import do_missing, final_loss
 

@@ -24,14 +24,14 @@ import torch
 from scipy.stats import qmc
 
 from muscale import json_lines
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.schedule import Constant, LinearDecay, Phase
-from proxy_models.segments import Segment, branch, stem
-from proxy_models.state import TrainState
-from proxy_models.training import Trainer
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import Constant, LinearDecay, Phase
+from proxy_models.recipes.segments import Segment, branch, stem
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
+from proxy_models.training.trainer import Trainer
 from search_spaces import LogUniform, Space, Uniform
 from tests.benchmarks.kept_runs import do_missing
 from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, show, tables, telling

@@ -122,12 +122,12 @@ def by_optuna(folder: Path, trials: int) -> list[float]:
     """One process: Optuna's random sampler, the platform's loop with its model warm."""
     import optuna
 
-    from proxy_models.config import ModelConfig
-    from proxy_models.corpus import Corpus
-    from proxy_models.hyperparameters import Hyperparameters
-    from proxy_models.numerics import Numerics
-    from proxy_models.segments import stem
-    from proxy_models.training import Trainer
+    from proxy_models.architecture.config import ModelConfig
+    from proxy_models.data.corpus import Corpus
+    from proxy_models.recipes.hyperparameters import Hyperparameters
+    from proxy_models.recipes.segments import stem
+    from proxy_models.training.numerics import Numerics
+    from proxy_models.training.trainer import Trainer
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     corpus = Corpus.open(folder / "corpus")
@@ -153,9 +153,9 @@ def train_with_lightning(rate: float, folder: Path) -> float:
     from torch.utils.data import DataLoader, TensorDataset
 
     from muscale.full_runs.compat import import_lightning
-    from proxy_models.config import ModelConfig
-    from proxy_models.corpus import Corpus
-    from proxy_models.decoder import next_token_loss
+    from proxy_models.architecture.config import ModelConfig
+    from proxy_models.architecture.decoder import next_token_loss
+    from proxy_models.data.corpus import Corpus
     from tests.benchmarks.proxy_speed import Module, Windows, cpu_setting
 
     torch.set_num_threads(1)
@@ -325,7 +325,7 @@ def _prepare(place: Path) -> None:
 def prepare(folder: Path) -> None:
     """The study's own corpus, and the same for the other ways."""
     import muscale
-    from proxy_models.corpus import EMBEDDED, write_corpus
+    from proxy_models.data.corpus import EMBEDDED, write_corpus
 
     _ = muscale.Study.open(folder / "study.toml", quiet=True).corpus
     write_corpus(folder / "corpus", EMBEDDED)

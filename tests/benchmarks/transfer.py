@@ -19,12 +19,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.corpus import EMBEDDED, Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.parametrization import Scheme
-from proxy_models.training import Trainer
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.parametrization import Scheme
+from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.trainer import Trainer
 from scaling import fit_optimum, fit_transfer
 from tests.benchmarks.kept_runs import do_missing, final_loss
 

@@ -17,11 +17,11 @@ from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, LEDGER
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import branch
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import branch
+from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import write_text
 from tests.muscale.gloo_ranks import processes
 

@@ -14,7 +14,7 @@ import torch
 from muscale.actors.worker import Worker
 from muscale.layout import LEDGER, STATES
 from muscale.store.ledger import Ledger
-from proxy_models.state import StateError, TrainState
+from proxy_models.training.state import StateError, TrainState
 from tests.faults.damage import flip, flip_the_middle, tear
 from tests.faults.lean import chains, losses, rows
 

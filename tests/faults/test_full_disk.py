@@ -13,7 +13,7 @@ from muscale.cli.entry import _mendable
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.store.ledger import Ledger
-from proxy_models.corpus import write_corpus
+from proxy_models.data.corpus import write_corpus
 from tests.faults.conftest import SmallDisk
 from tests.faults.lean import assert_kept, begin, chains, losses, rows
 from tests.muscale.conftest import write_text

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from muscale.layout import LEDGER, STATES
-from proxy_models import state
+from proxy_models.training import state
 from tests.faults.lean import PROGRESS, Tally, assert_kept, begin, finish, losses, rows, started, train
 
 

@@ -13,7 +13,7 @@ class TokenManifest(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from proxy_models.corpus import write_corpus
+        from proxy_models.data.corpus import write_corpus
 
         text = folder.with_name(f"{folder.name}-text")
         text.write_text("some text to be held " * 200)
@@ -23,7 +23,7 @@ class TokenManifest(Target):
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        from proxy_models.corpus import CorpusError
+        from proxy_models.data.corpus import CorpusError
 
         return (CorpusError,)
 
@@ -32,7 +32,7 @@ class TokenManifest(Target):
         return self.corpus
 
     def read(self, path: Path) -> object:
-        from proxy_models.corpus import Corpus
+        from proxy_models.data.corpus import Corpus
 
         found = Corpus.open(path)
         told = str(found), found.key, found.n_tokens, found.epochs(1000), found.bytes_per_token
@@ -118,8 +118,8 @@ class CheckpointTable(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from proxy_models.config import ModelConfig
-        from proxy_models.parametrization import parametrize
+        from proxy_models.architecture.config import ModelConfig
+        from proxy_models.architecture.parametrization import parametrize
 
         model, base = (ModelConfig(d_model=width, n_layers=1) for width in (32, 16))
         self.table = parametrize(model, base)
@@ -150,10 +150,10 @@ class RunRecord(Target):
         from muscale.full_runs.run_description import RunDescription
         from muscale.full_runs.stored_weights import alone
         from muscale.layout import RUN
-        from proxy_models.config import ModelConfig
-        from proxy_models.decoder import Decoder
-        from proxy_models.numerics import Numerics
-        from proxy_models.parametrization import ForwardMultipliers
+        from proxy_models.architecture.config import ModelConfig
+        from proxy_models.architecture.decoder import Decoder
+        from proxy_models.architecture.parametrization import ForwardMultipliers
+        from proxy_models.training.numerics import Numerics
 
         model = ModelConfig(d_model=16, n_layers=1, vocab_size=16, context_length=8)
         numerics = Numerics(model=model, base=model, corpus_key="planted", seed=0, evaluation_tokens=8)

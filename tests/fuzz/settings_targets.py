@@ -65,7 +65,7 @@ class StageOfAStudy(Target):
         super().__init__(folder)
         from muscale.full_runs.checkpoint_folder import CHECKPOINTS
         from muscale.layout import CORPUS, FULL_RUNS
-        from proxy_models.corpus import write_corpus
+        from proxy_models.data.corpus import write_corpus
         from tests.muscale.planted_ladder import numerics_of
 
         study, self.config, self.ledger, plan = planned_study(folder)

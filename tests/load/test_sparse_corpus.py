@@ -6,9 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from proxy_models.batches import training_stream
-from proxy_models.corpus import MANIFEST, Corpus
-from proxy_models.token_files import FORMAT
+from proxy_models.data.batches import training_stream
+from proxy_models.data.corpus import MANIFEST, Corpus
+from proxy_models.data.token_files import FORMAT
 
 N_TOKENS, CONTEXT, BATCH_TOKENS, N_BATCHES = 10**9, 128, 16 * 128, 20
 _AHEAD = (

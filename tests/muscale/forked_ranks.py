@@ -19,11 +19,11 @@ from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.sharding import ShardedStrategy
 from muscale.layout import METRICS, RESULT
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
 from tests.muscale.gloo_ranks import processes
 
 BATCH, STEPS = 256, 16

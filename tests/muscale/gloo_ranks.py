@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-from proxy_models.memory import CHUNK_ENTRIES
+from proxy_models.architecture.memory import CHUNK_ENTRIES
 
 if TYPE_CHECKING:
     from muscale.full_runs.full_run_spec import FullRun
@@ -27,7 +27,7 @@ def _serve(runs: Connection) -> None:
 
     from muscale.full_runs.full_run import train  # makes lightning importable
     from muscale.full_runs.sharding import ShardedStrategy
-    from proxy_models import memory
+    from proxy_models.architecture import memory
 
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # isort: skip
 

@@ -1,4 +1,4 @@
-"""A small study's numbers, from its corpus to its law: what may change only together with `proxy_models.numerics.SEMANTICS`.
+"""A small study's numbers, from its corpus to its law: what may change only together with `proxy_models.training.numerics.SEMANTICS`.
 
     python -m tests.muscale.golden    # writes golden.json anew
 
@@ -18,16 +18,16 @@ import numpy as np
 import torch
 
 from muscale.store.lineage import Chain
-from proxy_models.batches import TokenStream
-from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import SEMANTICS, Numerics
-from proxy_models.optimizer import clip, initialize, make_optimizer, set_rates
-from proxy_models.parametrization import OptimizerName
-from proxy_models.segments import branch, stem
-from proxy_models.training import Trainer
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.batches import TokenStream
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import branch, stem
+from proxy_models.training.numerics import SEMANTICS, Numerics
+from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.training.trainer import Trainer
 from tests.muscale.planted import planted_fit, planted_horizon
 from tests.proxy_models.conftest import VARIANTS, write_text_files
 

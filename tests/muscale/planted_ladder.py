@@ -16,8 +16,8 @@ from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.tables import segments
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
 from tests.muscale.planted import planted_fit, planted_horizon
 
 OFFSET = 0.02

@@ -319,7 +319,7 @@ def test_paths_may_have_anything_in_them(make_study: MakeStudy, capsys: Capture)
 
 
 def test_a_loop_of_links_in_a_corpus_is_passed_over(make_study: MakeStudy, capsys: Capture) -> None:
-    from proxy_models.sources import Source
+    from proxy_models.data.sources import Source
 
     path = make_study()
     text = path.parent / "text"

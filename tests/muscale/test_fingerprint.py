@@ -20,11 +20,11 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
 from muscale.wheel import write_wheel
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import write_text
 
 OTHER = "0.0.1+000000000000"

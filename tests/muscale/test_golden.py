@@ -1,7 +1,7 @@
 """Numbers stay what they were: keys, data order, rules and losses of golden.json, of fixed seeds on one thread.
 
-Where one of these fails and the change is meant, raise `proxy_models.numerics.SEMANTICS`, so that no ledger mixes both, and write
-the file anew: python -m tests.muscale.golden
+Where one of these fails and the change is meant, raise `proxy_models.training.numerics.SEMANTICS`, so that no ledger mixes both,
+and write the file anew: python -m tests.muscale.golden
 """
 
 from __future__ import annotations

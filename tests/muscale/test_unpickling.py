@@ -46,7 +46,7 @@ ALLOWED = {
         "cloudpickle",
     ): "reads an error that Tune wrote in this process a moment ago",
     ("platform/muscale/wheel.py", "zipfile"): "writes a wheel, opens none",
-    ("proxy_models/state.py", "zipfile"): "compares the checksums of a state's records, extracts none",
+    ("proxy_models/training/state.py", "zipfile"): "compares the checksums of a state's records, extracts none",
 }
 
 

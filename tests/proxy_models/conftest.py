@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.training import SegmentResult, Trainer
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.trainer import SegmentResult, Trainer
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,14 +14,9 @@ import pandas as pd
 import pytest
 import torch
 
-from proxy_models.check_sizes import Axis
-from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.coordinate_check import CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
-from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.optimizer import clip, initialize, make_optimizer
-from proxy_models.parametrization import (
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.parametrization import (
     RATE_EXPONENT,
     OptimizerName,
     Parametrization,
@@ -30,6 +25,11 @@ from proxy_models.parametrization import (
     TensorRule,
     parametrize,
 )
+from proxy_models.check_sizes import Axis
+from proxy_models.coordinate_check import CoordinateCheck, Rule, coordinate_check, coordinate_lines, measure
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.optimizer import clip, initialize, make_optimizer
 
 FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2))
 WIDTHS = (32, 64, 128, 256)

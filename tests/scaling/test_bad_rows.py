@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scaling import ScalingError, fit
-from scaling.runs import OPTIONAL
-from tests.scaling.test_units import ladder
+from scaling.fits.runs import OPTIONAL
+from tests.scaling.fits.test_units import ladder
 
 CELLS = (
     st.none()

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from scaling import ScalingFit, fit, fit_batch_law, fit_horizon_law, fit_transfer, fit_verdict
-from scaling.figures import batch_data, drift_data, horizon_data, transfer_data
-from scaling.law_figures import fit_data, frontier_data
+from scaling.fits.law_figures import fit_data, frontier_data
+from scaling.optima.figures import batch_data, drift_data, horizon_data, transfer_data
 
 
 @pytest.fixture

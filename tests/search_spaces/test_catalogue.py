@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import search_spaces
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import (
     CATALOGUE,
     Choice,

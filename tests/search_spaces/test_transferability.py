@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from proxy_models.config import DROPPED
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.architecture.config import DROPPED
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, Axis, SpaceError, Transfer, Transferability, transferability
 
 # The arXiv ids that the rule table of the project cites, Kaplan et al. and RegMix.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
-from proxy_models.corpus import Corpus
-from proxy_models.tokenizer import Tokenizer
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.tokenizer import Tokenizer
 
 MOST_HASHED = 32 * 10**9
 """Bytes of tokens that are hashed again before a training: half a minute from a fast disk (assumed)."""

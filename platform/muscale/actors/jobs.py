@@ -20,7 +20,7 @@ from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain, stems
 from muscale.store.tables import runs
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 
 _workers: list[Any] = []  # at rest between the stages of one study
 _hired_for: list[Any] = []  # its directory and [resources]: another study's results belong into another ledger

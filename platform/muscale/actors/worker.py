@@ -14,12 +14,12 @@ from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
-from proxy_models.averaging import Tail
-from proxy_models.compilation import Compile
-from proxy_models.corpus import Corpus
-from proxy_models.peak import datasheet_flops
-from proxy_models.state import StateError, TrainState
-from proxy_models.training import SegmentResult, Trainer
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.averaging import Tail
+from proxy_models.training.compilation import Compile
+from proxy_models.training.peak import datasheet_flops
+from proxy_models.training.state import StateError, TrainState
+from proxy_models.training.trainer import SegmentResult, Trainer
 from proxy_models.whole_file import whole_file
 
 OnStep = Callable[[int, float], None]

@@ -33,14 +33,14 @@ from torch import Tensor
 
 from muscale.bundles.bundle_files import Verification, verify
 from muscale.errors import BundleError
-from proxy_models.corpus import CorpusError
-from proxy_models.decoder import Decoder
-from proxy_models.kept_tokenizer import kept_tokenizer
-from proxy_models.llama import NotLlamaError, write_llama
-from proxy_models.numerics import Numerics
-from proxy_models.parametrization import ForwardMultipliers, Parametrization
-from proxy_models.state import TrainState
-from proxy_models.tokenizer import Tokenizer
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.llama import NotLlamaError, write_llama
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
+from proxy_models.data.corpus import CorpusError
+from proxy_models.data.kept_tokenizer import kept_tokenizer
+from proxy_models.data.tokenizer import Tokenizer
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
 from scaling.presentation import Result
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class Bundle(Result):
         return decoder.eval()
 
     def train_state(self) -> TrainState:
-        """What a training needs to go on exactly from the end of the run; see `proxy_models.training.Trainer`.
+        """What a training needs to go on exactly from the end of the run; see `proxy_models.training.trainer.Trainer`.
 
         A guard's last snapshot is not in it: the next one is taken as the training goes on.
         """
@@ -184,12 +184,12 @@ class Bundle(Result):
         seed: int = 0,
         averaged: bool = False,
     ) -> str:
-        """The text that follows a prompt, as a sanity check; see `proxy_models.generate`.
+        """The text that follows a prompt, as a sanity check; see `proxy_models.architecture.generate`.
 
         Raises:
             BundleError: If the bundle has no tokenizer, or an argument is out of its range.
         """
-        from proxy_models.generate import continue_text
+        from proxy_models.architecture.generate import continue_text
 
         if (tokenizer := self.tokenizer()) is None:
             raise BundleError(

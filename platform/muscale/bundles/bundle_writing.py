@@ -29,16 +29,16 @@ from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plain import finite
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain, segment_to_dict
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder
-from proxy_models.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
-from proxy_models.memory import training_memory
-from proxy_models.parametrization import OptimizerName
-from proxy_models.state import capture
-from proxy_models.step import GOOD, Stepper
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
+from proxy_models.data.token_files import STATED
 from proxy_models.tensor_file import save_tensors
-from proxy_models.token_files import STATED
+from proxy_models.training.state import capture
+from proxy_models.training.step import GOOD, Stepper
 from proxy_models.whole_folder import whole_folder
 
 LOSS_TOLERANCE = 1e-3

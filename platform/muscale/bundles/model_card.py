@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from muscale.plans.planning import told
-from proxy_models.kept_tokenizer import kept_name
-from proxy_models.token_files import STATED
+from proxy_models.data.kept_tokenizer import kept_name
+from proxy_models.data.token_files import STATED
 
 if TYPE_CHECKING:
     from muscale.full_runs.promotion import Promotion
     from muscale.plans.planning import Plan
-    from proxy_models.corpus import Corpus
-    from proxy_models.numerics import Numerics
+    from proxy_models.data.corpus import Corpus
+    from proxy_models.training.numerics import Numerics
 
 
 def model_card(

@@ -13,7 +13,7 @@ from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.search.sweep import collect
 from muscale.store.lineage import Chain
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from scaling import Forecast, ScalingFit
 
 if TYPE_CHECKING:

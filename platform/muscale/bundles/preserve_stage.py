@@ -19,8 +19,8 @@ from muscale.full_runs.continuation import NOT_FORECAST
 from muscale.full_runs.continuing import RECORD, Continued
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.store.lineage import Chain, segment_from_dict
-from proxy_models.corpus import Corpus
-from proxy_models.numerics import Numerics
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.numerics import Numerics
 
 if TYPE_CHECKING:
     from muscale.study import Study

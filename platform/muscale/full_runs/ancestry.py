@@ -14,10 +14,10 @@ from muscale.plans.planning import Plan
 from muscale.settings.stage_file import ParentSettings
 from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import Chain, segment_from_dict
-from proxy_models.corpus import Corpus
-from proxy_models.numerics import Numerics
-from proxy_models.recipe import Recipe
-from proxy_models.segments import Segment
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
 
 STARTED = "stage_started"
 """Of the ledger's results, by key: what a stage trains, as it was first launched."""

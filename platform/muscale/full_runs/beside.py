@@ -24,7 +24,7 @@ from muscale.full_runs.run_records import RunRecords
 from muscale.layout import EVALUATIONS
 from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
-from proxy_models.corpus import Corpus, CorpusError
+from proxy_models.data.corpus import Corpus, CorpusError
 
 _LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
 _ROOM_SECONDS = 60.0  # that others may take to leave what is to be reserved (assumed)

@@ -21,10 +21,10 @@ from muscale.full_runs.held_out import evaluate_whole
 from muscale.full_runs.run_description import RunDescription
 from muscale.full_runs.stored_weights import RecordReader, read_weights
 from muscale.layout import RUN
-from proxy_models.corpus import Corpus, CorpusError
-from proxy_models.decoder import Decoder
-from proxy_models.device import usable
-from proxy_models.generate import continue_text
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.generate import continue_text
+from proxy_models.data.corpus import Corpus, CorpusError
+from proxy_models.training.device import usable
 from scaling.presentation import Result
 
 SAMPLE_SEED = 0

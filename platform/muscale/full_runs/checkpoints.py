@@ -23,10 +23,10 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoint_folder import PARAMETRIZATION, CheckpointFolder, put_in_place, sha256, write_manifest
 from muscale.full_runs.ranks import barrier, from_first, rank, side_group
 from muscale.full_runs.stored_weights import PlainPlanner, RecordReader, told
-from proxy_models.metrics import passes
-from proxy_models.parametrization import Parametrization
-from proxy_models.state import capture
-from proxy_models.step import GOOD, Stepper
+from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.training.metrics import passes
+from proxy_models.training.state import capture
+from proxy_models.training.step import GOOD, Stepper
 
 _MEMORY = "memory"  # of the stepper, in a checkpoint
 _UNFINISHED = ".unfinished"

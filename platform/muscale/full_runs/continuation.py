@@ -21,10 +21,10 @@ from muscale.settings.spikes import SpikePolicy
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key, segment_to_dict
-from proxy_models.continued import continued
-from proxy_models.corpus import Corpus
-from proxy_models.numerics import Numerics
-from proxy_models.segments import Segment
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.continued import continued
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 
 NOT_FORECAST = "held against no forecast: the law holds for the corpus and the schedule that it was fitted on"

@@ -12,12 +12,12 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.held_out import evaluate_whole
 from muscale.full_runs.stored_weights import alone, read_weights
-from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder
-from proxy_models.numerics import Numerics
-from proxy_models.optimizer import initialize, make_optimizer
-from proxy_models.segments import Segment
-from proxy_models.step import Stepper
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.step import Stepper
 
 
 def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[Segment]) -> Stepper:

@@ -37,16 +37,16 @@ from muscale.full_runs.run_description import RunDescription
 from muscale.full_runs.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from muscale.layout import METRICS
 from muscale.store.incidents import Incident, record_incident, utc_now
-from proxy_models import compilation
-from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
-from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder
-from proxy_models.device import send
-from proxy_models.metrics import passes
-from proxy_models.optimizer import initialize, make_optimizer
-from proxy_models.precision import unsupported
-from proxy_models.recipe import Recipe
-from proxy_models.step import Stepper
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training import compilation
+from proxy_models.training.device import send
+from proxy_models.training.metrics import passes
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.precision import unsupported
+from proxy_models.training.step import Stepper
 
 L = import_lightning()
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.spikes import SpikePolicy
-from proxy_models.compilation import Compile
-from proxy_models.numerics import Numerics
-from proxy_models.recipe import Recipe
-from proxy_models.segments import Segment
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.compilation import Compile
+from proxy_models.training.numerics import Numerics
 
 MIN_UNIT_PARAMS = 1_000_000
 """A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""

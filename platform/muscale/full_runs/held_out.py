@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proxy_models.batches import EvaluationSet, corpus_loss, evaluation_sets
-from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder, next_token_loss
-from proxy_models.numerics import Numerics
+from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.numerics import Numerics
 
 _BATCH = 64  # sequences of a forward pass on each rank
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from muscale.settings.spikes import SpikePolicy
 from muscale.store.incidents import Incident
-from proxy_models.batch_ramp import BatchRamp
-from proxy_models.schedule import warmup_factor
+from proxy_models.recipes.batch_ramp import BatchRamp
+from proxy_models.recipes.schedule import warmup_factor
 
 
 class Interventions:

@@ -22,7 +22,7 @@ from muscale.plain import told_unreadable
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.strict import shown
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
 

@@ -20,7 +20,7 @@ from muscale.store.cancels import cancellable
 from muscale.store.incidents import Incident, Mending
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import runs, segments
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 
 

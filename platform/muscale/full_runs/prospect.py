@@ -26,8 +26,8 @@ from muscale.plans.gate import (
 )
 from muscale.plans.planning import Plan, data_hashes
 from muscale.settings.config import StudyConfig
-from proxy_models.corpus import Corpus
-from proxy_models.memory import MemoryEstimate, largest_micro_batch, training_memory
+from proxy_models.architecture.memory import MemoryEstimate, largest_micro_batch, training_memory
+from proxy_models.data.corpus import Corpus
 from scaling import Verdict
 from scaling.presentation import Result
 

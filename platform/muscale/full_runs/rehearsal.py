@@ -27,8 +27,8 @@ from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
 from muscale.store.lineage import Chain
-from proxy_models.numerics import Numerics
-from proxy_models.segments import Segment
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 
 RECORD = "rehearsal"
@@ -73,7 +73,7 @@ class Rehearsal(Result):
         start_seconds: Of a launch that resumes, before its first step and after its last.
         resumed_from: Tokens that the second launch went on from.
         peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
-        estimated_bytes: Of a rank, by `proxy_models.memory`; of the training alone.
+        estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone.
         losses: Training loss of each step, nats per token.
         schedule: Of the whole run.
     """

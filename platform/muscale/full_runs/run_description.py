@@ -11,8 +11,8 @@ from typing import Self
 from muscale.errors import StageError
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import RUN
-from proxy_models.numerics import Numerics
-from proxy_models.parametrization import ForwardMultipliers
+from proxy_models.architecture.parametrization import ForwardMultipliers
+from proxy_models.training.numerics import Numerics
 from proxy_models.whole_file import whole_file
 
 

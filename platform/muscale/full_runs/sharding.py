@@ -29,11 +29,11 @@ from torch.distributed.tensor.parallel import (
 from muscale.errors import StageError
 from muscale.full_runs.compat import import_lightning
 from muscale.settings.parallelism import Parallelism
-from proxy_models.decoder import Block, Decoder
-from proxy_models.memory import largest_micro_batch
-from proxy_models.numerics import Numerics
-from proxy_models.optimizer import initialize
-from proxy_models.recipe import Recipe
+from proxy_models.architecture.decoder import Block, Decoder
+from proxy_models.architecture.memory import largest_micro_batch
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize
 
 import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402

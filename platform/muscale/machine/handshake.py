@@ -89,7 +89,7 @@ def _meet() -> None:
     import torch
     import torch.distributed as dist
 
-    from proxy_models.compilation import missing_compiler
+    from proxy_models.training.compilation import missing_compiler
 
     rank, meeting = int(os.environ["RANK"]), os.environ["MUSCALE_MEETING"]
     n_gpus = torch.cuda.device_count()

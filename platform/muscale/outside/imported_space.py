@@ -12,7 +12,7 @@ from typing import Any
 import tomlkit
 
 from muscale.errors import StageError
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Distribution, Fixed, Ordinal, Space, SpaceError, Uniform
 
 MOST_STEPS = 64  # of a quantised range that is listed value by value

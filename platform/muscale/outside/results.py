@@ -18,7 +18,7 @@ from muscale.errors import StageError
 from muscale.outside.imported_space import place_of
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
-from scaling.runs import read_table
+from scaling.fits.runs import read_table
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 
 TABLES = (".csv", ".parquet", ".jsonl")

@@ -12,9 +12,9 @@ import pandas as pd
 
 from muscale.errors import StageError
 from scaling import Decision, ScalingError, ScalingFit, decide, fit
-from scaling.law import NATS
-from scaling.runs import read_table
-from scaling.table import or_nan
+from scaling.checks import or_nan
+from scaling.fits.runs import read_table
+from scaling.forms.law import NATS
 
 _CLOSE = 2e-3
 """Relative spread within which a column is taken to be the loss in another unit: four digits are what tables print (assumed)."""

@@ -28,7 +28,7 @@ from muscale.store.tables import segments
 from muscale.watching.band import registered_band
 from muscale.watching.calibration import calibrate
 from proxy_models.coordinate_check import CoordinateCheck
-from proxy_models.corpus import MANIFEST, Corpus
+from proxy_models.data.corpus import MANIFEST, Corpus
 
 if TYPE_CHECKING:
     from muscale.plans.planning import Plan

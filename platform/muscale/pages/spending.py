@@ -12,8 +12,8 @@ import sqlalchemy as sa
 
 from muscale.store.ledger import Ledger
 from muscale.store.tables import runs, segments
-from proxy_models.config import ModelConfig
-from scaling.figures import COLOURS
+from proxy_models.architecture.config import ModelConfig
+from scaling.drawing import COLOURS
 
 PURPOSES = ("sweep", "transfer", "ladder", "ablate", "full")
 """In the order in which they are begun: what two of them share was paid for by the first."""

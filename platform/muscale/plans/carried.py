@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from muscale.settings.explicit import REGULARIZERS
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, Transfer
 
 Rule = Literal["muP width", "muP depth", "horizon law", "batch law", "fixed", "explicit"]

@@ -12,7 +12,7 @@ from muscale.proxies import ablation, ladder, transfer
 from muscale.search.sweep import budget, trial_plan
 from muscale.settings.config import StudyConfig
 from muscale.store.lineage import Chain
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 
 
 def estimate(config: StudyConfig) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.plans.carried import Carried
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, find, now
-from proxy_models.memory import MemoryEstimate
+from proxy_models.architecture.memory import MemoryEstimate
 from scaling.presentation import Result
 from search_spaces import Transfer
 

@@ -13,9 +13,9 @@ from muscale.plans.planning import Plan
 from muscale.plans.sizing import most_tokens
 from muscale.proxies.ladder import stem_lengths
 from muscale.settings.config import StudyConfig
-from proxy_models.corpus import Corpus
-from proxy_models.mixture import MAX_EPOCHS
-from proxy_models.segments import chain
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.mixture import MAX_EPOCHS
+from proxy_models.recipes.segments import chain
 from scaling import NextRuns, ScalingFit, candidate_runs, compute_flops, next_runs
 from scaling.presentation import Result
 

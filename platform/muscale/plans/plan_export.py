@@ -13,11 +13,11 @@ import torch
 
 from muscale.plans.planning import Plan
 from muscale.store.lineage import segment_to_dict
-from proxy_models.decoder import Decoder
-from proxy_models.numerics import Numerics
-from proxy_models.optimizer import make_optimizer
-from proxy_models.parametrization import ForwardMultipliers, TensorClass
-from proxy_models.recipe import Recipe
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.parametrization import ForwardMultipliers, TensorClass
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import make_optimizer
 from proxy_models.whole_file import whole_file
 
 _MOST_ROWS = 10_000  # of the schedule's table

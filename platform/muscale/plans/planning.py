@@ -14,13 +14,13 @@ from muscale.settings.explicit import REGULARIZERS, model_with_explicit, with_ex
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import forecasts
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.mixture import MAX_EPOCHS
-from proxy_models.numerics import Numerics, Precision
-from proxy_models.segments import Segment, chain
-from proxy_models.stages import Stage
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.mixture import MAX_EPOCHS
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import Segment, chain
+from proxy_models.recipes.stages import Stage
+from proxy_models.training.numerics import Numerics, Precision
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 from scaling.presentation import Result
 

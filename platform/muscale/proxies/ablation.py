@@ -10,10 +10,10 @@ import pandas as pd
 from muscale.actors.jobs import Job
 from muscale.proxies.ladder import branches
 from muscale.settings.ablation import AblateSettings, swaps
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from scaling.ablation import AS_IT_IS
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from scaling.comparisons.ablation import AS_IT_IS
 
 PURPOSE = "ablate"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
-from proxy_models.corpus import Corpus
-from proxy_models.numerics import Numerics
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.numerics import Numerics
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck

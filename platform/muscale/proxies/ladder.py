@@ -19,11 +19,11 @@ from muscale.search.trial import WITH_COOLDOWN
 from muscale.settings.config import Stem, StudyConfig
 from muscale.store.lineage import Chain
 from proxy_models.content_key import content_key
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.recipe import Recipe
-from proxy_models.segments import branch
-from proxy_models.segments import chain as chain_of
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.segments import branch
+from proxy_models.recipes.segments import chain as chain_of
+from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 

@@ -17,9 +17,9 @@ from muscale.errors import StageError
 from muscale.proxies.ladder import branches
 from muscale.settings.config import StudyConfig
 from muscale.settings.transfer import OverSettings
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
 
 RATE_WITH_BATCH = 0.3
 """Exponent by which the batches' rate grids are shifted, so that each holds its optimum: the mean of the slopes measured on

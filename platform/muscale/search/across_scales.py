@@ -14,8 +14,8 @@ import pandas as pd
 from muscale.search.observations import Known
 from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import SearchBox, fit_response
-from scaling.batch import PRIOR as BATCH_WITH_TOKENS
-from scaling.horizon import PRIOR as RATE_WITH_TOKENS
+from scaling.optima.batch import PRIOR as BATCH_WITH_TOKENS
+from scaling.optima.horizon import PRIOR as RATE_WITH_TOKENS
 from search_spaces import Choice, Config, Distribution, Fixed, Integer, Ordinal, Simplex, Space, is_log
 
 N_PARAMS, N_TOKENS = "n_params", "n_tokens"

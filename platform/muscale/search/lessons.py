@@ -14,9 +14,9 @@ import pandas as pd
 from muscale.errors import StudyDirectoryError
 from muscale.store.ledger import find_runs, runs_table
 from muscale.store.merge import opened
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.recipe import Recipe
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.numerics import Numerics
 from search_spaces import Fixed, Space
 
 SHAPE = ("model", "seed", "run_tokens")

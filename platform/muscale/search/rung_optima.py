@@ -15,7 +15,7 @@ import pandas as pd
 from muscale.search.across_scales import N_TOKENS, box_of, config_at, coordinates
 from muscale.search.sweep_tables import config_of
 from muscale.settings.config import StudyConfig
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from scaling import ResponseOptimum, ResponseSurface, SearchBox, fit_response
 from search_spaces import Config, Ordinal, Space
 

@@ -37,7 +37,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.retention import prune
 from muscale.store.tables import runs
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from search_spaces import SpaceError, narrow
 
 OnArrival = Callable[[Arrival], None]

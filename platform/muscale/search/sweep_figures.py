@@ -1,6 +1,6 @@
 """Figures of a sweep, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-As in `scaling.figures`, a column `series` says what a row is. Leaders and importance draw themselves, in `scaling`.
+As in the `figures` of `scaling`, a column `series` says what a row is. Leaders and importance draw themselves, in `scaling`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 
 from muscale.search.across_scales import N_TOKENS, box_of, config_at, coordinates
 from muscale.search.sweep_tables import COST, config_of
-from scaling.figures import COLOURS, LOSS
-from scaling.optima import MAX_EXCESS
-from scaling.search_figures import GREY, draw_pareto, pareto_data
+from scaling.drawing import COLOURS, GREY, LOSS
+from scaling.optima.optimum import MAX_EXCESS
+from scaling.search.figures import draw_pareto, pareto_data
 from search_spaces import Ordinal, Space, is_log
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from muscale.errors import StageError
 from muscale.search.rung_optima import RungOptima, told_edges
 from muscale.search.sweep_importance import importance_of
 from muscale.search.sweep_tables import COST, config_of, told_narrowing, told_values
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Importance, Leaders, ScalingError, pareto_front
 from search_spaces import Space
 

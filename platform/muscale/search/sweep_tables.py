@@ -13,7 +13,7 @@ from muscale.search.lessons import differs_in
 from muscale.search.observations import KnownOf
 from muscale.search.record import Record
 from muscale.search.trial import TrialPlan
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import ScalingError, pareto_front, seed_noise
 from search_spaces import Config, Space
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from muscale.search.path import Path
 from muscale.store.lineage import Chain
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import Segment, chain, staged_branch
-from proxy_models.stages import CHANGEABLE, Stage
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import Segment, chain, staged_branch
+from proxy_models.recipes.stages import CHANGEABLE, Stage
+from proxy_models.training.numerics import Numerics
 
 WITH_COOLDOWN = ("wsd", "wsd_linear")
 """Schedules with a stem that runs of several lengths share; under the others a rung lies in the middle of the decay."""

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.config import Activation, ModelConfig, Norm, Positions
+from proxy_models.architecture.config import Activation, ModelConfig, Norm, Positions
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "activation": get_args(Activation),

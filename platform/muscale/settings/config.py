@@ -28,12 +28,12 @@ from muscale.settings.sweep import COOLING, SweepSettings
 from muscale.settings.toml_file import MOST_DEPTH, parse_toml, read_toml
 from muscale.settings.tracking import TrackingSettings
 from muscale.settings.transfer import TransferSettings
-from proxy_models.compilation import Compile
-from proxy_models.config import ModelConfig, ModelFamily
-from proxy_models.corpus import Corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.parametrization import DecayScaling, Scheme
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.parametrization import DecayScaling, Scheme
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.compilation import Compile
+from proxy_models.training.numerics import Numerics
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
 
 Overrides = Sequence[str] | Mapping[str, Any]

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.corpus import EMBEDDED, Corpus, write_corpus, write_mixture
-from proxy_models.mixture import Mixture, Stage
-from proxy_models.sources import Kind, Source, TokenDtype, at_home
-from proxy_models.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
+from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.sources import Kind, Source, TokenDtype, at_home
+from proxy_models.data.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 import pydantic
 
-from proxy_models.config import DROPPED, ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.architecture.config import DROPPED, ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Transfer, transferability
 
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")

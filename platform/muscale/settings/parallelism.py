@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from proxy_models.config import ModelConfig
-from proxy_models.memory import Checkpointing, Sharding
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Checkpointing, Sharding
 
 
 @dataclass(frozen=True, kw_only=True)

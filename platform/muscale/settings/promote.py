@@ -11,9 +11,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.spikes import SpikePolicy
 from muscale.settings.strict import StrictTable, require_parts
-from proxy_models.guard import GuardSettings
-from proxy_models.memory import Checkpointing, Sharding
-from proxy_models.numerics import Precision
+from proxy_models.architecture.memory import Checkpointing, Sharding
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Precision
 
 
 class PromoteSettings(StrictTable):

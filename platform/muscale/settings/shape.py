@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.config import ModelConfig, ModelFamily
+from proxy_models.architecture.config import ModelConfig, ModelFamily
 
 
 class Shape(StrictTable):

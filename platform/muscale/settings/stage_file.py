@@ -13,8 +13,8 @@ from muscale.plain import told_unreadable
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.strict import StrictTable, explained, lists_to_tuples, told
 from muscale.settings.toml_file import read_toml
-from proxy_models.continued import COOLING, ContinuedSchedule
-from proxy_models.parametrization import OptimizerName
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.continued import COOLING, ContinuedSchedule
 
 
 class ParentSettings(StrictTable):

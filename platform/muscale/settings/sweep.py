@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.averaging import Tail
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.schedule import ScheduleName
-from proxy_models.stages import CHANGEABLE
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import ScheduleName
+from proxy_models.recipes.stages import CHANGEABLE
+from proxy_models.training.averaging import Tail
 from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
 
 Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]

@@ -10,8 +10,8 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.strict import StrictTable
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.segments import chain
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
 
 FOLLOWED = (
     *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),

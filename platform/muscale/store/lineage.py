@@ -14,10 +14,10 @@ from typing import Any
 
 from muscale.store.incidents import Mending
 from proxy_models.content_key import content_key
-from proxy_models.numerics import Numerics
-from proxy_models.recipe import Recipe
-from proxy_models.schedule import Constant, phase_from_dict, phase_to_dict
-from proxy_models.segments import Segment
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.schedule import Constant, phase_from_dict, phase_to_dict
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
 
 
 def segment_to_dict(segment: Segment) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from muscale.store.postgresql import PostgresStorage
 from muscale.store.storage import copy_sqlite, read_only, sqlite_schema, sqlite_url
 from muscale.store.tables import REFUSALS, segments, trials
 from proxy_models.content_key import content_key
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
 

@@ -16,7 +16,7 @@ from muscale.full_runs.promotion import Promotion
 from muscale.settings.strict import shown
 from muscale.store.ledger import Ledger, find
 from muscale.store.merge import Read, opened
-from scaling.forecast import interval_factor
+from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 
 _LONGEST = 300  # characters of a reason, or of a key

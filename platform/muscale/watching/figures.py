@@ -1,4 +1,4 @@
-"""The application's own figures, each as data and as a drawing; those of the laws are in `scaling.figures`."""
+"""The application's own figures, each as data and as a drawing; those of the laws are in the `figures` of `scaling`."""
 
 from __future__ import annotations
 

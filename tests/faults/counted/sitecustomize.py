@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 COUNTS = "counts"
-TRAINING = "proxy_models.training"
+TRAINING = "proxy_models.training.trainer"
 
 
 def count(module: ModuleType) -> None:

@@ -14,14 +14,14 @@ from muscale.environment import device_name
 from muscale.layout import CORPUS, CURVES, LEDGER
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus, write_mixture
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.mixture import Mixture
-from proxy_models.numerics import Numerics
-from proxy_models.schedule import phase_from_dict
-from proxy_models.segments import branch, chain, stem
-from proxy_models.sources import Source
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import phase_from_dict
+from proxy_models.recipes.segments import branch, chain, stem
+from proxy_models.training.numerics import Numerics
 
 BATCH = 128
 

@@ -31,16 +31,16 @@ from muscale.full_runs.promotion import Promotion
 from muscale.layout import METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
-from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.schedule import Constant
-from proxy_models.segments import Segment, chain
-from proxy_models.state import capture
-from proxy_models.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
-from proxy_models.training import Trainer
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import Constant
+from proxy_models.recipes.segments import Segment, chain
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import capture
+from proxy_models.training.trainer import Trainer
 from scaling import Forecast
 
 BATCH, STEPS = 256, 24

@@ -9,12 +9,12 @@ from muscale.bundles.model_card import model_card
 from muscale.full_runs.befallen import Event
 from muscale.full_runs.promotion import Promotion
 from muscale.plans.planning import Plan
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_mixture
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.mixture import Mixture
-from proxy_models.numerics import Numerics
-from proxy_models.sources import Source
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
 from scaling import Forecast
 
 MODEL = ModelConfig(d_model=64, n_layers=2, queries_per_kv=2, tied=True, qk_norm=True)

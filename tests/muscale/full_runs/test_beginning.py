@@ -16,13 +16,13 @@ from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import Beginning, FullRun, HeldOut
 from muscale.layout import METRICS, RESULT
 from muscale.settings.spikes import SpikePolicy
-from proxy_models.config import ModelConfig
-from proxy_models.continued import continued
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.continued import continued
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
 from tests.muscale.gloo_ranks import GlooRanks
 
 BATCH, STEPS, AT = 256, 16, 12

@@ -23,8 +23,8 @@ from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import EVALUATIONS
 from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.sources import Source
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.sources import Source
 from tests.muscale.forked_ranks import BATCH, small_corpus, small_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]

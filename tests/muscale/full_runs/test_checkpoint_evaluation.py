@@ -19,11 +19,11 @@ from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import EVALUATIONS, METRICS, RUN
-from proxy_models.corpus import Corpus, write_mixture
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.mixture import Mixture
-from proxy_models.segments import chain
-from proxy_models.sources import Source
+from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
 from tests.muscale.forked_ranks import BATCH, STEPS, rows, small_run
 from tests.muscale.gloo_ranks import GlooRanks
 

@@ -16,10 +16,10 @@ from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import FullRunModule, train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import RESULT
-from proxy_models.corpus import Corpus
-from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.segments import chain
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
 from tests.muscale.forked_ranks import (
     BATCH,
     STEPS,

@@ -24,9 +24,9 @@ from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.numerics import Numerics
-from proxy_models.tokenizer import TokenizerSettings
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.tokenizer import TokenizerSettings
+from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.planted import planted_fit, planted_horizon
 

@@ -19,12 +19,12 @@ from muscale.search.path import path_of
 from muscale.search.trial import TrialPlan
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
-from proxy_models.state import TrainState
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
 from search_spaces import Config
 
 BATCH = 128

@@ -25,10 +25,10 @@ from muscale.search.sweep_conclusion import make_result
 from muscale.search.trial import TrialPlan
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain, segment_to_dict, stems
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
-from proxy_models.stages import Stage
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.recipes.stages import Stage
+from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
 from search_spaces import Config
 

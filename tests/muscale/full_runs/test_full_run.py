@@ -16,18 +16,18 @@ from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.full_run import train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import METRICS, RESULT
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_corpus, write_mixture
-from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.mixture import Mixture, Stage
-from proxy_models.numerics import Numerics
-from proxy_models.parametrization import OptimizerName
-from proxy_models.segments import chain, stem
-from proxy_models.sources import Source
-from proxy_models.stages import Stage as Change
-from proxy_models.step import Stepper
-from proxy_models.training import Trainer
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.sources import Source
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain, stem
+from proxy_models.recipes.stages import Stage as Change
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.step import Stepper
+from proxy_models.training.trainer import Trainer
 from tests.muscale.gloo_ranks import GlooRanks
 
 BATCH, STEPS = 256, 16

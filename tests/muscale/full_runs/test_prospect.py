@@ -14,8 +14,8 @@ import torch
 from muscale import Plan, StudyConfig
 from muscale.full_runs.prospect import Prospect, prospect
 from muscale.plans.planning import make_plan
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.memory import training_memory
+from proxy_models.architecture.memory import training_memory
+from proxy_models.data.corpus import Corpus, write_corpus
 from scaling import Verdict
 from tests.muscale.planted import planted_fit, planted_horizon
 

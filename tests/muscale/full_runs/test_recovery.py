@@ -29,15 +29,15 @@ from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.spikes import SpikePolicy
 from muscale.store.incidents import read_incidents
-from proxy_models.batches import TokenStream
-from proxy_models.corpus import Corpus
-from proxy_models.decoder import Decoder
-from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.optimizer import initialize, make_optimizer
-from proxy_models.schedule import warmup_factor
-from proxy_models.segments import chain
-from proxy_models.step import Stepper
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.data.batches import TokenStream
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import warmup_factor
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.step import Stepper
 from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, small_corpus, small_run, start
 
 MARK = 255  # a token that the corpus has not

@@ -21,11 +21,11 @@ from muscale.plans.gate import Gate, disk_line, transfer_line
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import write_text
 from tests.muscale.planted import planted_fit, planted_horizon
 

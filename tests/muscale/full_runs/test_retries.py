@@ -17,7 +17,7 @@ from muscale.layout import EVALUATIONS, METRICS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.spikes import SpikePolicy
 from muscale.store.incidents import Incident, read_incidents, record_incident
-from proxy_models.batch_ramp import BatchRamp
+from proxy_models.recipes.batch_ramp import BatchRamp
 
 
 class RayActorError(Exception):

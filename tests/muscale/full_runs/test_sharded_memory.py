@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from muscale.full_runs.sharding import build_decoder, mesh_of
 from muscale.settings.parallelism import Parallelism
-from proxy_models.config import ModelConfig
-from proxy_models.decoder import training_loss
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.memory import largest_micro_batch, training_memory
-from proxy_models.numerics import Numerics
-from proxy_models.optimizer import make_optimizer
-from proxy_models.parametrization import OptimizerName
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import training_loss
+from proxy_models.architecture.memory import largest_micro_batch, training_memory
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import make_optimizer
 from tests.muscale.fake_ranks import rank_of
 
 SEQUENCES = 4

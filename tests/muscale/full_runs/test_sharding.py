@@ -23,15 +23,15 @@ from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.sharding import build_decoder, mesh_of
 from muscale.layout import METRICS, RESULT
 from muscale.settings.parallelism import Parallelism
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.decoder import Decoder
-from proxy_models.guard import GuardSettings
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.optimizer import initialize
-from proxy_models.parametrization import OptimizerName
-from proxy_models.segments import chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize
 from tests.muscale.conftest import write_text
 from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks

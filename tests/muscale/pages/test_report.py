@@ -13,9 +13,9 @@ from muscale.pages.report import write_report
 from muscale.pages.report_contents import ReportContents
 from muscale.plans.next_stems import choose
 from muscale.plans.planning import make_plan
-from proxy_models.corpus import write_corpus, write_mixture
-from proxy_models.mixture import Mixture
-from proxy_models.sources import Source
+from proxy_models.data.corpus import write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
 from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]

@@ -13,7 +13,7 @@ from muscale.pages.spending import draw_spending, spending, told_spending
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.tables import runs, segments
-from proxy_models.segments import chain
+from proxy_models.recipes.segments import chain
 from tests.muscale.planted_ladder import numerics_of
 
 MakeStudy = Callable[..., Path]

@@ -10,9 +10,9 @@ import pytest
 
 from muscale.plans.carried import Carried, carried
 from muscale.settings.explicit import REGULARIZERS, checked, model_with_explicit, with_explicit
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.stages import Stage
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.stages import Stage
 from search_spaces import Transfer
 
 BASE = ModelConfig(d_model=32, n_layers=2, context_length=32)

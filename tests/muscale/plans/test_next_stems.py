@@ -15,9 +15,9 @@ from muscale.plans.next_stems import candidates, choose
 from muscale.plans.planning import Plan, make_plan
 from muscale.proxies.ladder import stem_lengths
 from muscale.settings.config import LadderSettings, Stem
-from proxy_models.corpus import Corpus, write_corpus
-from proxy_models.segments import chain
-from proxy_models.sources import Source
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.sources import Source
+from proxy_models.recipes.segments import chain
 from scaling import ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
 

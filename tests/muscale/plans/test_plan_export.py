@@ -15,9 +15,9 @@ from muscale import StudyConfig
 from muscale.plans.plan_export import export, schedule_table, tensor_table
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
-from proxy_models.decoder import Decoder
-from proxy_models.optimizer import initialize, make_optimizer
-from proxy_models.stages import Stage
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.recipes.stages import Stage
+from proxy_models.training.optimizer import initialize, make_optimizer
 from tests.muscale.planted_ladder import numerics_of, registered_plan
 
 MakeStudy = Callable[..., Path]

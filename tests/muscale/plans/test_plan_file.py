@@ -15,7 +15,7 @@ from muscale import StageError, StudyConfig, StudyFileError
 from muscale.plans.plan_file import RECORD, SPIKE_KEYS, contents, first_difference, hash_of, path_of, read, text, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
-from proxy_models.corpus import Corpus, write_corpus
+from proxy_models.data.corpus import Corpus, write_corpus
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.conftest import write_text
 from tests.muscale.planted import planted_fit, planted_horizon

@@ -16,9 +16,9 @@ from muscale import StageError, StudyConfig, StudyFileError
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
-from proxy_models.corpus import Corpus, write_corpus, write_mixture
-from proxy_models.mixture import Mixture
-from proxy_models.sources import Source
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
 

@@ -11,8 +11,8 @@ from muscale.cli import app
 from muscale.plans.costs import estimate
 from muscale.proxies import ablation
 from muscale.settings.ablation import AblateSettings, swaps
-from proxy_models.config import ModelConfig
-from proxy_models.numerics import Numerics
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.training.numerics import Numerics
 
 MakeStudy = Callable[..., Path]
 

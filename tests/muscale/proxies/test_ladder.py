@@ -18,7 +18,7 @@ from muscale.proxies import ladder, transfer
 from muscale.search.path import path_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import segment_to_dict, stems
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
 
 EXPONENT = 0.3

@@ -14,7 +14,7 @@ from muscale import StageError, Study, StudyConfig, StudyFileError
 from muscale.layout import REPORT
 from muscale.plans.costs import estimate
 from muscale.proxies import transfer
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from scaling import Verdict, fit_verdict
 
 MakeStudy = Callable[..., Path]

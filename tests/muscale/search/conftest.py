@@ -25,7 +25,7 @@ from muscale.search.trial import TrialPlan
 from muscale.settings.config import StudyConfig
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
-from proxy_models.numerics import Numerics
+from proxy_models.training.numerics import Numerics
 from search_spaces import Config
 
 LossAt = Callable[[Leg, int], float | None]

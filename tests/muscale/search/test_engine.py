@@ -17,7 +17,7 @@ from muscale.search.record import Arrival, Record
 from muscale.search.samplers import Draws
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform
 
 MakeEngine = Callable[..., Engine]

@@ -20,7 +20,7 @@ from muscale import StageError, Study, StudyFileError
 from muscale.search.lessons import told_lessons
 from muscale.search.methods import resolve_searcher
 from muscale.settings.sweep import SweepSettings
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]

@@ -16,8 +16,8 @@ import pytest
 from muscale import StageError, StudyConfig
 from muscale.search.rung_optima import RungOptima, for_horizon
 from muscale.search.sweep_result import SweepResult
-from proxy_models.config import ModelConfig
-from proxy_models.numerics import Numerics
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.training.numerics import Numerics
 from search_spaces import Choice, LogUniform, Ordinal, Simplex, Space, Uniform
 
 Search = Callable[..., SweepResult]

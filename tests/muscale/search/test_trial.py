@@ -6,12 +6,12 @@ import pytest
 
 from muscale.search.path import Path, path_of
 from muscale.search.trial import TrialPlan
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.schedule import ScheduleName
-from proxy_models.segments import chain
-from proxy_models.stages import Stage
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import ScheduleName
+from proxy_models.recipes.segments import chain
+from proxy_models.recipes.stages import Stage
+from proxy_models.training.numerics import Numerics
 from search_spaces import Config
 
 BATCH = 128

@@ -10,7 +10,7 @@ import pytest
 
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.settings.sweep import SweepSettings
-from proxy_models.stages import Stage
+from proxy_models.recipes.stages import Stage
 from search_spaces import mup_adamw, ready_made
 
 MakeStudy = Callable[..., Path]

@@ -11,7 +11,7 @@ from muscale.errors import StageError
 from muscale.plans.costs import estimate
 from muscale.proxies import transfer
 from muscale.settings.corpus import CorpusSettings
-from proxy_models.tokenizer import train_bpe
+from proxy_models.data.tokenizer import train_bpe
 
 MakeStudy = Callable[..., Path]
 

@@ -11,7 +11,7 @@ import pytest
 from muscale import StudyConfig, StudyFileError
 from muscale.plans.costs import estimate
 from muscale.settings.sweep import SweepSettings
-from proxy_models.hyperparameters import Hyperparameters
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Integer, LogUniform, Space, Uniform
 
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})

@@ -18,11 +18,11 @@ from muscale.store.ledger import Ledger, check_token
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import branch
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import branch
+from proxy_models.training.numerics import Numerics
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 MakeStudy = Callable[..., Path]

@@ -21,10 +21,10 @@ from muscale.store.merge import merge, opened
 from muscale.store.open_ledger import open_ledger
 from muscale.store.retention import prune
 from muscale.store.tables import forecasts, runs, segments, trials
-from proxy_models.config import ModelConfig
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import branch
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import branch
+from proxy_models.training.numerics import Numerics
 
 IDENTITY = {"model.d_model": 32}
 MODEL = ModelConfig(d_model=32, n_layers=1, context_length=32)

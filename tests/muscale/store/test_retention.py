@@ -19,11 +19,11 @@ from muscale.store.ledger import Ledger, insert_once
 from muscale.store.lineage import Chain
 from muscale.store.retention import prune
 from muscale.store.tables import runs, segments, trials
-from proxy_models.config import ModelConfig
-from proxy_models.corpus import write_corpus
-from proxy_models.hyperparameters import Hyperparameters
-from proxy_models.numerics import Numerics
-from proxy_models.segments import branch
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import branch
+from proxy_models.training.numerics import Numerics
 
 RUN = {"d_model": 1, "n_layers": 1, "n_params": 1, "n_tokens": 1, "seed": 0, "learning_rate": 1.0}
 

@@ -13,7 +13,7 @@ from muscale import Promotion, StudyDirectoryError
 from muscale.store.ledger import Ledger
 from muscale.store.tables import forecasts
 from muscale.watching.calibration import calibrate
-from scaling.forecast import interval_factor
+from scaling.fits.forecast import interval_factor
 
 RUN = Promotion(
     plan="p0",

@@ -10,8 +10,9 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, fit
+from scaling.arrays import Array
 from scaling.forms import FORMS, form_named
-from scaling.forms.form import Array, Problem
+from scaling.forms.form import Problem
 from scaling.forms.mean import MeanOf, mean_of
 
 Ladder = Callable[..., pd.DataFrame]

@@ -1,0 +1,70 @@
+"""Findings about a shape that cost speed on a GPU, each with the measurement or guide that it comes from.
+
+None of them is an error: proxies are small on purpose. They are for the shape that a budget is spent on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.config import ModelConfig
+
+CO_DESIGN = "Anthony et al., arXiv 2401.14489, its recommendations"
+MATMUL_GUIDE = "NVIDIA, Matrix Multiplication Background User's Guide, section 2.2"
+_ALIGNED = (
+    64  # 16-bit numbers in the 128 bytes that an A100's or H100's Tensor Cores like dimensions to be multiples of
+)
+_USABLE = 8  # in 16 bytes: below that older libraries leave the Tensor Cores unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One finding: what of the shape, what it costs, what would mend it, and who says so."""
+
+    name: str
+    finding: str
+    source: str
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.name}: {self.finding} ({self.source})"
+
+
+def advise(config: ModelConfig) -> Iterator[Advice]:
+    """The findings about a shape, the costliest kind first."""
+    for name, size in (("d_model", config.d_model), ("d_ff", config.d_ff), ("vocab_size", config.vocab_size)):
+        if size % _ALIGNED:
+            wider = -(-size // _ALIGNED) * _ALIGNED
+            yield Advice(
+                name=name,
+                finding=f"{size} is no multiple of {_ALIGNED}, so every product with it wastes part of its tiles; {wider} is",
+                source=CO_DESIGN if name == "vocab_size" else MATMUL_GUIDE,
+            )
+    if config.head_dim % _USABLE:
+        yield Advice(
+            name="head_dim",
+            finding=f"{config.head_dim} is no multiple of {_USABLE}: fused attention refuses or pads it",
+            source=MATMUL_GUIDE,
+        )
+    elif config.head_dim < _ALIGNED:
+        yield Advice(
+            name="head_dim",
+            finding=f"{config.head_dim} is below {_ALIGNED}, so attention's products don't fill the Tensor Cores; "
+            "keep it only if the sweep needs it, as it must be the same at every width",
+            source=CO_DESIGN,
+        )
+    if config.context_length % _ALIGNED:
+        yield Advice(
+            name="context_length",
+            finding=f"{config.context_length} is no multiple of {_ALIGNED}, so tokens don't fill the tiles",
+            source=CO_DESIGN,
+        )
+    if config.positions == "alibi":
+        yield Advice(
+            name="positions",
+            finding="ALiBi's bias keeps PyTorch from its FlashAttention kernel; the memory-efficient one is used",
+            source="torch.nn.functional.scaled_dot_product_attention",
+        )

@@ -1,0 +1,113 @@
+"""Shapes of any module for the parametrization: which dimensions grow with width, found by comparing three models.
+
+The mup package compares a base and a delta model to find the dimensions that are width, and the target with the base
+to find by how much each grew. Build all three on the meta device (`with torch.device("meta")`): nothing is allocated
+and no random number is drawn. All three have the depth of the target, because parameters are matched by name.
+
+What the rules can't serve is refused by name: a wrong class would train, and transfer nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mup
+from torch import nn
+
+from proxy_models.architecture.parametrization import TensorClass, TensorShape
+
+_OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
+
+
+def module_shapes(
+    target: nn.Module, base: nn.Module, delta: nn.Module, *, readout: Sequence[str], block_prefix: str = "blocks."
+) -> dict[str, TensorShape]:
+    """Class, fan-in and width multiplier of every parameter of `target`, in its order.
+
+    Args:
+        target: The model to train, at its width and depth.
+        base: The width at which the hyperparameters are tuned.
+        delta: Any other width, larger or smaller, in every dimension that is width.
+        readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
+            the embedding goes by the embedding's name.
+        block_prefix: How names of parameters inside the residual blocks begin; the depth rules apply to them.
+
+    Returns:
+        What `parametrization_of` takes.
+
+    Raises:
+        ValueError: If the three differ in more than shape, no dimension grows, or a parameter is not one of embedding,
+            matrix in a block, norm gain, bias and readout.
+    """
+    names = list(dict(target.named_parameters()))
+    for role, module in (("base", base), ("delta", delta)):
+        if odd := sorted(dict(module.named_parameters()).keys() ^ set(names)):
+            raise ValueError(f"the {role} model has not the target's parameters: only one of them has {', '.join(odd)}")
+    if missing := [name for name in readout if name not in names]:
+        raise ValueError(
+            f"no parameter is called {', '.join(missing)}; a readout tied to the embedding is listed once, under the "
+            f"embedding's name. The parameters are {', '.join(names)}"
+        )
+    shapes = mup.get_shapes(target)
+    base_shapes, delta_shapes = mup.get_shapes(base), mup.get_shapes(delta)
+    for name, shape in shapes.items():
+        if not len(shape) == len(base_shapes[name]) == len(delta_shapes[name]):
+            raise ValueError(f"{name} has not the same number of dimensions in target, base and delta")
+    # Neither parameters nor modules are changed; mup's check for MuReadout does not apply, the readout is named.
+    inf_shapes = mup.shape.zip_infshapes(mup.make_base_shapes(base_shapes, delta_shapes), shapes)
+    if not any(inf_shape.ninf() for inf_shape in inf_shapes.values()):
+        raise ValueError("no dimension differs between base and delta: the delta model must have another width")
+    return {
+        name: _shape(name, inf_shapes[name], target, base_shapes[name], name in readout, block_prefix) for name in names
+    }
+
+
+def _shape(
+    name: str,
+    inf_shape: mup.infshape.InfShape,
+    target: nn.Module,
+    base_shape: Sequence[int],
+    is_readout: bool,
+    block_prefix: str,
+) -> TensorShape:
+    owner = target.get_submodule(name.rpartition(".")[0])
+    sizes, grows = inf_shape.shape(), [dimension.isinf() for dimension in inf_shape]
+    described = f"{name} of shape {tuple(sizes)} (base {tuple(base_shape)})"
+    for size, at_base, is_width in zip(sizes, base_shape, grows, strict=True):
+        if size != at_base and not is_width:
+            raise ValueError(f"{described} differs from the base in a dimension that is no width")
+    if sum(grows) > 2:
+        raise ValueError(f"{described} has {sum(grows)} dimensions of width; the rules know at most 2")
+    in_block = name.startswith(block_prefix)
+    of_norm = name.endswith("weight") and type(owner).__name__.endswith("Norm")
+    fan_in = math.prod(sizes[1:])
+    if is_readout:
+        if grows != [False, True]:
+            raise ValueError(f"{described} is named as a readout, which maps a width to a fixed number of outputs")
+        tensor_class = TensorClass.TIED if isinstance(owner, nn.Embedding) else TensorClass.READOUT
+    elif grows[:2] == [True, True]:
+        if not in_block:
+            raise ValueError(
+                f"{described} is a matrix outside the blocks {block_prefix!r}, where the depth rules don't hold"
+            )
+        if len(sizes) == 2 and not isinstance(owner, _OUTPUTS_FIRST):
+            raise ValueError(
+                f"{described} in {type(owner).__name__} may have its inputs first or last: use nn.Linear or a "
+                "subclass, whose fan-in is known"
+            )
+        tensor_class = TensorClass.HIDDEN
+    elif grows == [False, True] and not isinstance(owner, nn.Linear):
+        tensor_class, fan_in = TensorClass.EMBEDDING, 1
+    elif grows == [True] and of_norm:
+        tensor_class = TensorClass.BLOCK_NORM if in_block else TensorClass.FINAL_NORM
+    elif grows == [True] and name.rpartition(".")[2].startswith("bias"):  # "bias_ih_l0" of a recurrent layer
+        tensor_class = TensorClass.BLOCK_BIAS if in_block else TensorClass.FINAL_BIAS
+    elif grows == [False] and of_norm and in_block:
+        tensor_class = TensorClass.QK_NORM
+    else:
+        raise ValueError(
+            f"{described} in {type(owner).__name__} is none of embedding, matrix, norm gain, bias and readout: no rule is "
+            "for a projection with a fixed number of outputs that is not named as readout, nor for its bias"
+        )
+    return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=float(inf_shape.width_mult()))

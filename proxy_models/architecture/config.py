@@ -1,0 +1,230 @@
+"""The shape of a model, and the family that a study scales."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import count
+from typing import Any, Literal, Self, get_args
+
+from proxy_models.architecture.advice import Advice, advise
+
+DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
+"""Fields that are probabilities of being dropped in a training step."""
+Activation = Literal["swiglu", "gelu", "relu", "relu2"]
+Norm = Literal["rmsnorm", "layernorm"]
+Positions = Literal["rotary", "learned", "alibi", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder and its variants; the defaults are the family of today's open models.
+
+    Attributes:
+        d_model: Width of the residual stream; a multiple of `head_dim`.
+        n_layers: Number of blocks (depth).
+        head_dim: Size of one attention head, the same at every scale, so that width grows in heads.
+        queries_per_kv: Query heads that share one key and value head: 1 is multi-head attention, more is grouped-query
+            (Ainslie et al., arXiv 2305.13245), all of them multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
+            when the width grows.
+        mlp_ratio: `d_ff / d_model`; the product must be whole, so that the ratio is exact at every width.
+        activation: Of the MLP: "swiglu" (gated, three matrices), "gelu", "relu", or "relu2", its square.
+        norm: "rmsnorm" or "layernorm".
+        qk_norm: RMSNorm over each head of queries and keys, before the positions (Henry et al., arXiv 2010.04245).
+        positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
+        rotary_fraction: Share of each head that is rotated; GPT-NeoX rotates .25 (arXiv 2204.06745, section 2.1).
+        parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
+            section 2) instead of one after the other.
+        tied: The readout is the embedding table.
+        biases: Of all matrices but the readout, and of LayerNorm.
+        attention_dropout, mlp_dropout, embedding_dropout: Probabilities: of an attention weight, of an output of the
+            MLP, of an entry of the embedded input.
+        stochastic_depth: Probability that the last block leaves a sequence as it is; rising linearly from the first
+            block, which drops none, also where it is the only one (Huang et al., arXiv 1603.09382).
+        label_smoothing: Share of the target spread over all tokens; in the training loss only.
+        z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
+        vocab_size: Number of token ids.
+        context_length: Tokens in one training sequence.
+    """
+
+    d_model: int
+    n_layers: int
+    head_dim: int = 16
+    queries_per_kv: int = 1
+    mlp_ratio: float = 2.75
+    activation: Activation = "swiglu"
+    norm: Norm = "rmsnorm"
+    qk_norm: bool = False
+    positions: Positions = "rotary"
+    rotary_fraction: float = 1.0
+    parallel: bool = False
+    tied: bool = False
+    biases: bool = False
+    attention_dropout: float = 0.0
+    mlp_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    vocab_size: int = 256
+    context_length: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "head_dim", "queries_per_kv", "vocab_size", "context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.d_model % self.head_dim:
+            raise ValueError(f"d_model must be a multiple of head_dim={self.head_dim}, got {self.d_model}")
+        if self.n_heads % self.queries_per_kv:
+            raise ValueError(
+                f"queries_per_kv must divide the {self.n_heads} heads of d_model={self.d_model}, got {self.queries_per_kv}"
+            )
+        if self.mlp_ratio <= 0 or not float(self.d_model * self.mlp_ratio).is_integer():
+            raise ValueError(f"d_model * mlp_ratio must be a whole number, got {self.d_model} * {self.mlp_ratio}")
+        for name, allowed in (("activation", Activation), ("norm", Norm), ("positions", Positions)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
+        if self.positions == "rotary" and (
+            self.rotary_dim % 2 or self.rotary_dim != self.head_dim * self.rotary_fraction
+        ):
+            raise ValueError(
+                f"head_dim * rotary_fraction must be even, as positions rotate pairs, got {self.head_dim} * "
+                f"{self.rotary_fraction}"
+            )
+        for name in (*DROPPED, "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+
+    @property
+    def n_heads(self) -> int:
+        """Number of query heads."""
+        return self.d_model // self.head_dim
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_heads // self.queries_per_kv
+
+    @property
+    def rotary_dim(self) -> int:
+        """Coordinates of each head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def d_ff(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return int(self.d_model * self.mlp_ratio)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a training step draws random numbers."""
+        dropped = {name for name in DROPPED if getattr(self, name) > 0}
+        return bool(dropped - {"stochastic_depth"} if self.n_layers == 1 else dropped)
+
+    @cached_property
+    def n_params_by_group(self) -> dict[str, int]:
+        """Parameters of each group: embedding, positions, attention, mlp, norms, readout; a tied table is the readout's."""
+        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
+        bias = int(self.biases)
+        n_up = 2 if self.activation == "swiglu" else 1
+        attention = 2 * width * (width + bias) + 2 * d_kv * (width + bias)
+        mlp = n_up * self.d_ff * (width + bias) + width * (self.d_ff + bias)
+        norm = width * (2 if self.norm == "layernorm" and self.biases else 1)
+        norms_per_block = norm * (1 if self.parallel else 2) + (2 * self.head_dim if self.qk_norm else 0)
+        table = self.vocab_size * width
+        return {
+            "embedding": 0 if self.tied else table,
+            "positions": self.context_length * width if self.positions == "learned" else 0,
+            "attention": self.n_layers * attention,
+            "mlp": self.n_layers * mlp,
+            "norms": self.n_layers * norms_per_block + norm,
+            "readout": table,
+        }
+
+    @property
+    def n_params_total(self) -> int:
+        """Every parameter, the embedding table included."""
+        return sum(self.n_params_by_group.values())
+
+    @property
+    def n_params(self) -> int:
+        """The N of the scaling law: every parameter but those that are only looked up.
+
+        Left out are the embedding table and learned positions, as a look-up costs no floating-point operation. The readout is
+        a product and counts; so a tied table, which is the readout too, counts once. With this N,
+        C = 6·N·D counts what is computed (Porian et al., arXiv 2406.19146, section 3.1, show that leaving the readout
+        out bends the law at small sizes).
+        """
+        groups = self.n_params_by_group
+        return self.n_params_total - groups["embedding"] - groups["positions"]
+
+    @property
+    def n_matrix_entries(self) -> int:
+        """Entries of the blocks' weight matrices: attention and MLP without their biases and gains."""
+        width, d_kv = self.d_model, self.n_kv_heads * self.head_dim
+        n_up = 2 if self.activation == "swiglu" else 1
+        return self.n_layers * (2 * width * (width + d_kv) + (n_up + 1) * width * self.d_ff)
+
+    @property
+    def train_flops_per_token(self) -> float:
+        """Training FLOPs per token, exact for the matrix products: 6 for each matrix entry, and attention's.
+
+        Attention is 12·n_layers·context_length·d_model: its two products forward and twice backward, the masked half
+        included (Chowdhery et al., arXiv 2204.02311, appendix B). The law's C is 6·N·D, without it.
+        """
+        products = self.n_matrix_entries + self.vocab_size * self.d_model
+        return 6.0 * products + 12.0 * self.n_layers * self.context_length * self.d_model
+
+    def advice(self) -> tuple[Advice, ...]:
+        """What of this shape costs speed on a GPU, each finding with its source."""
+        return tuple(advise(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """A model with its width and depth left open; hyperparameters are tuned at the base and carried from it."""
+
+    base: ModelConfig
+
+    def at(self, *, width: int | None = None, depth: int | None = None) -> ModelConfig:
+        """The member of this width and depth; what is not named stays as in the base.
+
+        Raises:
+            ValueError: If the shape breaks a rule of `ModelConfig`.
+        """
+        return replace(
+            self.base,
+            d_model=self.base.d_model if width is None else width,
+            n_layers=self.base.n_layers if depth is None else depth,
+        )
+
+    def for_params(self, n_params: float, *, depth: int | None = None) -> ModelConfig:
+        """The member whose `n_params` is nearest to the wanted one in ratio.
+
+        Widths are those of whole groups of heads at which `mlp_ratio` is exact.
+        """
+        if n_params <= 0:
+            raise ValueError(f"n_params must be positive, got {n_params}")
+        step = self.base.head_dim * self.base.queries_per_kv
+        widths = (width for width in count(step, step) if float(width * self.base.mlp_ratio).is_integer())
+        below = self.at(width=next(widths), depth=depth)
+        while (above := self.at(width=next(widths), depth=depth)).n_params < n_params:
+            below = above
+        return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The base shape as plain values."""
+        return self.base.to_dict()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(base=ModelConfig(**values))

@@ -1,0 +1,267 @@
+"""The decoder that is searched, top to bottom: positions, norm, attention, MLP, block, model, loss.
+
+Forward multipliers (muP's and the tuned ones) are zero-dimensional buffers, so that one compiled graph serves every
+trial of a shape. They are set by `Decoder.set_multipliers` from the parametrization, never saved with the weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.memory import Checkpointing, is_chunked
+from proxy_models.architecture.parametrization import ForwardMultipliers
+from proxy_models.architecture.products import Linear
+from proxy_models.architecture.recomputing import recomputing
+from proxy_models.architecture.sharded import own
+
+NORM_EPS = 1e-6
+ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
+
+
+def rotary_angles(context_length: int, rotary_dim: int) -> Tensor:
+    """Angle of each position and each rotated pair, shape (context_length, rotary_dim / 2), radians."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    return torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + r/2}) of the first r coordinates of every head by their position's angle.
+
+    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2); what lies beyond r stays.
+    """
+    n_pairs = cos.shape[-1]
+    first, second, rest = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs], x[..., 2 * n_pairs :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def alibi_bias(context_length: int, n_heads: int) -> Tensor:
+    """What ALiBi adds to the logits, shape (n_heads, context_length, context_length), -inf on the future.
+
+    Head h of n is slowed by 2^(-8h/n) for each token of distance (Press et al., arXiv 2108.12409, section 3).
+    """
+    slopes = 2.0 ** (-8.0 * torch.arange(1, n_heads + 1, dtype=torch.float32) / n_heads)
+    time = torch.arange(context_length, dtype=torch.float32)
+    distance = time[:, None] - time
+    return torch.where(distance < 0, -torch.inf, -slopes[:, None, None] * distance)
+
+
+def constants(config: ModelConfig) -> dict[str, Tensor | None]:
+    """The buffers of a decoder that are computed from its shape: `cos` and `sin` of rotary angles, and `logit_bias`."""
+    rotary, alibi = config.positions == "rotary", config.positions == "alibi"
+    angles = rotary_angles(config.context_length, config.rotary_dim) if rotary else None
+    return {
+        "cos": angles.cos() if angles is not None else None,
+        "sin": angles.sin() if angles is not None else None,
+        "logit_bias": alibi_bias(config.context_length, config.n_heads) if alibi else None,
+    }
+
+
+class Positions(NamedTuple):
+    """What attention knows of positions: angles of rotary ones, or what is added to the logits; None where not used."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def norm_of(config: ModelConfig) -> nn.Module:
+    """A norm over the width."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=config.biases)
+    return nn.RMSNorm(config.d_model, eps=NORM_EPS)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, query heads in groups that share a key and value head; the logits' scale comes as a tensor."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, d_kv = config.d_model, config.n_kv_heads * config.head_dim
+        self.query = Linear(width, width, bias=config.biases)
+        self.key = Linear(width, d_kv, bias=config.biases)
+        self.value = Linear(width, d_kv, bias=config.biases)
+        if config.qk_norm:
+            self.query_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+            self.key_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+        self.output = Linear(width, width, bias=config.biases)
+
+    def forward(self, x: Tensor, positions: Positions, scale: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        config = self.config
+        heads = (-1, config.head_dim)
+        query, key, value = (project(x).unflatten(-1, heads) for project in (self.query, self.key, self.value))
+        if config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if positions.cos is not None and positions.sin is not None:
+            query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
+        mixed = F.scaled_dot_product_attention(
+            (query * scale).transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=positions.bias,
+            is_causal=positions.bias is None,
+            dropout_p=config.attention_dropout if self.training else 0.0,
+            scale=1.0,
+            enable_gqa=config.queries_per_kv > 1,
+        )
+        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(-2)))
+
+
+class MLP(nn.Module):
+    """Two matrices with an activation between them, or SwiGLU's three (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.activation == "swiglu":
+            self.gate = Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.up = Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.down = Linear(config.d_ff, config.d_model, bias=config.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        hidden = self.up(x)
+        match self.config.activation:
+            case "swiglu":
+                hidden = F.silu(self.gate(x)) * hidden
+            case "gelu":
+                hidden = F.gelu(hidden)
+            case "relu":
+                hidden = F.relu(hidden)
+            case "relu2":  # So et al., arXiv 2109.08668, section 3
+                hidden = F.relu(hidden).square()
+        return F.dropout(self.down(hidden), self.config.mlp_dropout, self.training)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier, or both together.
+
+    Attributes:
+        checkpointing: What it keeps for the backward pass.
+    """
+
+    def __init__(self, config: ModelConfig, drop: float) -> None:
+        super().__init__()
+        self.config, self.drop = config, drop
+        self.checkpointing: Checkpointing = "none"
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config)
+        if not config.parallel:
+            self.mlp_norm = norm_of(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
+        """Map the residual stream (batch, time, width) to the same shape."""
+        arguments, is_random = (x, positions, attention_scale, branch), self.training and self.config.is_random
+        return recomputing(self.checkpointing, self._map, *arguments, is_random=is_random)
+
+    def _map(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
+        if self.training and self.drop:
+            kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
+            branch = branch * kept / (1 - self.drop)
+        normed = self.attention_norm(x)
+        if self.config.parallel:
+            return cast(Tensor, x + branch * (self.attention(normed, positions, attention_scale) + self.mlp(normed)))
+        x = x + branch * self.attention(normed, positions, attention_scale)
+        return cast(Tensor, x + branch * self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """Token ids (batch, time) to logits (batch, time, vocab_size).
+
+    `time` may be anything up to `config.context_length`. A fresh decoder holds torch's own initial values;
+    `proxy_models.initialize` writes the parametrization's.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    logit_bias: Tensor | None
+    embedding_multiplier: Tensor
+    attention_scale: Tensor
+    branch_multiplier: Tensor
+    readout_multiplier: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.position = nn.Embedding(config.context_length, config.d_model)
+        last = max(1, config.n_layers - 1)
+        self.blocks = nn.ModuleList(
+            Block(config, config.stochastic_depth * layer / last) for layer in range(config.n_layers)
+        )
+        self.final_norm = norm_of(config)
+        self.readout = Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied:
+            self.readout.weight = self.embedding.weight
+        for name, value in constants(config).items():
+            self.register_buffer(name, value, persistent=False)
+        for name in ("embedding_multiplier", "attention_scale", "branch_multiplier", "readout_multiplier"):
+            self.register_buffer(name, torch.ones(()), persistent=False)
+
+    @torch.no_grad()
+    def set_multipliers(self, multipliers: ForwardMultipliers) -> None:
+        """Write the four forward multipliers."""
+        self.embedding_multiplier.fill_(multipliers.embedding)
+        self.attention_scale.fill_(multipliers.attention)
+        self.branch_multiplier.fill_(multipliers.branch)
+        self.readout_multiplier.fill_(multipliers.readout)
+
+    @torch.no_grad()
+    def write_constants(self) -> None:
+        """Write what `constants` gives, into a decoder that was built without values; computed on the CPU as everywhere."""
+        for name, value in constants(self.config).items():
+            if value is not None:
+                self.get_buffer(name).copy_(value)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
+        """Logits of the next token at every position; with targets, their mean cross-entropy in nats, chunk by chunk.
+
+        `regularized` adds the config's label smoothing and z-loss to that. It is computed in here because sharded weights are
+        whole only in here.
+        """
+        time = tokens.shape[1]
+        x = self.embedding(tokens) * self.embedding_multiplier
+        if self.config.positions == "learned":
+            x = x + own(self.position.weight)[:time]
+        x = F.dropout(x, self.config.embedding_dropout, self.training)
+        positions = self.positions(time)
+        for block in self.blocks:
+            x = block(x, positions, self.attention_scale, self.branch_multiplier)
+        x = self.final_norm(x) * self.readout_multiplier
+        if targets is None:
+            return cast(Tensor, self.readout(x))
+        smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
+        weight = own(self.readout.weight)
+        return chunked_cross_entropy(x, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
+
+    def positions(self, time: int) -> Positions:
+        """What attention knows of the positions of `time` tokens."""
+        if self.cos is not None and self.sin is not None:
+            return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None])
+        return Positions(bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time])
+
+
+def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
+    """Mean cross-entropy, nats per token, of predicting each token of (batch, context_length + 1) from those before it."""
+    tokens, targets = sequences[:, :-1], sequences[:, 1:]
+    if isinstance(model, Decoder) and is_chunked(targets.numel(), model.config.vocab_size):
+        return cast(Tensor, model(tokens, targets))
+    return whole_cross_entropy(model(tokens), targets)
+
+
+def training_loss(model: Decoder, sequences: Tensor) -> Tensor:
+    """What a step minimises: `next_token_loss`, with the config's label smoothing and z-loss."""
+    config, tokens, targets = model.config, sequences[:, :-1], sequences[:, 1:]
+    if is_chunked(targets.numel(), config.vocab_size):
+        return cast(Tensor, model(tokens, targets, regularized=True))
+    logits = model(tokens)
+    return whole_cross_entropy(logits, targets, label_smoothing=config.label_smoothing, z_loss=config.z_loss)

@@ -1,0 +1,119 @@
+"""Text from a decoder, as a sanity check of its weights: greedy, or sampled with a seed.
+
+Every token is a forward pass over all tokens in the context: nothing is cached, so that it is the model that was trained which
+speaks. For speed, export the model and use an inference server.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.data.tokenizer import Tokenizer, Tokens
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompt: ArrayLike,
+    n_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | None = None,
+    n_ids: int | None = None,
+) -> Tokens:
+    """Continue a prompt; of a text longer than the context its last tokens are what the model sees.
+
+    Args:
+        model: In fp32, on any device; dropout is off meanwhile.
+        prompt: Ids, at least one.
+        n_tokens: To add, at most.
+        temperature: 0 takes the likeliest token; otherwise the logits are divided by it, and the token is drawn.
+        top_p: Draw among the likeliest tokens whose probabilities reach it in sum (Holtzman et al., arXiv 1904.09751,
+            section 3.1).
+        seed: Of the draws, which are the same on every device as far as the logits are.
+        stop: Id that ends the text, and is its last.
+        n_ids: Ids from here on are never chosen; a model's vocabulary may be larger than its tokenizer's.
+
+    Returns:
+        The new ids.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+    vocab_size = model.config.vocab_size
+    seen = np.asarray(prompt, dtype=np.int64)
+    if seen.ndim != 1 or not len(seen):
+        raise ValueError(f"the prompt must be a row of at least one id, got shape {seen.shape}")
+    if seen.min() < 0 or seen.max() >= vocab_size:
+        raise ValueError(f"ids must lie below {vocab_size}, got {seen.min()} to {seen.max()}")
+    if n_tokens < 1:
+        raise ValueError(f"n_tokens must be at least 1, got {n_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if not 1 <= (n_ids := vocab_size if n_ids is None else n_ids) <= vocab_size:
+        raise ValueError(f"n_ids must lie in 1 to {vocab_size}, got {n_ids}")
+    generator = torch.Generator().manual_seed(seed)
+    device, was_training = model.embedding.weight.device, model.training
+    tokens = torch.from_numpy(seen)
+    model.eval()
+    try:
+        for _ in range(n_tokens):
+            context = tokens[None, -model.config.context_length :].to(device)
+            logits = model(context)[0, -1, :n_ids].double().cpu()
+            chosen = _choose(logits, temperature, top_p, generator)
+            tokens = torch.cat((tokens, chosen))
+            if stop is not None and int(chosen) == stop:
+                break
+    finally:
+        model.train(was_training)
+    return tokens[len(seen) :].numpy().astype(np.uint32)
+
+
+def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """One id, shape (1,), from the logits (n_ids,)."""
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    descending, ids = torch.softmax(logits / temperature, dim=0).sort(descending=True, stable=True)
+    before = descending.cumsum(0) - descending  # so that the likeliest is always among them
+    kept = descending.where(before < top_p, 0.0)
+    return ids[torch.multinomial(kept, 1, generator=generator)]
+
+
+def continue_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    n_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """The text that follows a prompt, which begins a document; it ends with the document, or after `n_tokens`.
+
+    Raises:
+        ValueError: As `generate`.
+    """
+    end = tokenizer.end_of_document
+    (ids,) = tokenizer.encode([prompt.encode()])
+    new = generate(
+        model,
+        [end, *ids.tolist()],  # in training the token that closed the document before stands here
+        n_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=end,
+        n_ids=tokenizer.vocab_size,
+    )
+    return tokenizer.decode(new[new != end])

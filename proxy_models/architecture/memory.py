@@ -1,0 +1,213 @@
+"""What training a decoder takes in memory on each device: parameters, gradients, optimizer state, activations.
+
+Weights, gradients and moments are fp32, whatever matrices are multiplied in. Activations are counted tensor by tensor, as
+autograd keeps them for the backward pass of `Decoder` (tests compare the count with what it keeps, in fp32 and bf16); attention
+is taken to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from proxy_models.architecture.config import ModelConfig
+    from proxy_models.training.numerics import Precision
+
+Sharding = Literal["none", "zero2", "full", "hybrid"]
+"""What is cut across devices: nothing; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
+whole of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.
+Rajbhandari et al., arXiv 1910.02054, section 5."""
+Checkpointing = Literal["none", "selective", "full"]
+"""What of a block's activations is computed again in the backward pass; `recomputing` says what each keeps."""
+CHUNK_ENTRIES = 2**26
+"""Logits that may stand at a time: 256 MiB in fp32. Fewer than that are not chunked, and their loss is `F.cross_entropy`'s own."""
+_FP32 = 4
+_COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+_MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
+"""Numbers of optimizer state for each entry of the blocks' matrices and for each other parameter, which Muon leaves to AdamW.
+Adafactor keeps means of rows and columns only, which is little."""
+
+
+def is_chunked(n_positions: int, vocab_size: int) -> bool:
+    """Whether so many logits are too many to stand at once."""
+    return n_positions * vocab_size > CHUNK_ENTRIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on each device.
+
+    Attributes:
+        parameters: What the device keeps of the weights.
+        gathered: Weights outside the blocks, whole from the forward pass to the end of the backward pass, and those of the
+            block that is computed; all of them under "none" and "zero2", as FSDP2 computes with a copy; 0 on one device.
+        gradients: What it keeps of the gradients.
+        optimizer: What it keeps of the moments.
+        activations: Kept between forward and backward of one micro-batch, with the matrices in low precision.
+    """
+
+    parameters: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all; allocator and communication buffers come on top."""
+        return self.parameters + self.gathered + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        """A line of gibibytes."""
+        parts = ", ".join(f"{name} {getattr(self, name) / 2**30:.3g}" for name in self.__dataclass_fields__)
+        return f"{self.total / 2**30:.3g} GiB a device: {parts}"
+
+
+def training_memory(
+    config: ModelConfig,
+    *,
+    micro_batch: int,
+    precision: Precision = "fp32",
+    optimizer: str = "adamw",
+    sharding: Sharding = "none",
+    world_size: int = 1,
+    tensor_parallel: int = 1,
+    checkpointing: Checkpointing = "none",
+) -> MemoryEstimate:
+    """Memory of training on each device.
+
+    Args:
+        config: The model.
+        micro_batch: Sequences that a device takes at once.
+        precision: What matrices are multiplied in.
+        optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
+        sharding: What is cut across the devices.
+        world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
+        tensor_parallel: Devices that share each block's products; `world_size` counts such a group once.
+        checkpointing: What a block keeps; one block's activations stand at a time where they are computed again.
+
+    Raises:
+        ValueError: If a number is below 1 or the optimizer is not known.
+    """
+    numbers = {"micro_batch": micro_batch, "world_size": world_size, "tensor_parallel": tensor_parallel}
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if optimizer not in _MOMENTS:
+        raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
+    n = _n_params(config, tensor_parallel)
+    share = 1 if sharding == "none" else world_size
+    groups = config.n_params_by_group
+    outside = groups["embedding"] + groups["positions"] + groups["readout"]
+    gathered = outside + (n - outside) // config.n_layers if sharding in ("full", "hybrid") else n
+    in_blocks = config.n_matrix_entries // tensor_parallel
+    moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
+    moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
+    return MemoryEstimate(
+        parameters=_FP32 * (n // share),
+        gathered=_FP32 * gathered if world_size * tensor_parallel > 1 else 0,
+        gradients=_FP32 * n // share,
+        optimizer=_FP32 * moments // share,
+        activations=activation_bytes(config, micro_batch, precision, checkpointing, tensor_parallel=tensor_parallel),
+    )
+
+
+def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
+    """Parameters that one of so many devices has: its part of the products, and all else, biases after a sum among them."""
+    groups = config.n_params_by_group
+    products = groups["attention"] + groups["mlp"] - (2 * config.n_layers * config.d_model if config.biases else 0)
+    return config.n_params_total - products + products // tensor_parallel
+
+
+def activation_bytes(
+    config: ModelConfig,
+    micro_batch: int,
+    precision: Precision = "fp32",
+    checkpointing: Checkpointing = "none",
+    *,
+    tensor_parallel: int = 1,
+) -> int:
+    """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
+
+    Of devices that share products, each keeps its own heads and its own columns of the MLP, and the residual stream, the norms
+    and the logits whole.
+
+    Chunked logits are not kept; those of one chunk stand, and their exponentials, when the loss is computed.
+
+    In low precision these are also a copy of every matrix that is not cast again, and one of a norm's output for each matrix
+    that reads it, as autocast makes them.
+    """
+    compute = _COMPUTE_BYTES[precision]
+    width = config.d_model
+    mixed, d_kv, d_ff, n_heads, n_kv_heads = (
+        size // tensor_parallel
+        for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
+    )
+    is_low, n_up = compute < _FP32, 2 if config.activation == "swiglu" else 1
+    copies = (3, n_up) if is_low else (1, 0 if config.parallel else 1)  # for attention and MLP
+    block = _norm(config) + compute * width * sum(copies)
+    block += compute * (mixed + 2 * d_kv)  # queries, keys, values
+    block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
+    if config.qk_norm:
+        block += _FP32 * (mixed + d_kv + n_heads + n_kv_heads)
+    if not config.parallel:
+        block += _norm(config)
+    kept_of_mlp = {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
+    block += compute * kept_of_mlp * d_ff
+    if config.mlp_dropout:
+        block += width  # a mask of bytes
+    again = _FP32 * width + (
+        compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
+        if checkpointing == "selective"
+        else 0
+    )
+    blocks = block * config.n_layers if checkpointing == "none" else again * config.n_layers + block
+    n_positions, vocab_size = micro_batch * config.context_length, config.vocab_size
+    if is_chunked(n_positions, vocab_size):
+        head, standing = _FP32 * (width + 1), 2 * _FP32 * CHUNK_ENTRIES
+    else:
+        head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
+    kept_layers = config.n_layers if checkpointing == "none" else 1
+    matrices = config.n_matrix_entries // tensor_parallel // config.n_layers * kept_layers + vocab_size * width
+    return n_positions * (blocks + _norm(config) + head) + standing + (compute * matrices if is_low else 0)
+
+
+def largest_micro_batch(
+    config: ModelConfig,
+    share: int,
+    *,
+    limit: int,
+    precision: Precision = "fp32",
+    optimizer: str = "adamw",
+    sharding: Sharding = "none",
+    world_size: int = 1,
+    tensor_parallel: int = 1,
+    checkpointing: Checkpointing = "none",
+) -> int:
+    """The largest divisor of a device's `share` of a batch whose estimate is at most `limit` bytes; 1 where none is.
+
+    Raises:
+        ValueError: As `training_memory`.
+    """
+    sizes = [size for size in range(share, 1, -1) if share % size == 0]
+    for size in sizes:
+        estimate = training_memory(
+            config,
+            micro_batch=size,
+            precision=precision,
+            optimizer=optimizer,
+            sharding=sharding,
+            world_size=world_size,
+            tensor_parallel=tensor_parallel,
+            checkpointing=checkpointing,
+        )
+        if estimate.total <= limit:
+            return size
+    return 1
+
+
+def _norm(config: ModelConfig) -> int:
+    """Bytes a token of a norm: its fp32 input and its statistics."""
+    statistics = 2 if config.norm == "layernorm" else 1
+    return _FP32 * (config.d_model + statistics)

@@ -1,0 +1,407 @@
+"""The rules that carry tuned values from the base shape to any other, as a table by parameter name.
+
+The table is a plain value: it is computed from shapes alone, saved with every checkpoint, and applied to a model by
+name, so nothing hangs on tensors and sharding can't lose it.
+
+Width follows Tensor Programs V (Yang et al., arXiv 2203.03466, table 8, in the form that keeps the base shape equal to
+standard parametrization); depth follows CompleteP (Dey et al., arXiv 2505.01618, table 1, exponent alpha = 1).
+With `m` the width multiplier, `m_L = depth / base depth` and `a` the depth exponent:
+
+| tensor class    | init std                 | learning rate | multiplier                    | weight decay | Adam eps    |
+| --------------- | ------------------------ | ------------- | ----------------------------- | ------------ | ----------- |
+| embedding       | 1                        | 1             | 1                             | 1            | 1/m         |
+| hidden matrix   | 1/sqrt(fan_in)           | m_L^(a-1) / m | branch m_L^(-a)               | m or sqrt(m) | 1/(m·m_L^a) |
+| block norm gain | constant 1               | m_L^(a-1)     |                               | 0            | 1/(m·m_L^a) |
+| qk-norm gain    | constant 1               | m_L^(a-1)     |                               | 0            | 1/m_L^a     |
+| final norm gain | constant 1               | 1             |                               | 0            | 1/m         |
+| bias            | constant 0               | as the gain   |                               | 0            | as the gain |
+| readout         | 1/sqrt(base fan_in) or 0 | 1             | 1/m                           | 1            | 1/m         |
+| tied readout    | 1/sqrt(base fan_in)      | 1             | 1/m out, sqrt(base fan_in) in | 1            | 1/m         |
+
+A bias goes with the gain of its place, in a block or at the end. The tied table's values suit its use as a readout; the
+multiplier on its use as an embedding brings the residual stream to the size that an untied embedding gives it. Learned
+positions count as an embedding. The gains of qk-norm, which all heads share, differ from a block's other gains in having no
+width; they sit inside a branch as those do, and their gradients fall with the depth alike (measured here, depth times 8, three
+seeds: to .12 to .14 of the base's under a = 1, those of hidden matrices to .14).
+
+An untied readout may start at zero (`Hyperparameters.zero_readout`), as Tensor Programs V, section D.2, recommends: its
+random part of the logits vanishes with the width, so small models differ by it from large.
+
+Every entry is a factor on the value tuned at the base shape. Decay is applied as rate × decay (decoupled, as torch's
+AdamW does), so a matrix shrinks at the same speed at every width: `decay_scaling` "timescale". The other, "sublayer_gain",
+has sqrt(m) in place of m for the decay of hidden matrices: where decay and updates have come to balance, the largest
+singular value of a matrix is found to grow as sqrt(rate / decay)·width^.75, and with a rate of 1/m this keeps its gain
+(Fan et al., arXiv 2510.15262, for AdamW).
+
+The table above is AdamW's. What another optimizer changes of it is the rate of a hidden matrix, whose width factor is
+m^-x, and with it the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. The aim is the same for all: an
+update whose largest singular value does not depend on width (Yang, Simon and Bernstein, arXiv 2310.17813).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from proxy_models.architecture.config import ModelConfig
+
+Scheme = Literal["mup", "standard"]
+OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon"]
+DecayScaling = Literal["timescale", "sublayer_gain"]
+
+RATE_EXPONENT: dict[OptimizerName, float] = {
+    # An entry of an update has the size of the rate, and adding coherently over the fan-in they grow with the width.
+    "adamw": 1.0,  # Tensor Programs V, table 3
+    "adam": 1.0,  # the same, without decay: coupled decay does not scale (Tensor Programs V, appendix B.3)
+    "lion": 1.0,  # the sign of the momentum: entries of size 1, as Adam's (Chen et al., arXiv 2302.06675, section 3)
+    # The update is the rate times the tensor's root mean square, which falls as m^-1/2 by the initial values (Everett et
+    # al., arXiv 2407.05872, section 4, find this exponent for Adafactor); `adafactor` says what it leaves out for that.
+    "adafactor": 0.5,
+    # Orthogonalised, and scaled by .2·sqrt(max(fan_in, fan_out)) to Adam's size (Liu et al., arXiv 2502.16982, section
+    # 2.2): the largest singular value is .2·sqrt(width).
+    "muon": 0.5,
+}
+"""x of each optimizer that has rules; another one can't transfer."""
+
+
+class TensorClass(StrEnum):
+    """What the rules distinguish."""
+
+    EMBEDDING = "embedding"
+    HIDDEN = "hidden"
+    BLOCK_NORM = "block_norm"
+    BLOCK_BIAS = "block_bias"
+    QK_NORM = "qk_norm"
+    FINAL_NORM = "final_norm"
+    FINAL_BIAS = "final_bias"
+    READOUT = "readout"
+    TIED = "tied"
+
+
+_TOLD = 3  # differences between two tables that an error lists
+
+_IN_BLOCK = {TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
+_MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
+_READOUTS = {TensorClass.READOUT, TensorClass.TIED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShape:
+    """What the rules need to know of one parameter: its class, its fan-in (1 for vectors), and its width against the base."""
+
+    tensor_class: TensorClass
+    fan_in: int
+    width_mult: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRule:
+    """Factors for one parameter; one with `init_std` 0 starts at `init_mean` everywhere: a gain at 1, a bias at 0."""
+
+    tensor_class: TensorClass
+    width_mult: float
+    init_std: float
+    lr_factor: float
+    weight_decay_factor: float
+    eps_factor: float
+
+    @property
+    def init_mean(self) -> float:
+        """1 for the gains of norms, 0 for everything else."""
+        return float(self.tensor_class in (TensorClass.BLOCK_NORM, TensorClass.QK_NORM, TensorClass.FINAL_NORM))
+
+
+_MOST = (2 - 2**-23) * 2.0**127  # of 32 bits, as decoders keep them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardMultipliers:
+    """What the forward pass multiplies by: the embedding's output, each residual branch, the readout's input, the attention logits."""
+
+    embedding: float
+    branch: float
+    readout: float
+    attention: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int | float) or not abs(value) <= _MOST:
+                raise ValueError(f"the multiplier {name} must be a number of 32 bits, got {value!r}")
+
+    def tuned(self, *, embedding: float, readout: float, attention: float) -> ForwardMultipliers:
+        """These multipliers times the tuned ones."""
+        return replace(
+            self,
+            embedding=self.embedding * embedding,
+            readout=self.readout * readout,
+            attention=self.attention * attention,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parametrization:
+    """The table of one shape against its base.
+
+    Attributes:
+        scheme: "mup", or "standard" for comparison (one rate for all, fan-in initialisation).
+        optimizer: Whose rules they are.
+        rules: By parameter name.
+        multipliers: Of the forward pass, before the tuned multipliers are applied to them.
+    """
+
+    scheme: Scheme
+    optimizer: OptimizerName
+    rules: Mapping[str, TensorRule]
+    multipliers: ForwardMultipliers
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as plain values, for a checkpoint."""
+        rules = {name: {**asdict(rule), "tensor_class": rule.tensor_class.value} for name, rule in self.rules.items()}
+        return {
+            "scheme": self.scheme,
+            "optimizer": self.optimizer,
+            "rules": rules,
+            "multipliers": asdict(self.multipliers),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        rules = {
+            name: TensorRule(**{**rule, "tensor_class": TensorClass(rule["tensor_class"])})
+            for name, rule in values["rules"].items()
+        }
+        multipliers = ForwardMultipliers(**values["multipliers"])
+        return cls(scheme=values["scheme"], optimizer=values["optimizer"], rules=rules, multipliers=multipliers)
+
+    def require(self, saved: Parametrization) -> None:
+        """Refuse to go on from what was trained under another table.
+
+        Raises:
+            ValueError: Naming the parameters and fields that differ.
+        """
+        here, there = self._entries(), saved._entries()
+        odd = [name for name in here | there if here.get(name) != there.get(name)]
+        if odd:
+            told = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in odd[:_TOLD])
+            more = f"; and {len(odd) - _TOLD} more" if len(odd) > _TOLD else ""
+            raise ValueError(f"the state was trained under another parametrization: {told}{more}")
+
+    def _entries(self) -> dict[str, Any]:
+        """Every value of the table by where it stands."""
+        plain = self.to_dict()
+        entries = {"scheme": self.scheme, "optimizer": self.optimizer}
+        entries |= {
+            f"{name}'s {field}": value for name, rule in plain["rules"].items() for field, value in rule.items()
+        }
+        return entries | {f"the multiplier {name}": value for name, value in plain["multipliers"].items()}
+
+    def __str__(self) -> str:
+        """One aligned line for each kind of tensor; layers that agree share one, their numbers an asterisk."""
+        kinds = {(re.sub(r"\.\d+\.", ".*.", name), rule): None for name, rule in self.rules.items()}
+        longest = max(len(name) for name, _ in kinds) + 2
+        header = f"{'tensor':<{longest}}{'class':<12}{'m':>7}{'init std':>10}{'rate':>9}{'decay':>8}{'eps':>10}"
+        lines = [
+            f"{name:<{longest}}{rule.tensor_class:<12}{rule.width_mult:>7.3g}{rule.init_std:>10.4g}{rule.lr_factor:>9.4g}"
+            f"{rule.weight_decay_factor:>8.3g}{rule.eps_factor:>10.3g}"
+            for name, rule in kinds
+        ]
+        m = self.multipliers
+        footer = (
+            f"multipliers: embedding {m.embedding:g}, residual branch {m.branch:g}, readout {m.readout:g}, "
+            f"attention logits {m.attention:g}"
+        )
+        return "\n".join([header, *lines, footer])
+
+
+def tensor_rule(
+    shape: TensorShape,
+    *,
+    depth_mult: float,
+    depth_exponent: float,
+    scheme: Scheme,
+    optimizer: OptimizerName,
+    decay_scaling: DecayScaling,
+) -> TensorRule:
+    """The rule of one parameter: a row of the table above, with the optimizer's exponent."""
+    m, tensor_class = shape.width_mult, shape.tensor_class
+    in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in _MATRICES
+    base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in
+    init_std = {
+        TensorClass.EMBEDDING: 1.0,
+        TensorClass.HIDDEN: 1 / math.sqrt(shape.fan_in),
+        TensorClass.READOUT: 1 / math.sqrt(base_fan_in),
+        TensorClass.TIED: 1 / math.sqrt(base_fan_in),
+    }.get(tensor_class, 0.0)
+    if scheme == "standard":
+        return TensorRule(
+            tensor_class=tensor_class,
+            width_mult=m,
+            init_std=init_std,
+            lr_factor=1.0,
+            weight_decay_factor=1.0 if is_matrix else 0.0,
+            eps_factor=1.0,
+        )
+    width_rate = m ** RATE_EXPONENT[optimizer] if tensor_class is TensorClass.HIDDEN else 1.0
+    width_decay = width_rate if decay_scaling == "timescale" else math.sqrt(width_rate)
+    depth_rate = depth_mult ** (depth_exponent - 1) if in_block else 1.0
+    depth_eps = depth_mult**depth_exponent if in_block else 1.0
+    return TensorRule(
+        tensor_class=tensor_class,
+        width_mult=m,
+        init_std=init_std,
+        lr_factor=depth_rate / width_rate,
+        weight_decay_factor=width_decay if is_matrix else 0.0,
+        eps_factor=1 / (m * depth_eps),
+    )
+
+
+def decoder_shapes(config: ModelConfig, base: ModelConfig) -> Iterator[tuple[str, TensorShape]]:
+    """Name and shape of every parameter of `Decoder`, in its order, written out."""
+    width, m = config.d_model, config.d_model / base.d_model
+
+    def shape(tensor_class: TensorClass, fan_in: int = width) -> TensorShape:
+        return TensorShape(tensor_class=tensor_class, fan_in=fan_in, width_mult=m)
+
+    def linear(name: str, fan_in: int = width) -> Iterator[tuple[str, TensorShape]]:
+        yield f"{name}.weight", shape(TensorClass.HIDDEN, fan_in)
+        if config.biases:
+            yield f"{name}.bias", shape(TensorClass.BLOCK_BIAS, 1)
+
+    def norm(name: str, gain: TensorClass, bias: TensorClass) -> Iterator[tuple[str, TensorShape]]:
+        yield f"{name}.weight", shape(gain, 1)
+        if config.norm == "layernorm" and config.biases:
+            yield f"{name}.bias", shape(bias, 1)
+
+    if config.tied:
+        yield "embedding.weight", shape(TensorClass.TIED)
+    else:
+        yield "embedding.weight", shape(TensorClass.EMBEDDING, fan_in=1)
+    if config.positions == "learned":
+        yield "position.weight", shape(TensorClass.EMBEDDING, fan_in=1)
+    for layer in range(config.n_layers):
+        block = f"blocks.{layer}."
+        yield from norm(block + "attention_norm", TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS)
+        for projection in ("query", "key", "value"):
+            yield from linear(block + f"attention.{projection}")
+        if config.qk_norm:
+            for kind in ("query", "key"):
+                yield (
+                    block + f"attention.{kind}_norm.weight",
+                    TensorShape(tensor_class=TensorClass.QK_NORM, fan_in=1, width_mult=1.0),
+                )
+        yield from linear(block + "attention.output")
+        if not config.parallel:
+            yield from norm(block + "mlp_norm", TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS)
+        if config.activation == "swiglu":
+            yield from linear(block + "mlp.gate")
+        yield from linear(block + "mlp.up")
+        yield from linear(block + "mlp.down", fan_in=config.d_ff)
+    yield from norm("final_norm", TensorClass.FINAL_NORM, TensorClass.FINAL_BIAS)
+    if not config.tied:
+        yield "readout.weight", shape(TensorClass.READOUT)
+
+
+def parametrize(
+    config: ModelConfig,
+    base: ModelConfig,
+    *,
+    scheme: Scheme = "mup",
+    depth_exponent: float = 1.0,
+    optimizer: OptimizerName = "adamw",
+    decay_scaling: DecayScaling = "timescale",
+) -> Parametrization:
+    """The table that carries what was tuned at `base` to `config`.
+
+    Args:
+        config: The shape to train.
+        base: The shape at which the hyperparameters were tuned.
+        scheme: "mup", or "standard".
+        depth_exponent: CompleteP's alpha, between 0.5 and 1.
+        optimizer: Whose rules.
+        decay_scaling: What of the decay of hidden matrices stays at every width; "sublayer_gain" is AdamW's only.
+
+    Raises:
+        ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
+            optimizer has no rules, or none for the decay.
+    """
+    for name in base.to_dict():
+        if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
+            raise ValueError(
+                f"muP carries across width and depth only: {name} is {getattr(config, name)} "
+                f"but {getattr(base, name)} in the base"
+            )
+    return parametrization_of(
+        dict(decoder_shapes(config, base)),
+        depth_mult=config.n_layers / base.n_layers,
+        attention=1 / math.sqrt(config.head_dim),  # head_dim is the base's, so the table's sqrt(d0)/d_head is this
+        scheme=scheme,
+        depth_exponent=depth_exponent,
+        optimizer=optimizer,
+        decay_scaling=decay_scaling,
+    )
+
+
+def parametrization_of(
+    shapes: Mapping[str, TensorShape],
+    *,
+    depth_mult: float,
+    attention: float,
+    scheme: Scheme = "mup",
+    depth_exponent: float = 1.0,
+    optimizer: OptimizerName = "adamw",
+    decay_scaling: DecayScaling = "timescale",
+) -> Parametrization:
+    """The table of any model whose parameters have these shapes.
+
+    Args:
+        shapes: By parameter name; `proxy_models.architecture.base_shapes.module_shapes` finds them for any `nn.Module`.
+        depth_mult: Depth over base depth.
+        attention: Scale of the attention logits.
+        scheme: "mup", or "standard".
+        depth_exponent: CompleteP's alpha, between 0.5 and 1.
+        optimizer: Whose rules.
+        decay_scaling: What of the decay of hidden matrices stays at every width; "sublayer_gain" is AdamW's only.
+
+    Raises:
+        ValueError: If there is no readout or readouts of several widths, the exponent is out of its range, or the
+            optimizer has no rules, or none for the decay.
+    """
+    if optimizer not in RATE_EXPONENT:
+        raise ValueError(
+            f"no rules are known for the optimizer {optimizer!r}, so nothing tuned with it transfers; rules exist for "
+            f"{', '.join(RATE_EXPONENT)}"
+        )
+    if decay_scaling == "sublayer_gain" and optimizer != "adamw":
+        raise ValueError(f'decay_scaling "sublayer_gain" is known for adamw only (arXiv 2510.15262), got {optimizer}')
+    if not 0.5 <= depth_exponent <= 1:
+        raise ValueError(f"depth_exponent must lie in [0.5, 1] (CompleteP, section 3), got {depth_exponent}")
+    readout_mults = {shape.width_mult for shape in shapes.values() if shape.tensor_class in _READOUTS}
+    if len(readout_mults) != 1:
+        raise ValueError(
+            f"the readout multiplier needs one width of readouts, got {sorted(readout_mults) or 'no readout'}"
+        )
+    rules = {
+        name: tensor_rule(
+            shape,
+            depth_mult=depth_mult,
+            depth_exponent=depth_exponent,
+            scheme=scheme,
+            optimizer=optimizer,
+            decay_scaling=decay_scaling,
+        )
+        for name, shape in shapes.items()
+    }
+    is_mup = scheme == "mup"
+    tied = [rule.init_std for rule in rules.values() if rule.tensor_class is TensorClass.TIED]
+    multipliers = ForwardMultipliers(
+        embedding=1 / tied[0] if tied else 1.0,
+        branch=depth_mult**-depth_exponent if is_mup else 1.0,
+        readout=1 / readout_mults.pop() if is_mup else 1.0,
+        attention=attention,
+    )
+    return Parametrization(scheme=scheme, optimizer=optimizer, rules=rules, multipliers=multipliers)

@@ -1,0 +1,49 @@
+"""Activation checkpointing: what a block keeps between its forward and backward pass; the rest is computed again.
+
+"full" keeps the block's input (Chen et al., arXiv 1604.06174). "selective" keeps the outputs of matrix products and of fused
+attention too, so that only what is cheap is computed again (Korthikanti et al., arXiv 2205.05198, section 5, do so for attention's
+core, which fused kernels do by themselves). Losses are the same: what is computed again draws the same random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from proxy_models.architecture.memory import Checkpointing
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.muscale.product.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
+
+
+def recomputing(kind: Checkpointing, function: Callable[..., Tensor], *arguments: Any, is_random: bool) -> Tensor:
+    """Call `function`, and keep for its backward pass what `kind` says.
+
+    `is_random` is whether it draws random numbers, whose state is then kept too.
+    """
+    if kind == "none" or not torch.is_grad_enabled():
+        return function(*arguments)
+    arguments_of_torch: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
+    if kind == "selective":
+        arguments_of_torch["context_fn"] = _selective_contexts
+    return cast(Tensor, checkpoint(function, *arguments, **arguments_of_torch))

@@ -1,0 +1,1 @@
+"""From text to batches: sources, tokenizers, token files, mixtures, and what a step sees."""

@@ -1,0 +1,281 @@
+"""What a step sees is a function of (corpus, seed, tokens seen so far, share) and of nothing else.
+
+The training tokens are cut into sequences, and an epoch visits each once in an order that is computed, not stored: a
+keyed permutation of the sequence numbers. So any step's batch, or any rank's share of it, is found directly, at any
+position of any length of corpus, and a resumed, resharded or replayed run sees the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.mixture import Interleaving, Mixture
+from proxy_models.data.tokenizer import Tokens
+
+_ROUNDS = 4  # of the Feistel network; four make a strong permutation (Luby and Rackoff, SIAM J. Comput. 17, 1988)
+_BLOCK = 1024  # sequences whose places are found at once: for one step's alone it would take as long as a small model's update
+
+
+def permute(numbers: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
+    """Map each of `numbers` (all below `size`) through a permutation of range(size) that `key` chooses.
+
+    A Feistel network over the next even number of bits; a value that falls outside walks on until it is inside
+    (Black and Rogaway, CT-RSA 2002).
+    """
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    values = numbers.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> half_bits, values[outside] & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right, key, turn) & mask)
+        values[outside] = (left << half_bits) | right
+        outside = values >= np.uint64(size)
+    return values
+
+
+def _mix(values: NDArray[np.uint64], key: int, turn: int) -> NDArray[np.uint64]:
+    """A well-mixed 64-bit value of (values, key, turn): the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = values + np.uint64((key + (turn + 1) * 0x9E3779B97F4A7C15) % 2**64)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))
+
+
+def _key(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "little")
+
+
+class Stream(Protocol):
+    """Training batches by position."""
+
+    def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
+        """The sequences of the step that starts after `tokens_seen` tokens: int64 (sequences, context_length + 1).
+
+        Args:
+            tokens_seen: Position in the run, a multiple of the context length.
+            batch_tokens: Tokens of the whole step; a multiple of the context length.
+            rank: Which of `world_size` consecutive shares to return; they are equal, or the first ones have a sequence more.
+            world_size: Number of shares, no more than sequences.
+
+        Raises:
+            ValueError: If a number is not such a multiple, or there is no such share.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStream:
+    """Training batches of one source.
+
+    Attributes:
+        tokens: The training split, one dimension, possibly memory-mapped.
+        context_length: Tokens that a sequence predicts; a sequence holds one more.
+        seed: Chooses the order.
+    """
+
+    tokens: Tokens
+    context_length: int
+    seed: int
+    _kept: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.sequences_per_epoch < 1:
+            raise ValueError(
+                f"the corpus has {len(self.tokens)} training tokens, less than one sequence of "
+                f"context_length + 1 = {self.context_length + 1}"
+            )
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences in one pass; one is kept back, so that each epoch can cut the corpus at another offset."""
+        whole = (len(self.tokens) - 1) // self.context_length
+        return whole - 1 if whole > 1 else whole
+
+    def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
+        """The sequences of a step, as `Stream.batch` states."""
+        numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
+        return torch.from_numpy(self._sequences(numbers.astype(np.uint64)))
+
+    def _sequences(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
+        starts = np.empty(len(numbers), dtype=np.int64)
+        blocks, within = np.divmod(numbers.astype(np.int64), _BLOCK)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            starts[chosen] = self._starts_of(block)[within[chosen]]
+        sequences: NDArray[np.int64] = self.tokens[starts[:, None] + np.arange(self.context_length + 1)].astype(
+            np.int64
+        )
+        return sequences
+
+    def _starts_of(self, block: int) -> NDArray[np.int64]:
+        """Where the sequences of a block begin; the last two blocks are kept, as a step may lie across their border."""
+        if block not in self._kept:
+            for old in list(self._kept)[:-1]:
+                del self._kept[old]
+            self._kept[block] = self._starts(np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64))
+        return self._kept[block]
+
+    def _starts(self, numbers: NDArray[np.uint64]) -> NDArray[np.int64]:
+        size = self.sequences_per_epoch
+        epochs, within = numbers // np.uint64(size), numbers % np.uint64(size)
+        starts = np.empty(len(numbers), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            key = _key("epoch", self.seed, int(epoch))
+            slack = len(self.tokens) - 1 - size * self.context_length
+            offset = key % (min(slack, self.context_length - 1) + 1)
+            starts[chosen] = permute(within[chosen], size, key).astype(np.int64) * self.context_length + offset
+        return starts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureStream:
+    """Training batches of several sources, each read in the order of a `TokenStream` of its own.
+
+    Attributes:
+        tokens: The training split of each source.
+        mixture: Its proportions, every end in tokens.
+        context_length: Tokens that a sequence predicts; a sequence holds one more.
+        seed: Chooses the order.
+    """
+
+    tokens: Mapping[str, Tokens]
+    mixture: Mixture
+    context_length: int
+    seed: int
+
+    @cached_property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """One for each of `mixture.names`; the seeds differ, lest sources of one length go in step."""
+        return tuple(
+            TokenStream(
+                tokens=self.tokens[name], context_length=self.context_length, seed=_key("source", self.seed, name)
+            )
+            for name in self.mixture.names
+        )
+
+    @cached_property
+    def interleaving(self) -> Interleaving:
+        """Which source each sequence is from."""
+        return self.mixture.interleave(self.context_length, self.seed)
+
+    def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
+        """The sequences of a step, as `Stream.batch` states."""
+        numbers = _share(self.context_length, tokens_seen, batch_tokens, rank, world_size)
+        sources, within = self.interleaving.locate(numbers)
+        sequences = np.empty((len(numbers), self.context_length + 1), dtype=np.int64)
+        for source in np.unique(sources):
+            chosen = sources == source
+            sequences[chosen] = self.streams[source]._sequences(within[chosen].astype(np.uint64))
+        return torch.from_numpy(sequences)
+
+
+def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    """Numbers of a share's sequences in the run."""
+    if tokens_seen < 0 or tokens_seen % context_length:
+        raise ValueError(f"tokens_seen must be a multiple of context_length = {context_length}, got {tokens_seen}")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, world_size = {world_size}), got {rank}")
+    if batch_tokens < 1 or batch_tokens % context_length:
+        raise ValueError(f"batch_tokens must be a multiple of context_length = {context_length}, got {batch_tokens}")
+    sequences = batch_tokens // context_length
+    if sequences < world_size:
+        raise ValueError(f"a batch of {sequences} sequences has no share for each of {world_size} ranks")
+    share, more = divmod(sequences, world_size)
+    first = tokens_seen // context_length + rank * share + min(rank, more)
+    share += rank < more
+    return np.arange(first, first + share, dtype=np.int64)
+
+
+def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_tokens: int | None = None) -> Stream:
+    """The training batches of a corpus, of one source or a mixture.
+
+    Args:
+        corpus: What to read.
+        context_length: Tokens that a sequence predicts.
+        seed: Chooses the order.
+        run_tokens: Tokens of the whole run; needed where a stage ends at a fraction of it.
+
+    Raises:
+        ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
+    """
+    mixture = corpus.mixture
+    if mixture is None:
+        return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed)
+    if corpus.stages_by_fraction and run_tokens is None:
+        raise ValueError("the corpus's stages end at fractions of the run: run_tokens must be given")
+    stream = MixtureStream(
+        tokens={name: files.train for name, files in corpus.sources.items()},
+        mixture=mixture.resolve(run_tokens) if run_tokens is not None else mixture,
+        context_length=context_length,
+        seed=seed,
+    )
+    _ = stream.streams, stream.interleaving  # so that errors come here and not in the first step
+    return stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """Held-out sequences of one source.
+
+    Attributes:
+        sequences: int64 (sequences, context_length + 1).
+        weight: Of its loss in the corpus's; the weights of a corpus sum to 1.
+    """
+
+    sequences: Tensor
+    weight: float
+
+
+def corpus_loss(sets: Mapping[str, EvaluationSet], source_losses: Mapping[str, float]) -> float:
+    """The corpus's validation loss: the sum of weight · loss over its sources."""
+    return sum(held_out.weight * source_losses[name] for name, held_out in sets.items())
+
+
+def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[str, EvaluationSet]:
+    """Fixed held-out sequences of each source, all sources alike in number, by the source's name.
+
+    One source has weight 1 and all `n_tokens`; of a mixture each has an equal part of them, and as weight its share in the
+    last stage, the one that a finished model is for.
+
+    Raises:
+        ValueError: If a source's validation split is shorter than asked for.
+    """
+    n_each = n_tokens // len(corpus.sources)
+    sets = {}
+    for name, weight in corpus.evaluation_weights.items():
+        try:
+            sequences = evaluation_sequences(corpus.sources[name].validation, context_length, n_each)
+        except ValueError as error:
+            raise ValueError(f"source {name}: {error}" if corpus.mixture else str(error)) from error
+        sets[name] = EvaluationSet(sequences=sequences, weight=weight)
+    return sets
+
+
+def evaluation_sequences(tokens: Tokens, context_length: int, n_tokens: int) -> Tensor:
+    """Fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
+
+    Raises:
+        ValueError: If the split is shorter than asked for.
+    """
+    count = max(1, n_tokens // context_length)
+    available = (len(tokens) - 1) // context_length
+    if count > available:
+        raise ValueError(
+            f"an evaluation of {n_tokens} tokens needs {count} sequences of {context_length}, "
+            f"the validation split of {len(tokens)} tokens has {available}"
+        )
+    starts = (np.arange(count, dtype=np.int64) * available // count) * context_length
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(context_length + 1)].astype(np.int64))

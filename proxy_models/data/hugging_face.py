@@ -1,0 +1,72 @@
+"""A corpus's tokenizer as the files that `transformers.AutoTokenizer` reads, giving the ids that the model was trained on.
+
+Nothing is added to a text there either: a template of a `tokenizer.json` that would put tokens around it is left out, and special
+tokens that are spelled out in a text are encoded as the characters that they are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from proxy_models.data.tokenizer import BYTE_ALPHABET, END_OF_TEXT, BytesTokenizer, FileTokenizer, Tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> list[Path]:
+    """Write `tokenizer.json` and `tokenizer_config.json` into a folder, and return their paths.
+
+    Raises:
+        ValueError: If the tokenizer is none of ours.
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        content, end = _without_template(tokenizer), tokenizer.end_name
+    elif isinstance(tokenizer, BytesTokenizer):
+        content, end = _bytes_as_bpe(), END_OF_TEXT
+    else:
+        raise ValueError(f"no tokenizer.json is known for a tokenizer of class {type(tokenizer).__name__}")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "model_max_length": context_length,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    before = content["pre_tokenizer"] or {}
+    if "add_prefix_space" in before:  # transformers 4 overrules the file's by a default of its own
+        settings["add_prefix_space"] = before["add_prefix_space"]
+    paths = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    for path, values in zip(paths, (content, settings), strict=True):
+        path.write_text(json.dumps(values, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    return paths
+
+
+def _without_template(tokenizer: FileTokenizer) -> dict[str, Any]:
+    return {**json.loads(tokenizer.to_json()), "post_processor": None}
+
+
+def _bytes_as_bpe() -> dict[str, Any]:
+    """Byte-level BPE without a merge: the id of a byte is its value, and 0 closes documents.
+
+    Byte 0 itself is the one that the vocabulary does not know, so a text that holds it is given id 0, as by `BytesTokenizer`.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in _characters().items() if byte}
+    model = models.BPE(vocab={END_OF_TEXT: 0, **vocabulary}, merges=[], unk_token=END_OF_TEXT, fuse_unk=False)
+    whole = Tokenizer(model)
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    whole.decoder = decoders.ByteLevel()
+    whole.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return dict(json.loads(whole.to_str()))
+
+
+def _characters() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level BPE (Radford et al., 2019, their released encoder).
+
+    A byte that prints as itself in Latin-1 does so here; the others have the characters from U+0100 on, in their order.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(BYTE_ALPHABET) if byte not in printable]
+    stand_ins = {byte: chr(BYTE_ALPHABET + number) for number, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | stand_ins

@@ -1,0 +1,139 @@
+"""The tokenizer that a corpus keeps in its folder: trained or copied once, under a name that tells how.
+
+The manifest is written last; without one, or with one of another wish, the tokenizer is made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proxy_models.content_key import content_key
+from proxy_models.data.documents import in_validation, pieces
+from proxy_models.data.pass_progress import PassProgress
+from proxy_models.data.sources import CorpusError, Source, SourceFile
+from proxy_models.data.token_files import replace
+from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, train_bpe
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_MANIFEST = "tokenizer.manifest.json"
+BPE_SAMPLE_BYTES = 512 << 20  # of text, evenly over the sources, that BPE is trained on at most; assumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingText:
+    """What BPE is trained on: the training side of every source of text.
+
+    Attributes:
+        sources: By name.
+        files: The fingerprint of each.
+        validation_fraction: What is left out.
+    """
+
+    sources: Mapping[str, Source]
+    files: Mapping[str, Sequence[SourceFile]]
+    validation_fraction: float
+
+    @property
+    def key(self) -> str:
+        """Hash of what identifies it: what is read of which files, wherever they lie."""
+        contents = {
+            name: {**self.sources[name].to_dict(), "path": None, "files": [file.content for file in files]}
+            for name, files in self.files.items()
+        }
+        return content_key({"sources": contents, "validation_fraction": self.validation_fraction})
+
+    def read(self, progress: PassProgress) -> Iterator[bytes]:
+        """Its pieces, thinned evenly where it is longer than `BPE_SAMPLE_BYTES`."""
+        texts = {name: source for name, source in self.sources.items() if source.kind != "tokens"}
+        share = BPE_SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in self.files[name]))
+        for name, source in texts.items():
+            tell, done, at = progress.of(name), 0, ""
+            sizes = {file.path: file.bytes for file in self.files[name]}
+            for piece in pieces(source, self.validation_fraction):
+                if piece.file != at:
+                    done, at = done + sizes.get(at, 0), piece.file
+                if tell:
+                    tell(done + piece.done_bytes, 0)
+                if piece.split == "train" and (share >= 1 or in_validation(piece.content.decode(), share)):
+                    yield piece.content
+
+
+def tokenizer_name(settings: TokenizerSettings) -> str:
+    """What settings ask for; equal names encode a corpus equally.
+
+    Raises:
+        CorpusError: If the file of a tokenizer can't be used.
+    """
+    if settings.kind == "file":
+        return f"tokenizer.json {_given(settings).key}"
+    return "bytes" if settings.kind == "bytes" else f"bpe of {settings.vocab_size} ids"
+
+
+def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText, progress: PassProgress) -> Tokenizer:
+    """Load or train a tokenizer, and keep it in the folder unless it is bytes.
+
+    Raises:
+        CorpusError: If its file or the text can't be used.
+    """
+    if settings.kind == "bytes":
+        return BytesTokenizer()
+    given = _given(settings) if settings.kind == "file" else None
+    wanted = {
+        "name": tokenizer_name(settings),
+        "trained_on": None if given else text.key,
+        "end_of_document": given.end_name if given else None,
+    }
+    path = folder / TOKENIZER_MANIFEST
+    if not path.exists() or json.loads(path.read_text()) != wanted:
+        path.unlink(missing_ok=True)
+        if settings.vocab_size is None:
+            content = Path(str(settings.path)).expanduser().read_bytes()
+        else:
+            content = train_bpe(text.read(progress), settings.vocab_size).encode()
+        replace(folder / TOKENIZER, content)
+        replace(path, json.dumps(wanted, indent=1).encode())
+    return FileTokenizer(folder / TOKENIZER, wanted["end_of_document"])
+
+
+def kept_name(folder: Path) -> str:
+    """The name of the tokenizer that a folder keeps."""
+    path = folder / TOKENIZER_MANIFEST
+    return str(_manifest(path)["name"]) if path.exists() else "bytes"
+
+
+def kept_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that a folder keeps."""
+    path = folder / TOKENIZER_MANIFEST
+    if not path.exists():
+        return BytesTokenizer()
+    return FileTokenizer(folder / TOKENIZER, _manifest(path)["end_of_document"])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Of a kept tokenizer.
+
+    Raises:
+        CorpusError: If it can't be read, or does not say what it must.
+    """
+    try:
+        told: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorpusError(f"{path}: can't be read ({error})") from error
+    known = isinstance(told, dict) and isinstance(told.get("name"), str) and "end_of_document" in told
+    if not known or not isinstance(told["end_of_document"], str | None):
+        raise CorpusError(f"{path}: must be a table with name and end_of_document, got {repr(told)[:100]}")
+    return dict(told)
+
+
+def discard_tokenizer(folder: Path) -> None:
+    """Remove it."""
+    for name in (TOKENIZER_MANIFEST, TOKENIZER):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _given(settings: TokenizerSettings) -> FileTokenizer:
+    return FileTokenizer(Path(str(settings.path)).expanduser(), settings.end_of_document)

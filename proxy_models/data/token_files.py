@@ -1,0 +1,286 @@
+"""One tokenized source on disk: training and validation tokens, memory-mapped, and the manifest that identifies them.
+
+Token files and manifest get their names only when they are whole, the manifest last: a folder without one is
+unfinished and is written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import numpy as np
+
+from proxy_models.content_key import content_key
+from proxy_models.data.documents import Split
+from proxy_models.data.pass_progress import OnProgress
+from proxy_models.data.sources import CorpusError, Source, SourceFile, TokenDtype
+from proxy_models.data.tokenization import Block, blocks
+from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
+from proxy_models.whole_file import named, whole_file
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+SPLITS: tuple[Split, ...] = ("train", "validation")
+STATED = "stated"  # the tokenizer of a source of tokens
+UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles:
+    """A finished source in `folder`."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open what `write_token_files` finished.
+
+        Raises:
+            CorpusError: If the manifest is missing or broken, or a token file has not the size that it states.
+        """
+        manifest = read_manifest(folder)
+        _require_fields(manifest, folder / MANIFEST)
+        width = np.dtype(manifest["dtype"]).itemsize
+        sizes: dict[Split, int] = {split: manifest["tokens"][split] for split in SPLITS}
+        for split, tokens in sizes.items():
+            file = folder / f"{split}.bin"
+            found = file.stat().st_size if file.is_file() else "no file"
+            if found != tokens * width:
+                raise CorpusError(f"{file}: the manifest states {tokens * width} bytes, found {found}")
+        return cls(folder=folder, manifest=manifest)
+
+    @property
+    def key(self) -> str:
+        """Hash of the content: of both token files and how they were made, not of where they lie."""
+        return str(self.manifest["key"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the training split."""
+        return int(self.manifest["tokens"]["train"])
+
+    @property
+    def n_validation_tokens(self) -> int:
+        """Tokens in the validation split."""
+        return int(self.manifest["tokens"]["validation"])
+
+    @property
+    def fertility(self) -> float | None:
+        """Tokens per word, the closing tokens not counted; a word has no ASCII white space. None without text."""
+        text = self.manifest["text"]
+        return (self._n_in_both - text["documents"]) / text["words"] if text and text["words"] else None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, closing tokens among them, as a loss is a mean over them too. None without text."""
+        text = self.manifest["text"]
+        return text["bytes"] / self._n_in_both if text else None
+
+    @property
+    def _n_in_both(self) -> int:
+        return self.n_tokens + self.n_validation_tokens
+
+    @cached_property
+    def train(self) -> Tokens:
+        """Training tokens, memory-mapped."""
+        return self._map("train")
+
+    @cached_property
+    def validation(self) -> Tokens:
+        """Validation tokens, memory-mapped."""
+        return self._map("validation")
+
+    def _map(self, split: str) -> Tokens:
+        return np.memmap(self.folder / f"{split}.bin", dtype=stored_dtype(self.manifest["dtype"]), mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the maps: a worker opens its own."""
+        return {"folder": self.folder, "manifest": self.manifest}
+
+
+def write_token_files(
+    folder: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    files: Sequence[SourceFile],
+    *,
+    validation_fraction: float,
+    on_progress: OnProgress | None = None,
+) -> TokenFiles:
+    """Tokenize `source` into `folder`; one process at a time.
+
+    A single text file and every file of tokens are split by position, their last part held out; other documents are
+    on one side as a whole.
+
+    Args:
+        folder: Exists.
+        source: What to read.
+        tokenizer: Not used for a source of tokens.
+        files: The source's fingerprint.
+        validation_fraction: Held out, of the documents or of a file.
+        on_progress: Told after each block.
+
+    Raises:
+        CorpusError: If the source can't be read or changes meanwhile, or a split would be empty; nothing is left then.
+    """
+    vocab_size = source.vocab_size or tokenizer.vocab_size
+    dtype = smallest_dtype(vocab_size)
+    unfinished = {split: folder / f"{split}.bin{UNFINISHED}" for split in SPLITS}
+    try:
+        tally = _Tally(files)
+        with named(folder), ExitStack() as stack:
+            outputs = {split: stack.enter_context(path.open("wb")) for split, path in unfinished.items()}
+            for block in blocks(source, tokenizer, validation_fraction):
+                outputs[block.split].write(tally.count(block, dtype))
+                if on_progress:
+                    on_progress(tally.done_bytes, tally.total_bytes)
+        if source.fingerprint(files) != list(files):
+            raise CorpusError(f"{source}: changed while it was read; write the corpus again")
+        for split in SPLITS:
+            if tally.tokens[split] < 2:
+                raise CorpusError(
+                    f"{source}: the corpus is empty in its {split} split "
+                    f"({len(tally.of_file)} files with text, validation_fraction = {validation_fraction})"
+                )
+    except CorpusError:
+        for path in unfinished.values():
+            path.unlink(missing_ok=True)
+        raise
+    for split, path in unfinished.items():
+        path.replace(folder / f"{split}.bin")
+    made_by = STATED if source.kind == "tokens" else tokenizer.key
+    content_hashes: dict[str, str] = {split: digest.hexdigest() for split, digest in tally.hashes.items()}
+    identity = {"tokenizer": made_by, **content_hashes}
+    manifest = {
+        "format": FORMAT,
+        "source": source.to_dict(),
+        "validation_fraction": validation_fraction,
+        "tokenizer": made_by,
+        "vocab_size": vocab_size,
+        "dtype": dtype,
+        "tokens": {split: tally.tokens[split] for split in SPLITS},
+        "text": None
+        if source.kind == "tokens"
+        else {name: tally.text[name] for name in ("documents", "bytes", "words")},
+        "sha256": content_hashes,
+        "key": content_key(identity),
+        "files": [{**asdict(file), **tally.of_file[file.path]} for file in files if file.path in tally.of_file],
+        "empty_files": [asdict(file) for file in files if file.path not in tally.of_file],
+    }
+    write_manifest(folder, manifest)
+    return TokenFiles.open(folder)
+
+
+def recorded_files(manifest: dict[str, Any]) -> list[SourceFile]:
+    """The fingerprint of the source that a manifest records."""
+    names = SourceFile.__dataclass_fields__
+    listed = manifest["files"] + manifest["empty_files"]
+    return [SourceFile(**{name: entry[name] for name in names}) for entry in listed]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished folder.
+
+    Raises:
+        CorpusError: If it is missing or broken.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CorpusError(f"{path}: no such file; this folder holds no finished corpus") from error
+    except OSError as error:
+        raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{path}: not a corpus manifest ({error})") from error
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise CorpusError(f"{path}: not a corpus manifest: a table with a format is needed")
+    if (found := manifest["format"]) != FORMAT:
+        raise CorpusError(f"{path}: format must be {FORMAT}, got {found!r}; remove the folder to have it written again")
+    return manifest
+
+
+def _require_fields(manifest: dict[str, Any], path: Path) -> None:
+    """Let a manifest of token files pass that has what is read of it later.
+
+    Raises:
+        CorpusError: Naming the file, the key, the rule and the value.
+    """
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "dtype": ("a type of token files", lambda v: isinstance(v, str) and v in get_args(TokenDtype)),
+        "tokens": ("counts of train and validation", lambda v: _are_counts(v, SPLITS)),
+        "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and 1 <= v < 2**63),
+        "key": ("a hash", lambda v: isinstance(v, str) and bool(v)),
+        "tokenizer": ("a name", lambda v: isinstance(v, str)),
+        "text": ("null or counts", lambda v: v is None or _are_counts(v, ("documents", "bytes", "words"))),
+        "source": ("a table", lambda v: isinstance(v, dict)),
+        "validation_fraction": ("a number", lambda v: isinstance(v, float)),
+        "files": ("a list of files", _are_files),
+        "empty_files": ("a list of files", _are_files),
+    }
+    for key, (rule, holds) in rules.items():
+        if key not in manifest:
+            raise CorpusError(f"{path}: {key}: missing, must be {rule}")
+        if not holds(value := manifest[key]):
+            raise CorpusError(f"{path}: {key}: must be {rule}, got {repr(value)[:100]}")
+
+
+def _are_counts(value: Any, names: Sequence[str]) -> bool:
+    return isinstance(value, dict) and all(type(value.get(name)) is int and 0 <= value[name] < 2**63 for name in names)
+
+
+def _are_files(value: Any) -> bool:
+    names = SourceFile.__dataclass_fields__
+    return isinstance(value, list) and all(isinstance(entry, dict) and entry.keys() >= names.keys() for entry in value)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Put the manifest in its place, whole or not at all."""
+    replace(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(content)
+
+
+class _Tally:
+    """Counts and hashes of what is written."""
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        sizes = [file.bytes for file in files]
+        self._before = {file.path: before for file, before in zip(files, accumulate(sizes, initial=0), strict=False)}
+        self.total_bytes, self.done_bytes = sum(sizes), 0
+        self.hashes = {split: hashlib.sha256() for split in SPLITS}
+        self.tokens: Counter[str] = Counter()
+        self.text: Counter[str] = Counter()
+        self.of_file: dict[str, dict[str, Any]] = {}
+
+    def count(self, block: Block, dtype: str) -> bytes:
+        """Count a block and return it as it is stored."""
+        stored = block.tokens.astype(stored_dtype(dtype), copy=False).tobytes()
+        self.hashes[block.split].update(stored)
+        self.tokens[block.split] += len(block.tokens)
+        self.text.update(documents=block.n_documents, bytes=block.n_bytes, words=block.n_words)
+        counts = self.of_file.setdefault(block.file, {"tokens": 0, "split": block.split})
+        counts["tokens"] += len(block.tokens)
+        if counts["split"] != block.split:
+            counts["split"] = "both"
+        self.done_bytes = self._before.get(block.file, 0) + block.done_bytes
+        return stored

@@ -1,0 +1,210 @@
+"""From text to token ids: bytes, byte-level BPE trained on the corpus, or any `tokenizer.json`.
+
+Every document is closed by one token of its own. Text can't produce that token: with bytes it is byte 0, which no text
+holds, and elsewhere special tokens that are spelled out in a text are encoded as the characters that they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxy_models.data.sources import CorpusError, TokenDtype
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Loaded
+
+Tokens = NDArray[np.unsignedinteger[Any]]
+END_OF_TEXT = "<|endoftext|>"
+BYTE_ALPHABET = 256
+MIN_BPE_VOCAB = BYTE_ALPHABET + 1  # every byte, and the token that closes documents
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class Tokenizer(Protocol):
+    """What a corpus needs of a tokenizer.
+
+    Attributes:
+        key: Identifies it; equal keys encode equally.
+        vocab_size: Ids lie below it.
+        end_of_document: Id that closes a document.
+    """
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_of_document(self) -> int: ...
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The ids of each text, which is UTF-8; nothing is added to them."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of ids; each end of a document becomes a line's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """Which tokenizer a corpus is written with.
+
+    Attributes:
+        kind: "bytes"; "bpe", trained on the training split of the corpus; or "file", a `tokenizer.json`.
+        vocab_size: Of "bpe", the closing token and the 256 bytes counted.
+        path: Of "file".
+        end_of_document: The token of a "file" that closes documents; None takes the one of the usual names it has.
+    """
+
+    kind: Literal["bytes", "bpe", "file"] = "bytes"
+    vocab_size: int | None = None
+    path: str | None = None
+    end_of_document: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("bytes", "bpe", "file"):
+            raise ValueError(f"kind must be one of bytes, bpe, file, got {self.kind!r}")
+        if (self.kind == "bpe") != (self.vocab_size is not None):
+            raise ValueError(f'vocab_size is needed for "bpe" and only there, got {self.vocab_size} for {self.kind!r}')
+        if self.vocab_size is not None and self.vocab_size < MIN_BPE_VOCAB:
+            raise ValueError(f"byte-level BPE needs a vocab_size of at least {MIN_BPE_VOCAB}, got {self.vocab_size}")
+        if (self.kind == "file") != (self.path is not None):
+            raise ValueError(f'path is needed for "file" and only there, got {self.path!r} for {self.kind!r}')
+        if self.end_of_document is not None and self.kind != "file":
+            raise ValueError(f'end_of_document is for "file", got {self.end_of_document!r} for {self.kind!r}')
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set, as plain values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+BYTES = TokenizerSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesTokenizer:
+    """Token = byte; byte 0 closes documents."""
+
+    key: str = "bytes"
+    vocab_size: int = BYTE_ALPHABET
+    end_of_document: int = 0
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The bytes of each text."""
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text; a character that is cut becomes U+FFFD."""
+        return tokens.astype(np.uint8).tobytes().replace(b"\0", b"\n").decode(errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, read by the tokenizers library."""
+
+    def __init__(self, path: Path, end_of_document: str | None = None) -> None:
+        """Read a tokenizer.
+
+        Raises:
+            CorpusError: If the file can't be read, or has not the token that closes documents.
+        """
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
+        self._loaded = _load(content, path)
+        self._loaded.no_truncation()
+        self._loaded.no_padding()
+        self._loaded.encode_special_tokens = True
+        self.end_name = end_of_document or _usual_end(self._loaded, path)
+        identifier = self._loaded.token_to_id(self.end_name)
+        if identifier is None:
+            raise CorpusError(f"{path}: end_of_document must be a token of this tokenizer, got {self.end_name!r}")
+        self.key = hashlib.sha256(content + self.end_name.encode()).hexdigest()[:16]
+        self.vocab_size = max(self._loaded.get_vocab().values()) + 1
+        self.end_of_document: int = identifier
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The ids of each text, in parallel."""
+        encodings = self._loaded.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text; a character that is cut becomes U+FFFD."""
+        ends = np.flatnonzero(tokens == self.end_of_document)
+        return "\n".join(
+            self._loaded.decode(part[part != self.end_of_document].tolist()) for part in np.split(tokens, ends)
+        )
+
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json` that neither cuts nor pads."""
+        return self._loaded.to_str()
+
+
+def smallest_dtype(vocab_size: int) -> TokenDtype:
+    """The smallest unsigned type that holds every id below `vocab_size`."""
+    for name in get_args(TokenDtype):
+        if vocab_size - 1 <= np.iinfo(name).max:
+            found: TokenDtype = name
+            return found
+    raise ValueError(f"token ids must fit in 32 bits, got a vocabulary of {vocab_size}")
+
+
+def stored_dtype(name: str) -> np.dtype[np.unsignedinteger[Any]]:
+    """How ids lie in a file: little-endian on every machine."""
+    return np.dtype(name).newbyteorder("<")
+
+
+def train_bpe(texts: Iterable[bytes], vocab_size: int) -> str:
+    """Train byte-level BPE (Sennrich et al., arXiv 1508.07909; Radford et al., 2019, section 2.2).
+
+    Memory grows with the number of distinct words, not with the length of the text.
+
+    Returns:
+        The content of a `tokenizer.json`; its token 0 closes documents.
+
+    Raises:
+        CorpusError: If the texts have too few distinct pairs for `vocab_size`.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
+    if (found := tokenizer.get_vocab_size()) != vocab_size:
+        raise CorpusError(
+            f"the training text has pairs for a vocabulary of {found} only, got vocab_size = {vocab_size}; "
+            "use more text or a smaller vocabulary"
+        )
+    return tokenizer.to_str()
+
+
+def _load(content: bytes, path: Path) -> Loaded:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except ValueError as error:
+        raise CorpusError(f"{path}: not a tokenizer.json ({error})") from error
+
+
+def _usual_end(loaded: Loaded, path: Path) -> str:
+    found = [name for name in _KNOWN_ENDS if loaded.token_to_id(name) is not None]
+    if len(found) != 1:
+        raise CorpusError(
+            f"{path}: end_of_document must be stated: of {', '.join(_KNOWN_ENDS)} the tokenizer has "
+            f"{', '.join(found) or 'none'}"
+        )
+    return found[0]

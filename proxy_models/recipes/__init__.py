@@ -1,0 +1,1 @@
+"""How a run is trained: hyperparameters, schedules, and the segments that they come to."""

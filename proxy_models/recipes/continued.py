@@ -1,0 +1,71 @@
+"""Training that goes on from the state of another run: its recipe, and a schedule of its own that counts from where it begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.schedule import Cooldown, LinearCooldown, Phase
+from proxy_models.recipes.segments import Segment, branch, single_phase
+
+ContinuedSchedule = Literal["wsd", "wsd_linear", "constant", "linear", "cosine"]
+"""Those of `schedule.ScheduleName` that need nothing but a warmup, a cooldown's share or a final fraction."""
+COOLING = ("wsd", "wsd_linear")
+
+
+def continued(
+    before: Recipe,
+    n_tokens: int,
+    *,
+    learning_rate: float,
+    rewarm_tokens: int = 0,
+    schedule: ContinuedSchedule = "wsd",
+    cooldown_fraction: float = 0.15,
+    final_fraction: float = 0.1,
+    optimizer: OptimizerName | None = None,
+) -> tuple[Segment, ...]:
+    """The segments of a stage of `n_tokens` that goes on from a run's state, from 0 on.
+
+    The rate rises linearly from zero to its peak over `rewarm_tokens` (re-warming: Gupta et al., arXiv 2308.04014; Ibrahim et
+    al., arXiv 2403.08763, section 4), then follows the schedule. With a cooldown of all of it the stage is a branch of the run
+    (Hägele et al., arXiv 2405.18392). The product of rate and decay stays, and with it the decay's timescale in tokens.
+
+    Args:
+        before: Of the run's last step.
+        n_tokens: Rounded to whole batches; at least one.
+        learning_rate: Peak rate at the base shape.
+        rewarm_tokens: Rounded to whole batches.
+        schedule: After the re-warming.
+        cooldown_fraction: Share of the stage that cools down to zero, of "wsd" and "wsd_linear"; 1: all of it.
+        final_fraction: Factor on the rate at the end of "cosine".
+        optimizer: One that takes over with fresh moments; None: the run's, which keeps them.
+
+    Raises:
+        ValueError: If the re-warming leaves no room for what follows it.
+    """
+    batch = before.batch_tokens
+    n_tokens = max(1, round(n_tokens / batch)) * batch
+    warmup = round(rewarm_tokens / batch) * batch
+    swapped = optimizer is not None and optimizer != before.optimizer
+    if swapped or learning_rate != before.learning_rate:
+        before = before.swapped(optimizer or before.optimizer, learning_rate)
+    recipe = replace(before, warmup_tokens=warmup, batch_doublings=0, batch_ramp_tokens=0)
+    cooldown = min(max(1, round(n_tokens * cooldown_fraction / batch)) * batch, n_tokens) if schedule in COOLING else 0
+    stable = n_tokens - cooldown
+    if warmup and warmup >= (stable if cooldown else n_tokens):
+        raise ValueError(
+            f"a re-warming of {warmup} tokens does not fit into the {stable} tokens before the cooldown of a stage of {n_tokens}"
+        )
+    if cooldown and stable:
+        return branch(recipe, stable, n_tokens, schedule)
+    phase: Phase
+    match schedule:
+        case "wsd":
+            phase = Cooldown(start=0, end=n_tokens)
+        case "wsd_linear":
+            phase = LinearCooldown(start=0, end=n_tokens)
+        case _:
+            phase = single_phase(schedule, warmup_tokens=warmup, end=n_tokens, final_fraction=final_fraction)
+    return (Segment(recipe=recipe, phase=phase, start=0, end=n_tokens),)

@@ -1,0 +1,231 @@
+"""What training is given at the base shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, get_args
+
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.batch_ramp import MOST_DOUBLINGS
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.schedule import ScheduleName
+from proxy_models.recipes.stages import Stage
+
+_OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
+    "final_fraction": ("cosine", "exponential", "cosine_cycles"),
+    "milestones": ("step",),
+    "step_factor": ("step",),
+    "cycles": ("cosine_cycles",),
+    "stages": ("wsd", "wsd_linear", "inverse_sqrt"),
+}
+_OF_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
+    "weight_decay_tau": ("adamw", "lion", "adafactor", "muon"),
+    "beta1": ("adamw", "adam", "lion", "muon"),
+    "beta2": ("adamw", "adam", "lion", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+}
+"""Settings that only some schedules or optimizers read: one set for another would be ignored, so it is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """Tuned at the base shape, transferable by the parametrization and the horizon law.
+
+    Attributes:
+        learning_rate: Peak rate at the base shape.
+        init_scale: Factor on every initial standard deviation of the parametrization's table.
+        zero_readout: Whether the readout starts at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2); an
+            untied one only.
+        weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
+            (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay.
+        batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
+        batch_doublings: Times that the batch doubles on its way to `batch_tokens`.
+        batch_ramp_tokens: Tokens until the last doubling, in equal stages, each rounded to whole batches.
+        warmup_fraction: Warmup as a fraction of the run's tokens.
+        warmup_floor_tokens: Least warmup, whatever the fraction says.
+        schedule: One of `schedule.ScheduleName`, which says what each is.
+        cooldown_fraction: Share of the run that cools down, under "wsd", "wsd_linear" and "inverse_sqrt".
+        final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
+        milestones: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek LLM's,
+            arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
+        step_factor: See `milestones`.
+        cycles: Number of equal cycles of "cosine_cycles"; each warms up.
+        optimizer: One that the parametrization has rules for.
+        beta1, beta2, eps: Adam's and AdamW's, Muon's beside it; Lion takes the betas, Adafactor none of them.
+        clip_norm: Global gradient norm above which gradients are scaled down.
+        embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
+        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table goes by the
+            readout's.
+        swap_optimizer: One that takes over on the way, with fresh moments and another warmup; None: none does. The timescale
+            of the decay stays, and so do all other values.
+        swap_fraction: Share of the run's tokens after which it does.
+        swap_learning_rate: Its peak rate at the base shape; the rest of the schedule is the same.
+        stages: Other values from points of the stable part on, under a schedule with a cooldown; the cooldown keeps the last.
+    """
+
+    learning_rate: float
+    batch_tokens: int
+    init_scale: float = 1.0
+    zero_readout: bool = False
+    weight_decay_tau: float = 0.5
+    warmup_fraction: float = 0.05
+    warmup_floor_tokens: int = 0
+    schedule: ScheduleName = "wsd"
+    cooldown_fraction: float = 0.15
+    optimizer: OptimizerName = "adamw"
+    final_fraction: float = 0.1
+    milestones: tuple[float, ...] = (0.8, 0.9)
+    step_factor: float = 0.316
+    cycles: int = 2
+    batch_doublings: int = 0
+    batch_ramp_tokens: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    clip_norm: float = 1.0
+    embedding_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    embedding_rate: float = 1.0
+    output_rate: float = 1.0
+    swap_optimizer: OptimizerName | None = None
+    swap_fraction: float = 0.0
+    swap_learning_rate: float = 0.0
+    stages: tuple[Stage, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive = ("learning_rate", "batch_tokens", "init_scale", "weight_decay_tau", "eps", "clip_norm")
+        multipliers = ("embedding_multiplier", "output_multiplier", "attention_multiplier")
+        for name in (*positive, *multipliers, "embedding_rate", "output_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("warmup_fraction", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if not 0 < self.cooldown_fraction < 1:
+            raise ValueError(f"cooldown_fraction must lie in (0, 1), got {self.cooldown_fraction}")
+        if self.warmup_floor_tokens < 0:
+            raise ValueError(f"warmup_floor_tokens must not be negative, got {self.warmup_floor_tokens}")
+        self._validate_schedule()
+        self._validate_swap()
+        self._refuse_ignored("optimizer", _OF_OPTIMIZERS, {self.optimizer, self.swap_optimizer})
+        if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
+            self.batch_ramp_tokens
+        ):
+            raise ValueError(
+                f"a batch ramp needs batch_doublings and batch_ramp_tokens, got {self.batch_doublings} and "
+                f"{self.batch_ramp_tokens}"
+            )
+        if self.batch_doublings > MOST_DOUBLINGS or self.batch_tokens % 2**self.batch_doublings:
+            raise ValueError(
+                f"batch_tokens must be a multiple of 2^{self.batch_doublings} to double so often, got {self.batch_tokens}"
+            )
+        self._validate_stages()
+
+    def _validate_schedule(self) -> None:
+        object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
+        stages = tuple(stage if isinstance(stage, Stage) else Stage(**stage) for stage in self.stages)  # and tables
+        object.__setattr__(self, "stages", stages)
+        if self.schedule not in get_args(ScheduleName):
+            raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
+        self._refuse_ignored("schedule", _OF_SCHEDULES, {self.schedule})
+        if not 0 <= self.final_fraction < 1 or (self.schedule == "exponential" and self.final_fraction == 0):
+            raise ValueError(
+                f"final_fraction must lie in [0, 1), and above 0 for an exponential, got {self.final_fraction}"
+            )
+        if list(self.milestones) != sorted(set(self.milestones)) or not all(0 < m < 1 for m in self.milestones):
+            raise ValueError(f"milestones must rise and lie in (0, 1), got {self.milestones}")
+        if not 0 < self.step_factor < 1:
+            raise ValueError(f"step_factor must lie in (0, 1), got {self.step_factor}")
+        if self.cycles < 1:
+            raise ValueError(f"cycles must be at least 1, got {self.cycles}")
+
+    def _refuse_ignored(self, kind: str, users: Mapping[str, tuple[str, ...]], chosen: Set[str | None]) -> None:
+        """Refuse a setting, other than its default, that nothing chosen would read."""
+        for field in fields(self):
+            readers = users.get(field.name)
+            if readers and not chosen & set(readers) and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f'{field.name} is a setting of {" and ".join(readers)}: {kind} "{getattr(self, kind)}" would ignore '
+                    f"{getattr(self, field.name)}"
+                )
+
+    def _validate_swap(self) -> None:
+        if self.swap_optimizer == self.optimizer:
+            raise ValueError(f"swap_optimizer must be another than optimizer, got {self.optimizer!r} for both")
+        needed = (self.swap_fraction, self.swap_learning_rate)
+        if any(not (value > 0 if self.swap_optimizer else value == 0) for value in needed):
+            raise ValueError(
+                f"a swap needs swap_optimizer, swap_fraction and swap_learning_rate, got {self.swap_optimizer!r}, "
+                f"{self.swap_fraction} and {self.swap_learning_rate}"
+            )
+
+    def _validate_stages(self) -> None:
+        if not self.stages:
+            return
+        if self.swap_optimizer:
+            raise ValueError(f"stages are for one optimizer, got a swap to {self.swap_optimizer!r} as well")
+        begins = [stage.after for stage in self.stages]
+        if begins != sorted(set(begins)):
+            raise ValueError(f"stages must begin one after the other, got {begins}")
+        try:
+            _ = self.stretches
+        except ValueError as error:
+            raise ValueError(f"stages: {error}") from error
+
+    @property
+    def stretches(self) -> tuple[Hyperparameters, ...]:
+        """What rules from the start and from each stage on, every one without stages."""
+        found = [replace(self, stages=())]
+        for stage in self.stages:
+            changes: dict[str, Any] = {**stage.changes}
+            if factor := changes.get("learning_rate"):
+                changes["learning_rate"] = factor * self.learning_rate
+            found.append(replace(found[-1], **changes))
+        return tuple(found)
+
+    @property
+    def set_by_stages(self) -> frozenset[str]:
+        """Names of the values that do not stay as they are given here; the rate is no such, as stages are factors on it."""
+        return frozenset(name for stage in self.stages for name in stage.changes) - {"learning_rate"}
+
+    def whole_batches(self, n_tokens: float) -> int:
+        """The multiple of `batch_tokens` nearest to `n_tokens`, at least one batch."""
+        return max(1, round(n_tokens / self.batch_tokens)) * self.batch_tokens
+
+    def stable_tokens(self, n_tokens: int) -> int:
+        """Tokens before the cooldown of a WSD run of `n_tokens`, which lasts one batch at least."""
+        return min(self.whole_batches(n_tokens * (1 - self.cooldown_fraction)), n_tokens - self.batch_tokens)
+
+    def annealed_tokens(self, stable_tokens: int) -> int:
+        """D of the run that cools down from `stable_tokens`: S / (1 - f), in whole batches and at least one of cooldown."""
+        return max(self.whole_batches(stable_tokens / (1 - self.cooldown_fraction)), stable_tokens + self.batch_tokens)
+
+    def resolve(self, n_tokens: int) -> Recipe:
+        """The absolute values of a run of `n_tokens`; a branch of it keeps them.
+
+        Raises:
+            ValueError: If the warmup or the batch ramp does not fit into the run.
+        """
+        warmup = self.whole_batches(max(self.warmup_floor_tokens, self.warmup_fraction * n_tokens))
+        doublings = self.batch_doublings
+        ramp = doublings * self.whole_batches(self.batch_ramp_tokens / doublings) if doublings else 0
+        for name, length in (("warmup", warmup), ("batch ramp", ramp)):
+            if length >= n_tokens * (1 - self.cooldown_fraction):
+                raise ValueError(
+                    f"a {name} of {length} tokens does not fit into the stable part of a run of {n_tokens} tokens"
+                )
+        resolved: dict[str, Any] = {
+            "weight_decay": self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
+            "warmup_tokens": warmup,
+            "batch_ramp_tokens": ramp,
+        }
+        as_here = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in resolved}
+        return Recipe(**as_here, **resolved)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; no stages are left out, so that keys from before there were any still hold."""
+        plain = asdict(self)
+        del plain["stages"]
+        return plain | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})

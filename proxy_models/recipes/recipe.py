@@ -1,0 +1,57 @@
+"""The absolute values of one run at the base shape, as `Hyperparameters.resolve` makes them for its length."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.recipes.batch_ramp import BatchRamp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Absolute hyperparameters of one run at the base shape: nothing in it depends on what length was meant any more."""
+
+    learning_rate: float
+    weight_decay: float
+    batch_tokens: int
+    init_scale: float
+    warmup_tokens: int
+    optimizer: OptimizerName
+    beta1: float
+    beta2: float
+    eps: float
+    clip_norm: float
+    embedding_multiplier: float
+    output_multiplier: float
+    attention_multiplier: float
+    embedding_rate: float
+    output_rate: float
+    zero_readout: bool = False
+    batch_doublings: int = 0
+    batch_ramp_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _ = self.ramp  # a ramp that can't be is refused here
+
+    @cached_property
+    def ramp(self) -> BatchRamp:
+        """Batch of each step."""
+        return BatchRamp(
+            batch_tokens=self.batch_tokens, doublings=self.batch_doublings, ramp_tokens=self.batch_ramp_tokens
+        )
+
+    def swapped(self, optimizer: OptimizerName, learning_rate: float) -> Recipe:
+        """The recipe that another optimizer goes on with: rate · decay, and so the decay's timescale, stays."""
+        decay = self.weight_decay * self.learning_rate / learning_rate
+        return replace(self, optimizer=optimizer, learning_rate=learning_rate, weight_decay=decay)
+
+    def weight_decay_tau(self, n_tokens: int) -> float:
+        """B / (eta·lambda·D) of a run that ends at `n_tokens`."""
+        return self.batch_tokens / (self.learning_rate * self.weight_decay * n_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return asdict(self)

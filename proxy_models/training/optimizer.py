@@ -1,0 +1,182 @@
+"""Initial values, parameter groups, rates and clipping: one definition for the lean loop and for Lightning, by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.parametrization import Parametrization, TensorClass
+from proxy_models.architecture.sharded import is_sharded, write
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.adafactor import Adafactor
+
+MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
+_MUON_RATE = (
+    "match_rms_adamw"  # 0.2·√max(rows, columns), so that AdamW's rates and decays serve; Liu et al., section 2.2
+)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
+    """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
+
+    A recipe may start the readout at 0. Only `Decoder` is given the multipliers: any other module is to apply
+    `Parametrization.multipliers`, times the recipe's, in its own forward pass.
+
+    Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
+    parameters, nor on how they are sharded.
+
+    Raises:
+        ValueError: If the model's parameter names are not the table's, a tied readout is to start at zero, or there is a rate
+            for embeddings and none of them is untied.
+    """
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != parametrization.rules.keys():
+        odd = sorted(parameters.keys() ^ parametrization.rules.keys())
+        raise ValueError(f"the parametrization is of another model: {', '.join(odd)} stand in only one of the two")
+    classes = {rule.tensor_class for rule in parametrization.rules.values()}
+    if recipe.embedding_rate != 1 and TensorClass.EMBEDDING not in classes:
+        raise ValueError(
+            f"embedding_rate: the tied table goes by output_rate, and would ignore {recipe.embedding_rate}"
+        )
+    if recipe.zero_readout and TensorClass.TIED in classes:
+        raise ValueError(
+            "zero_readout: a readout that is tied to the embedding can't start at zero, nor could its input"
+        )
+    for name, parameter in parameters.items():
+        rule = parametrization.rules[name]
+        if rule.init_std == 0 or (recipe.zero_readout and rule.tensor_class is TensorClass.READOUT):
+            parameter.fill_(rule.init_mean)
+            continue
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.randn(parameter.shape, generator=generator) * (recipe.init_scale * rule.init_std)
+        write(parameter, values)
+    if isinstance(model, Decoder):
+        model.set_multipliers(
+            parametrization.multipliers.tuned(
+                embedding=recipe.embedding_multiplier,
+                readout=recipe.output_multiplier,
+                attention=recipe.attention_multiplier,
+            )
+        )
+
+
+def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
+
+    `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and all else by AdamW.
+    "adam" takes no weight decay. AdamW is torch's fused kernel on every device: it rounds otherwise than the unfused one.
+    """
+    groups: dict[tuple[float, float, float, bool], list[tuple[str, Tensor]]] = {}
+    name_of = parametrization.optimizer
+    rates = {
+        TensorClass.EMBEDDING: recipe.embedding_rate,
+        TensorClass.READOUT: recipe.output_rate,
+        TensorClass.TIED: recipe.output_rate,
+    }
+    for name, parameter in model.named_parameters():
+        rule = parametrization.rules[name]
+        key = (
+            recipe.learning_rate * rule.lr_factor * rates.get(rule.tensor_class, 1.0),
+            0.0 if name_of == "adam" else recipe.weight_decay * rule.weight_decay_factor,
+            recipe.eps * rule.eps_factor,
+            rule.tensor_class is TensorClass.HIDDEN and name_of == "muon",
+        )
+        groups.setdefault(key, []).append((name, parameter))
+    settings: list[dict[str, Any]] = []
+    for (lr, decay, eps, orthogonal), parameters in groups.items():
+        group = {"params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+        if name_of in ("adamw", "adam", "muon") and not orthogonal:
+            group["eps"] = eps
+        settings.append({**group, "orthogonal": True} if orthogonal else group)
+    betas = (recipe.beta1, recipe.beta2)
+    match name_of:
+        case "lion":
+            from pytorch_optimizer import Lion  # slow to import, and seldom wanted
+
+            return cast(torch.optim.Optimizer, Lion(settings, betas=betas))
+        case "adafactor":
+            return Adafactor(settings)
+        case "muon":
+            return MuonWithAdamW(settings, betas=betas)
+    return torch.optim.AdamW(settings, betas=betas, fused=True)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the groups that say `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
+
+    Groups and state are this optimizer's, and are lent to the two for each step. Of a sharded matrix the update is gathered,
+    and every rank orthogonalises the whole: torch's Muon would communicate in each of its products.
+    """
+
+    def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
+        super().__init__(settings, {"orthogonal": False})
+        self._inner: dict[bool, torch.optim.Optimizer] = {}
+        for orthogonal in (True, False):
+            if not (own := self._groups(orthogonal)):
+                continue
+            copies = [dict(group) for group in own]
+            self._inner[orthogonal] = (
+                torch.optim.Muon(copies, adjust_lr_fn=_MUON_RATE, momentum=MUON_MOMENTUM)
+                if orthogonal
+                else torch.optim.AdamW(copies, betas=betas, fused=True)
+            )
+            for ours, theirs in zip(own, copies, strict=True):
+                ours.update(theirs)  # with the defaults filled in
+
+    def _groups(self, orthogonal: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["orthogonal"] is orthogonal]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for orthogonal, optimizer in self._inner.items():
+            groups = self._groups(orthogonal)
+            if orthogonal and is_sharded(groups[0]["params"][0]):
+                for group in groups:
+                    self._step_sharded(group)
+                continue
+            optimizer.param_groups, optimizer.state = groups, self.state
+            optimizer.step()
+        return loss
+
+    def _step_sharded(self, group: dict[str, Any]) -> None:
+        """Momentum and decay on each rank's own rows; torch's Muon, without either, on the whole update."""
+        from torch.distributed.tensor import distribute_tensor
+
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            momentum.lerp_(parameter.grad, 1 - MUON_MOMENTUM)
+            moved = torch.zeros(parameter.shape, device=parameter.device)
+            moved.grad = parameter.grad.lerp(momentum, MUON_MOMENTUM).full_tensor()  # Nesterov's
+            torch.optim.Muon(  # type: ignore[no-untyped-call]
+                [moved], lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=_MUON_RATE
+            ).step()
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            # every rank has the same values already, so none are sent
+            parameter.add_(distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group to its own peak rate times the schedule's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
+
+def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients to a global norm of at most `max_norm`, and return the norm before; true also for sharded gradients."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+    return norm.full_tensor() if is_sharded(norm) else norm

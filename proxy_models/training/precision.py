@@ -1,0 +1,78 @@
+"""What matrices are multiplied in: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are fp32 always.
+
+On a GPU fp32 is not TF32, unless the process allows it by `torch.set_float32_matmul_precision`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from proxy_models.training.numerics import Precision
+
+_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEAST_SCALE = 2.0**-14  # gradients that overflow at a loss scale below this overflow at any
+_FIRST_SCALE = 2.0**16  # torch's default; it halves with each overflow and doubles after 2000 steps without one
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The context of a forward pass."""
+    dtype = _DTYPES.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+@cache
+def unsupported(precision: Precision, device: torch.device) -> str | None:
+    """Why this device can't train in this precision, or None; found out by multiplying two small matrices."""
+    dtype = _DTYPES.get(precision)
+    if dtype is None:
+        return None
+    matrix = torch.ones(2, 2, device=device)
+    try:
+        with torch.autocast(device.type, dtype=dtype):
+            product = matrix @ matrix
+    except RuntimeError as error:
+        return str(error)
+    return None if product.dtype == dtype else f"autocast to {precision} leaves {product.dtype} on {device}"
+
+
+class LossScaler:
+    """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out.
+
+    Its scale is looked at after every step, for which a GPU is waited for; bf16 needs no scale.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return float(self._scaler.get_scale())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to go backward from."""
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients to their own size."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, take: bool = True) -> None:
+        """Step unless the gradients overflowed or it is not to be taken, and adapt the scale."""
+        if take:
+            self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state(self) -> Tensor:
+        """Scale and steps without overflow."""
+        values = self._scaler.state_dict()
+        return torch.tensor([values["scale"], values["_growth_tracker"]], dtype=torch.float64)
+
+    def load(self, state: Tensor) -> None:
+        """Go on from what `state` gave."""
+        scale, tracker = state.tolist()
+        self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": scale, "_growth_tracker": int(tracker)})

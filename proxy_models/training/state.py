@@ -1,0 +1,117 @@
+"""What a training needs to go on exactly, as tensors by name, in memory and on disk."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.whole_file import whole_file
+
+
+class StateError(ValueError):
+    """A file that holds no whole training state: torn, or changed since it was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Where a training stands.
+
+    Attributes:
+        tokens: Tokens seen.
+        parametrization: The table that it was trained under.
+        tensors: Weights, the optimizer's moments, and what loss scaling and the guard remember; on the CPU, so that any
+            device can go on from them.
+    """
+
+    tokens: int
+    parametrization: Parametrization
+    tensors: dict[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Write to `path`, whole or not at all.
+
+        Raises:
+            OSError: If the disk is full, or can't be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = self.parametrization.to_dict()
+        with whole_file(path) as unfinished, _Telling(io.FileIO(unfinished, "w")) as file:
+            try:
+                torch.save({"tokens": self.tokens, "parametrization": table, "tensors": self.tensors}, file)
+            except RuntimeError as error:
+                raise file.error or error from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            StateError: If it is not whole, or a byte of it changed since.
+        """
+        try:
+            with zipfile.ZipFile(path) as archive:
+                changed = archive.testzip()  # torch writes a checksum of each tensor and never reads it
+            if changed:
+                raise StateError(f"{path}: {changed} does not hold its checksum")
+            saved = torch.load(path, weights_only=True, map_location="cpu")
+            table = Parametrization.from_dict(saved["parametrization"])
+            return cls(tokens=saved["tokens"], parametrization=table, tensors=saved["tensors"])
+        except Exception as error:  # of a damaged file every layer has errors of its own
+            if isinstance(error, StateError) or (isinstance(error, OSError) and error.filename is not None):
+                raise
+            raise StateError(f"{path}: can't be read as a training state: {error}") from error
+
+
+class _Telling(io.BufferedWriter):
+    """Remembers why it could not be written: torch tells only that it found itself at an unexpected position."""
+
+    error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of the weights and of the optimizer's state by name, as `weight/<name>` and `<kind>/<name>`."""
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        tensors[f"weight/{name}"] = parameter.detach().clone()
+        for kind, value in optimizer.state[parameter].items():
+            tensors[f"{kind}/{name}"] = value.clone()
+    return tensors
+
+
+def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but the optimizer's state, that in a guard's snapshot included: what another optimizer goes on with."""
+    return {key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] == "weight"}
+
+
+@torch.no_grad()
+def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Write back what `capture` copied, to where module and optimizer keep it; the tensors stay the caller's."""
+    fused = {parameter: group.get("fused") for group in optimizer.param_groups for parameter in group["params"]}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        states.setdefault(name, {})[kind] = tensor
+    for name, parameter in module.named_parameters():
+        state = states[name]
+        parameter.copy_(state["weight"])
+        optimizer.state[parameter] = {
+            # torch counts steps on the CPU, unless a fused kernel does
+            kind: tensor.to("cpu" if kind == "step" and not fused[parameter] else parameter.device, copy=True)
+            for kind, tensor in state.items()
+            if kind != "weight"
+        }

@@ -1,0 +1,181 @@
+"""One optimizer step: loss and gradients over micro-batches, norm, guard, rate, update. The lean loop and Lightning take it.
+
+Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. Under
+another micro-batch size or number of ranks, or on another kind of device, they are other draws from the same distribution.
+
+On a GPU nothing here waits for it, but for what must know a number to go on: the guard, and fp16's loss scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.guard import Divergence, Guard, Spike
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import clip, set_rates
+from proxy_models.training.precision import LEAST_SCALE, LossScaler, autocast
+from proxy_models.training.state import capture, restore, without_moments
+
+Loss = Callable[[Decoder, Tensor], Tensor]
+GOOD = "good/"  # prefix of the guard's snapshot in a memory
+
+
+def step_seed(seed: int, tokens: int, rank: int) -> int:
+    """Seed of the random numbers that a rank draws in the step after `tokens` tokens."""
+    digest = hashlib.sha256(f"step/{seed}/{tokens}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class Stepper:
+    """Takes the steps of one training; holds what is remembered from one to the next beside weights and moments.
+
+    Attributes:
+        spikes: Steps that the guard left out.
+        divergence: Set by the step that ended the training.
+    """
+
+    def __init__(
+        self,
+        module: Decoder,
+        optimizer: torch.optim.Optimizer,
+        numerics: Numerics,
+        recipe: Recipe,
+        *,
+        loss: Loss = training_loss,
+        micro_batch: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        mean: Callable[[Tensor], Tensor] = lambda loss: loss,
+        before_part: Callable[[bool], None] = lambda last: None,
+    ) -> None:
+        """Prepare for the steps of a training.
+
+        Args:
+            module: The model, on its device, sharded or not.
+            optimizer: Of its parameters, each group with its peak rate.
+            numerics: Seed, precision and guard.
+            recipe: Clipping.
+            loss: `training_loss`, or the same compiled.
+            micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
+            rank: Of this process.
+            ranks: How many share a batch; their gradients are averaged by the sharding.
+            mean: Mean of a loss over ranks.
+            before_part: Called before each micro-batch with whether it is the step's last, where there are several.
+        """
+        self.module, self.optimizer, self.recipe = module, optimizer, recipe
+        self.parameters = list(module.parameters())
+        self.spikes: list[Spike] = []
+        self.divergence: Divergence | None = None
+        self._loss, self._micro_batch, self._mean = loss, micro_batch, mean
+        self._rank, self._ranks, self._before_part = rank, ranks, before_part
+        self._device = self.parameters[0].device
+        self._numerics, self._precision, self._seed = numerics, numerics.precision, numerics.seed
+        self._random = numerics.model.is_random
+        self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
+        self._guard = Guard(numerics.guard) if numerics.guard else None
+        self._good: dict[str, Tensor] = {}
+
+    @property
+    def parametrization(self) -> Parametrization:
+        """The table that the training follows."""
+        return self._numerics.parametrization(self.recipe.optimizer)
+
+    def step(
+        self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float, of: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Take step `number`, which starts after `tokens` tokens; returns loss and gradient norm before it.
+
+        `of` is the sequences of the whole batch; None: every rank has as many as this one. Afterwards `divergence` may be
+        set; the weights are then those before the step.
+        """
+        guard = self._guard
+        if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
+            self._good = capture(self.module, self.optimizer)
+        if self._random:
+            torch.manual_seed(step_seed(self._seed, tokens, self._rank))
+        loss = self._mean(self._accumulate(sequences, of or len(sequences) * self._ranks))
+        if self._scaler:
+            self._scaler.unscale(self.optimizer)
+        norm = clip(self.parameters, self.recipe.clip_norm)
+        taken = guard is None or self._passes(guard, number, loss, norm)
+        set_rates(self.optimizer, rate_factor)
+        if self._scaler:
+            self._scaler.step(self.optimizer, take=taken)
+            if self._scaler.scale < LEAST_SCALE:
+                reason = f"the gradients overflow fp16 at every loss scale at step {number}"
+                self.divergence = Divergence(step=number, reason=reason)
+        elif taken:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def _accumulate(self, sequences: Tensor, whole: int) -> Tensor:
+        """Gradients of this rank's part of the mean over `whole` sequences, and that part; each sequence counts alike.
+
+        Where shares differ by a sequence, a rank may have a pass less than others: it joins theirs, as all gather weights.
+        """
+        largest = -(-whole // self._ranks)
+        if not self._micro_batch or largest <= self._micro_batch:
+            return self._backward(sequences, len(sequences) * self._ranks / whole)
+        passes, parts = -(-largest // self._micro_batch), torch.split(sequences, self._micro_batch)
+        shares = []
+        for number in range(passes):
+            self._before_part(number == passes - 1)
+            part, weight = (parts[number], 1.0) if number < len(parts) else (sequences[:1], 0.0)
+            shares.append(self._backward(part, weight * len(part) * self._ranks / whole))
+        return torch.stack(shares).sum()
+
+    def _backward(self, sequences: Tensor, share: float) -> Tensor:
+        with autocast(self._precision, self._device):
+            loss = self._loss(self.module, sequences)
+        if share != 1:
+            loss = loss * share
+        (self._scaler.scaled(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool:
+        if self._scaler and bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm)):
+            return True  # the scaler leaves the step out, and tries a smaller scale
+        verdict = guard.judge(number, float(loss), float(norm))
+        if isinstance(verdict, Divergence):
+            self.divergence = verdict
+        elif verdict:
+            self.spikes.append(verdict)
+            if self._good:
+                restore(self.module, self.optimizer, self._good)
+        return verdict is None
+
+    def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+        """Go on under another recipe with an optimizer made for it.
+
+        If it is of the same kind, it is given the moments of the one before it; else the guard's snapshot loses them, too.
+        """
+        if recipe.optimizer == self.recipe.optimizer:
+            optimizer.state.update(self.optimizer.state)  # by parameter, whatever the groups
+        else:
+            self._good = without_moments(self._good)
+        self.optimizer, self.recipe = optimizer, recipe
+
+    def memory(self) -> dict[str, Tensor]:
+        """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""
+        tensors = {}
+        if self._scaler:
+            tensors["scaler"] = self._scaler.state()
+        if self._guard:
+            tensors["guard"] = torch.from_numpy(self._guard.memory)
+        return tensors | {f"{GOOD}{name}": tensor for name, tensor in self._good.items()}
+
+    def remember(self, tensors: dict[str, Tensor]) -> None:
+        """Go on with what `memory` gave."""
+        if self._scaler:
+            self._scaler.load(tensors["scaler"])
+        if self._guard:
+            self._guard = Guard(self._guard.settings, tensors["guard"].numpy())
+        self._good = {n.removeprefix(GOOD): tensor for n, tensor in tensors.items() if n.startswith(GOOD)}

@@ -1,0 +1,295 @@
+"""The lean loop that trains proxies: one warm process, one model for each shape, segments in, results out.
+
+The definitions it is made of (step, groups, schedule, data order) are the ones that the full-size Lightning module uses;
+this file only walks over them without a trainer's overhead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.segments import Segment
+from proxy_models.training import compilation
+from proxy_models.training.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Tail
+from proxy_models.training.compilation import Compile
+from proxy_models.training.device import CPU, send, usable
+from proxy_models.training.guard import Divergence, Spike
+from proxy_models.training.metrics import WAIT_EVERY, Curve, Observation, Recorder
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.precision import unsupported
+from proxy_models.training.running_average import RunningAverage
+from proxy_models.training.state import TrainState, capture, restore, without_moments
+from proxy_models.training.step import Stepper
+from proxy_models.training.warm import WarmModel, WarmModels
+
+_NO_OBSERVATION = Observation()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentResult:
+    """What training one segment gave.
+
+    Attributes:
+        state: The state at its end; None after a divergence.
+        loss: Validation loss of the last weights, nats per token; None after a divergence.
+        source_losses: The same of each source of a mixture; empty for one source alone and after a divergence.
+        averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
+        average_losses: Validation loss of each other average that was asked for.
+        curve: What was measured at each step.
+        divergence: None if all went well.
+        spikes: Steps that the guard left out.
+        seconds: Wall time of the steps, evaluation and observation not counted.
+        compiled: Whether the steps were compiled.
+    """
+
+    state: TrainState | None = field(repr=False)
+    loss: float | None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
+    averaged_loss: float | None
+    average_losses: Mapping[Average, float] = field(default_factory=dict)
+    curve: Curve = field(repr=False)
+    divergence: Divergence | None
+    spikes: tuple[Spike, ...] = ()
+    seconds: float
+    compiled: bool = False
+
+    @property
+    def train_losses(self) -> NDArray[np.float32]:
+        """What each step minimised, on its batch before the step, nats per token."""
+        return self.curve.train_loss
+
+
+class Trainer:
+    """Trains segments of any shape on one corpus; reusing it for another run changes no bit of that run."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        device: str | torch.device = CPU,
+        compile: Compile = "auto",
+        planned_tokens: int | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        """Open a trainer.
+
+        Args:
+            corpus: What is trained on.
+            device: Where: "cpu", "cuda" or "cuda:<number>". Initial values and batches are the same everywhere; what is
+                computed from them differs by rounding, and dropout in its draws. On a GPU a run repeats bit for bit only
+                under `torch.use_deterministic_algorithms`, as attention's gradients may be summed in any order.
+            compile: Whether steps are compiled; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
+            planned_tokens: Tokens that this process will train at each shape; None: those of the segment at hand.
+            micro_batch: Sequences of one forward and backward pass, as memory allows; None: the whole batch. The numbers
+                are the same but for rounding (and the draws of dropout), so it is in no key.
+
+        Raises:
+            ValueError: If `micro_batch` is not positive, or there is no such device.
+        """
+        if micro_batch is not None and micro_batch < 1:
+            raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
+        self.corpus = corpus
+        self.device = usable(device)
+        self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch
+        if compile and compilation.missing_compiler(self.device.type) is None:
+            compilation.configure()
+        self._warm = WarmModels(self.device)
+        self._evaluation: dict[tuple[int, int], dict[str, EvaluationSet]] = {}
+
+    def train(
+        self,
+        numerics: Numerics,
+        segment: Segment,
+        state: TrainState | None = None,
+        *,
+        averaged: bool = False,
+        averages: Sequence[Average] = (),
+        observation: Observation = _NO_OBSERVATION,
+        on_step: Callable[[int, float], None] | None = None,
+        moves: Callable[[], None] | None = None,
+    ) -> SegmentResult:
+        """Train one segment from `state` (None: from the initial values) and evaluate at its end.
+
+        Args:
+            numerics: Model, data, seed, precision, guard.
+            segment: What to train; starts where `state` ends.
+            state: Where to go on; without its moments if the segment begins with a swap of the optimizer.
+            averaged: Also evaluate the weights averaged over the last stretch.
+            averages: Also evaluate these averages.
+            observation: What else to measure along the way.
+            on_step: Called now and then with (tokens seen, training loss).
+            moves: Called at every step that this thread took or, on a GPU, launched.
+
+        Raises:
+            ValueError: If the state does not end where the segment starts or was trained under another table, an
+                average begins before it, or `numerics` is of another corpus, of a run that is shorter, or of a precision
+                that this device does not have.
+        """
+        wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
+        self._validate(numerics, segment, state, wanted)
+        n_tokens = self._planned_tokens or segment.end - segment.start
+        compiled = compilation.decide(self._compile, n_tokens, self.device.type)
+        generators = () if self.device == CPU else (self.device,)
+        with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
+            warm = self._warm.get(numerics.model, compiled=compiled)
+            stepper = self._prepare(warm, numerics, segment, state)
+            sums = [
+                RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)
+                for average in wanted
+            ]
+            recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics))
+            divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step, moves)
+        seconds = recorder.seconds
+        end: TrainState | None = None
+        loss: float | None = None
+        source_losses: dict[str, float] = {}
+        losses: dict[Average, float] = {}
+        if not divergence:
+            source_losses = self._source_losses(warm, numerics)
+            loss = corpus_loss(self._held_out(numerics), source_losses)
+            if not math.isfinite(loss):
+                last = segment.recipe.ramp.n_steps(segment.end)
+                divergence = Divergence(step=last, reason="the validation loss is not finite")
+                loss, source_losses = None, {}
+        if not divergence:
+            tensors = capture(warm.module, stepper.optimizer) | stepper.memory()
+            end = TrainState(
+                tokens=segment.end,
+                parametrization=stepper.parametrization,
+                tensors={name: tensor.cpu() for name, tensor in tensors.items()},
+            )
+            for running in sums:
+                running.write()
+                losses[running.average] = self._evaluate(warm, numerics)
+        return SegmentResult(
+            state=end,
+            loss=loss,
+            source_losses=source_losses if self.corpus.mixture else {},
+            averaged_loss=losses.pop(Tail(), None),
+            average_losses=losses,
+            curve=recorder.curve(),
+            divergence=divergence,
+            spikes=tuple(stepper.spikes),
+            seconds=seconds,
+            compiled=compiled,
+        )
+
+    def _prepare(self, warm: WarmModel, numerics: Numerics, segment: Segment, state: TrainState | None) -> Stepper:
+        """Write the initial values or the state into the warm model, and give it an optimizer in the same state."""
+        module, recipe = warm.module, segment.recipe
+        module.train()
+        module.zero_grad()  # an exception may have left gradients here
+        parametrization = numerics.parametrization(recipe.optimizer)
+        initialize(module, parametrization, recipe, seed=numerics.seed)
+        optimizer = make_optimizer(module, parametrization, recipe)
+        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
+        if state:
+            same = state.parametrization.optimizer == recipe.optimizer
+            tensors = state.tensors if same else without_moments(state.tensors)
+            restore(module, optimizer, tensors)
+            stepper.remember(tensors)
+        return stepper
+
+    def _walk(
+        self,
+        numerics: Numerics,
+        segment: Segment,
+        stepper: Stepper,
+        sums: Sequence[RunningAverage],
+        recorder: Recorder,
+        on_step: Callable[[int, float], None] | None,
+        moves: Callable[[], None] | None,
+    ) -> Divergence | None:
+        """Take the steps of the segment, to its end or to a divergence."""
+        stream = training_stream(
+            self.corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens
+        )
+        first = segment.recipe.ramp.n_steps(segment.start)
+        for number, (tokens, batch) in enumerate(segment.steps(), start=first):
+            sequences, after = send(stream.batch(tokens, batch), self.device), tokens + batch
+            rate_factor = segment.rate_factor(tokens)
+            with recorder.observing(tokens, after, sequences):
+                loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
+                recorder.add(after, loss, norm, rate_factor)
+            for running in sums:
+                running.add(tokens, batch)
+            if moves:
+                moves()
+            if stepper.divergence:
+                return stepper.divergence
+            if (number + 1 - first) % WAIT_EVERY == 0 or after == segment.end:
+                if divergence := _divergence(recorder.losses, first):
+                    return divergence
+                if on_step:
+                    on_step(after, float(loss))
+        return None
+
+    def _validate(
+        self, numerics: Numerics, segment: Segment, state: TrainState | None, wanted: Sequence[Average]
+    ) -> None:
+        at = state.tokens if state else 0
+        recipe = segment.recipe
+        if at != segment.start:
+            raise ValueError(f"the segment starts at {segment.start} tokens but the state ends at {at}")
+        if state:
+            optimizer = state.parametrization.optimizer if segment.begins_with_swap else recipe.optimizer
+            numerics.parametrization(optimizer).require(state.parametrization)
+        for average in wanted:
+            if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
+                rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
+                raise ValueError(
+                    f"the averaged stretch before {segment.end} begins at {first} tokens, before the segment's start at "
+                    f"{segment.start}{rule if isinstance(average, Tail) else ''}"
+                )
+            if isinstance(average, LastCheckpoints) and average.every_tokens % recipe.batch_tokens:
+                raise ValueError(
+                    f"every_tokens must be a multiple of batch_tokens={recipe.batch_tokens}, got {average.every_tokens}"
+                )
+        if numerics.corpus_key != self.corpus.key:
+            raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
+        if numerics.stages_by_fraction != self.corpus.stages_by_fraction:
+            raise ValueError(f"stages_by_fraction must be the corpus's, {self.corpus.stages_by_fraction}")
+        numerics.require_length(segment.end)
+        if reason := unsupported(numerics.precision, self.device):
+            raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")
+        if recipe.ramp.first_batch_tokens % numerics.model.context_length:
+            raise ValueError(
+                f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "
+                f"got {recipe.ramp.first_batch_tokens}"
+            )
+
+    def _evaluate(self, warm: WarmModel, numerics: Numerics) -> float:
+        return corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics))
+
+    def _source_losses(self, warm: WarmModel, numerics: Numerics) -> dict[str, float]:
+        return {name: warm.evaluate(held_out.sequences) for name, held_out in self._held_out(numerics).items()}
+
+    def _held_out(self, numerics: Numerics) -> dict[str, EvaluationSet]:
+        size = (numerics.model.context_length, numerics.evaluation_tokens)
+        if size not in self._evaluation:
+            self._evaluation[size] = {
+                name: replace(held_out, sequences=held_out.sequences.to(self.device))
+                for name, held_out in evaluation_sets(self.corpus, *size).items()
+            }
+        return self._evaluation[size]
+
+
+def _divergence(losses: list[Tensor], first: int) -> Divergence | None:
+    """Of the steps since the last look; step `first` gave the first loss."""
+    finite = torch.isfinite(torch.stack(losses[-WAIT_EVERY:]))
+    if bool(finite.all()):
+        return None
+    within = len(losses) - len(finite) + int((~finite).nonzero()[0])
+    return Divergence(
+        step=first + within, reason=f"the training loss is {float(losses[within])} at step {first + within}"
+    )

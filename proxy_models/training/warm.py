@@ -1,0 +1,65 @@
+"""Models kept between trainings: one for each shape, compiled or not, and no more than a few."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.training.device import CPU
+from proxy_models.training.step import Loss
+
+_WARM_MODELS = 4
+_EVALUATION_BATCH = 64  # sequences
+
+
+class WarmModel:
+    """One decoder of one shape on one device, kept between trainings; compiled or eager."""
+
+    def __init__(self, config: ModelConfig, *, compiled: bool, device: torch.device = CPU) -> None:
+        self.module = Decoder(config).to(device)  # built on the CPU, so that its constants are the same everywhere
+        self.loss: Loss = torch.compile(_own_code(training_loss), dynamic=False) if compiled else training_loss
+
+    @torch.no_grad()
+    def evaluate(self, sequences: Tensor) -> float:
+        """Mean loss over the sequences, nats per token: in fp32 and eager, so that it depends on neither, without dropout."""
+        module, was_training = self.module, self.module.training
+        module.eval()
+        try:
+            losses = [next_token_loss(module, part) * len(part) for part in torch.split(sequences, _EVALUATION_BATCH)]
+        finally:
+            module.train(was_training)
+        return float(torch.stack(losses).sum() / len(sequences))
+
+
+class WarmModels:
+    """A bounded cache of warm models on one device; the one that was not used for longest goes first."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+        self._models: OrderedDict[tuple[ModelConfig, bool], WarmModel] = OrderedDict()
+
+    def get(self, config: ModelConfig, *, compiled: bool) -> WarmModel:
+        """The model of this shape."""
+        key = (config, compiled)
+        if key not in self._models:
+            self._models[key] = WarmModel(config, compiled=compiled, device=self._device)
+            if len(self._models) > _WARM_MODELS:
+                self._models.popitem(last=False)
+        self._models.move_to_end(key)
+        return self._models[key]
+
+
+def _own_code(loss: Loss) -> Loss:
+    """The same function over a code object of its own.
+
+    Dynamo keeps graphs by code object and for ever: of a shared one, shapes would pile up to the recompile limit however
+    few are warm. These go with the model.
+    """
+    if not isinstance(loss, types.FunctionType):
+        raise TypeError(f"only a plain function can be copied, got {loss!r}")
+    return types.FunctionType(loss.__code__.replace(), loss.__globals__, loss.__name__, loss.__defaults__)

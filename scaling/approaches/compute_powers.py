@@ -1,0 +1,162 @@
+"""Best parameters and tokens as powers of compute, read off the runs without a law: what approaches 1 and 2 give.
+
+    N* = N_ref · (C/C_ref)^a,   D* = D_ref · (C/C_ref)^b     (Hoffmann et al. 2203.15556, sec. 3.1 and 3.2)
+
+They are checks beside the law (`fit`), which uses every run and predicts losses too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.presentation import Result, lines, span
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PARAMETERS = ("params_exponent", "tokens_exponent", "n_params_ref", "n_tokens_ref")
+MIN_POINTS = 4
+"""Budgets, or sizes on an envelope, below which a straight line in logarithms can't be told from a bent one (assumed)."""
+Powers = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComputePowers(Result):
+    """Two powers of compute.
+
+    Attributes:
+        approach: `envelope` (approach 1) or `isoflops` (approach 2).
+        params_exponent, tokens_exponent: a and b.
+        n_params_ref, n_tokens_ref: N* and D* at `compute_ref`.
+        compute_ref: geometric mean of the points' compute, FLOPs.
+        n_params_convention: what N counts.
+        loss_unit: of the points' losses.
+        draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`.
+        points: the optima: compute_flops, n_params, n_tokens, loss, and what the approach knows besides.
+        rows: what they were read off: n_params, n_tokens, loss, compute_flops (of an isoFLOP, its budget), and the `run` of
+            an envelope's curves.
+        bias: what the approach is estimated to get wrong by itself (see `fit_isoflops`); empty where that isn't known.
+        warnings: why the numbers are doubtful; empty if they are not.
+        assumptions: what was taken for granted of the runs, as no column says it.
+    """
+
+    approach: str
+    params_exponent: float
+    tokens_exponent: float
+    n_params_ref: float
+    n_tokens_ref: float
+    compute_ref: float
+    n_params_convention: str
+    loss_unit: str
+    draws: Array = field(repr=False)
+    points: pd.DataFrame = field(repr=False)
+    rows: pd.DataFrame = field(repr=False)
+    bias: dict[str, float]
+    warnings: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "ok"
+
+    def n_params(self, compute_flops: ArrayLike) -> Array:
+        """N* at a budget in FLOPs, of its shape."""
+        ratio = np.asarray(compute_flops, np.float64) / self.compute_ref
+        return np.asarray(self.n_params_ref * ratio**self.params_exponent)[()]
+
+    def n_tokens(self, compute_flops: ArrayLike) -> Array:
+        """D* at a budget in FLOPs, of its shape."""
+        ratio = np.asarray(compute_flops, np.float64) / self.compute_ref
+        return np.asarray(self.n_tokens_ref * ratio**self.tokens_exponent)[()]
+
+    def intervals(self, compute_flops: float | None = None, level: float = 0.9) -> pd.DataFrame:
+        """Columns estimate, low, high for a and b, and for N* and D* at a budget (at `compute_ref` by default).
+
+        Percentiles over resampled runs: the approach's own bias (`bias`, `warnings`) is not in them.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        ratio = (compute_flops or self.compute_ref) / self.compute_ref
+        estimate = np.array([getattr(self, name) for name in PARAMETERS])
+        both = np.vstack([estimate, self.draws])
+        both[:, 2:] *= ratio ** both[:, :2]
+        low, high = np.quantile(both[1:], [(1 - level) / 2, (1 + level) / 2], axis=0)
+        index = ["params_exponent", "tokens_exponent", "n_params", "n_tokens"]
+        return pd.DataFrame({"estimate": both[0], "low": low, "high": high}, index=index)
+
+    def plot(self) -> go.Figure:
+        """What the optima were read off: parabolas of loss over N, or curves of loss over compute with their envelope."""
+        from scaling.approaches.figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
+
+        if self.approach == "envelope":
+            return draw_envelope(envelope_data(self), self.n_params_convention, self.warnings, self.loss_unit)
+        return draw_isoflops(isoflops_data(self), self.n_params_convention, self.warnings, self.loss_unit)
+
+    def plot_powers(self, level: float = 0.9) -> go.Figure:
+        """N* and D* against compute, with percentiles over resampled runs and the optima that they go through."""
+        from scaling.approaches.figures import draw_powers, powers_data
+
+        return draw_powers(powers_data(self, level), self.n_params_convention, self.warnings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        points = self.points.astype(object).where(self.points.notna(), None)
+        return {
+            "approach": self.approach,
+            **{name: getattr(self, name) for name in (*PARAMETERS, "compute_ref", "n_params_convention", "loss_unit")},
+            "draws": self.draws.tolist(),
+            "points": points.to_dict("list"),
+            "rows": self.rows.to_dict("list"),
+            "bias": self.bias,
+            "warnings": list(self.warnings),
+            "assumptions": list(self.assumptions),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ComputePowers:
+        """The inverse of `to_dict`."""
+        restored = {
+            "draws": np.asarray(data["draws"], np.float64),
+            "points": pd.DataFrame(data["points"]),
+            "rows": pd.DataFrame(data["rows"]),
+            "warnings": tuple(data["warnings"]),
+            "assumptions": tuple(data["assumptions"]),
+        }
+        return cls(**(data | restored))
+
+    def __str__(self) -> str:
+        """Exponents with 90 % intervals, N* and D* at the middle of the runs, the points and the status."""
+        table = self.intervals().map("{:.4g}".format).to_string()
+        number = {"envelope": 1, "isoflops": 2}[self.approach]
+        about = {
+            "approach": f"{number} of Hoffmann et al. 2203.15556 ({self.approach}), N counts {self.n_params_convention}",
+            "points": f"{len(self.points)} at {span(*np.quantile(self.points['compute_flops'], [0, 1]))} FLOPs, "
+            f"N* and D* above at {self.compute_ref:.3g}",
+            "interval": f"90 % of {len(self.draws)} resamplings of the runs, without the approach's own bias",
+            **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
+            "status": "; ".join((self.status, *self.warnings)),
+        }
+        return f"{table}\n{lines(about)}"
+
+
+def powers_through(compute: Array, n_params: Array, n_tokens: Array, compute_ref: float) -> Powers:
+    """Least squares of log N* and log D* on log C: (a, b, N* and D* at compute_ref)."""
+    x = np.log(compute / compute_ref)
+    a, log_n = np.polyfit(x, np.log(n_params), 1)
+    b, log_d = np.polyfit(x, np.log(n_tokens), 1)
+    return float(a), float(b), math.exp(log_n), math.exp(log_d)
+
+
+def resampled(n_draws: int, one: Callable[[int], Powers | None]) -> tuple[Array, float]:
+    """`one` of each draw's number, without those that have no answer, and their share."""
+    found = [powers for draw in range(n_draws) if (powers := one(draw)) is not None]
+    return np.array(found, np.float64).reshape(-1, len(PARAMETERS)), 1 - len(found) / n_draws

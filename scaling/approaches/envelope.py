@@ -1,0 +1,113 @@
+"""Approach 1: the lowest of many loss curves at each compute, and the sizes of the runs that reach it as powers of compute.
+
+Each curve is one run's loss against its compute so far; at every level of compute the run with the lowest loss has the best
+size (Hoffmann et al. 2203.15556, sec. 3.1). Sizes come in steps, the smallest and the largest win where smaller and larger ones
+would, and a curve's end gives its place to another. So only the crossings of two curves on the envelope are used: there the
+best size is taken to be the geometric mean of the two. (Hoffmann et al. use every level.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.approaches.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
+from scaling.approaches.loss_curves import COLUMNS, Curves, curves_of
+from scaling.checks import numbers, require_columns
+from scaling.errors import ScalingError
+from scaling.fits.runs import ASSUMED, Table, counts, naming, read_table, require_convention, to_nats
+from scaling.forms.law import NATS, compute_flops
+
+MAX_UNANSWERED = 0.05
+
+
+def fit_envelope(
+    curves: Table,
+    *,
+    n_params_convention: str,
+    loss_unit: str = NATS,
+    n_bootstrap: int = 400,
+    seed: int = 0,
+) -> ComputePowers:
+    """Fit N* and D* as powers of compute through the envelope of loss curves.
+
+    Args:
+        curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
+            (smoothed); optional `annealed`. A curve's losses should be what a run of that length ends at: annealed branches,
+            or runs of several lengths; of one cosine run only the end is.
+        n_params_convention: what N counts.
+        loss_unit: as for `fit`.
+        n_bootstrap: resamplings of the runs.
+        seed: of the resampling.
+
+    Returns:
+        Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or a run has several sizes.
+        ScalingError: fewer than two crossings lie on the envelope.
+    """
+    require_convention(n_params_convention)
+    given = read_table(curves)
+    with naming(curves):
+        table, unit = _checked(given, loss_unit)
+    interpolated = curves_of(table)
+    everyone = np.arange(len(interpolated.n_params), dtype=np.int64)
+    points = pd.DataFrame(interpolated.crossings(everyone), columns=list(COLUMNS))
+    if len(points) < 2:
+        raise ScalingError(
+            f"need two crossings of curves on the envelope, got {len(points)} among {len(np.unique(interpolated.n_params))} sizes"
+        )
+    reference = float(np.exp(np.log(points["compute_flops"]).mean()))
+    estimate = _powers(interpolated, everyone, reference)
+    assert estimate is not None  # noqa: S101 - there are two points
+
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(everyone), (n_bootstrap, len(everyone)))
+    draws, unanswered = resampled(n_bootstrap, lambda i: _powers(interpolated, np.unique(picks[i]), reference))
+    doubts = []
+    if len(points) < MIN_POINTS:
+        doubts.append(
+            f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
+        )
+    if "annealed" in given and not given["annealed"].astype(bool).all():
+        doubts.append("losses in mid-schedule: the envelope compares runs before and after their decay")
+    if unanswered > MAX_UNANSWERED:
+        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
+    return ComputePowers(
+        approach="envelope",
+        params_exponent=estimate[0],
+        tokens_exponent=estimate[1],
+        n_params_ref=estimate[2],
+        n_tokens_ref=estimate[3],
+        compute_ref=reference,
+        n_params_convention=n_params_convention,
+        loss_unit=unit,
+        draws=draws,
+        points=points,
+        rows=table,
+        bias={},
+        warnings=tuple(doubts),
+        assumptions=() if "annealed" in given else (ASSUMED["annealed"],),
+    )
+
+
+def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
+    """Columns n_params, n_tokens, loss, compute_flops, run, and the unit of the losses."""
+    require_columns(curves, ("run", "n_params", "n_tokens", "loss"))
+    factor, unit = to_nats(loss_unit)
+    found = {"n_params": counts(curves, "n_params"), "n_tokens": numbers(curves, "n_tokens")}
+    found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}
+    table = pd.DataFrame({**found, "run": curves["run"].to_numpy()})
+    if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
+        raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
+    return table, unit
+
+
+def _powers(curves: Curves, chosen: NDArray[np.int64], reference: float) -> Powers | None:
+    """Through the crossings of the chosen runs; None of fewer than two."""
+    points = curves.crossings(chosen)
+    if len(np.unique(points[:, 0])) < 2:
+        return None
+    return powers_through(points[:, 0], points[:, 1], points[:, 2], reference)

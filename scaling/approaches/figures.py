@@ -1,0 +1,202 @@
+"""Figures of approaches 1 and 2, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
+
+Each says above its panels why the numbers are doubtful, if they are: approach 2 is biased by itself.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scaling.approaches.loss_curves import curves_of
+from scaling.drawing import (
+    COLOURS,
+    COMPUTE,
+    EDGE,
+    STAR,
+    add_note,
+    error_bars,
+    log_axis,
+    loss_title,
+    params_title,
+    size_colours,
+)
+from scaling.fits.allocation_figures import BEYOND, draw_allocation
+from scaling.forms.law import NATS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.approaches.compute_powers import ComputePowers
+
+_N_POINTS = 49
+
+
+def isoflops_data(powers: "ComputePowers") -> pd.DataFrame:
+    """Series run, parabola, vertex of each budget: compute_flops, n_params, loss, and of the vertex low and high.
+
+    A parabola reaches from the smallest to the largest size of its budget; one without a minimum among them has none. `low`
+    and `high` are the 90 % interval of the vertex's N, from its own budget's runs.
+    """
+    parts = [powers.rows[["compute_flops", "n_params", "loss"]].assign(series="run")]
+    for point in powers.points.itertuples():
+        sizes = powers.rows.loc[powers.rows["compute_flops"] == point.compute_flops, "n_params"]
+        n_params = np.geomspace(sizes.min(), sizes.max(), _N_POINTS)
+        loss = point.loss + point.curvature / 2 * np.log(n_params / point.n_params) ** 2
+        part = pd.DataFrame({"n_params": n_params, "loss": loss})
+        parts.append(part.assign(compute_flops=point.compute_flops, series="parabola"))
+    names = {"n_params_low": "low", "n_params_high": "high"}
+    vertices = powers.points.rename(columns=names)[["compute_flops", "n_params", "loss", "low", "high"]]
+    return pd.concat([*parts, vertices.assign(series="vertex")], ignore_index=True)
+
+
+def draw_isoflops(
+    data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
+) -> "go.Figure":
+    """Loss over N, a colour for each budget: the runs, their parabola, and its vertex with the interval of its N."""
+    import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
+
+    figure = go.Figure()
+    budgets = np.sort(data["compute_flops"].unique())
+    shades = sample_colorscale(list(COLOURS), np.linspace(0, 1, max(2, len(budgets))))
+    for i, flops in enumerate(budgets):
+        own, first = data[data["compute_flops"] == flops], i == 0
+        run, parabola, vertex = (own[own["series"] == name] for name in ("run", "parabola", "vertex"))
+        colour = shades[i] if len(vertex) else "grey"
+        common = {"hovertemplate": f"{flops:.3g} FLOPs<br>N %{{x:.3g}}, loss %{{y:.4f}}<extra></extra>"}
+        dots = {"color": colour, "size": 5}
+        _trace(figure, run, "runs of a budget (FLOPs)", first, mode="markers", marker=dots, **common)
+        if not len(vertex):
+            continue
+        _trace(figure, parabola, "their parabola", first, mode="lines", line={"color": colour}, **common)
+        bars = error_bars(vertex, "n_params") | {"color": EDGE}
+        star = STAR | {"color": colour}
+        text = {"text": [_flops(flops)], "textposition": "bottom center", "textfont": {"size": 10, "color": EDGE}}
+        looks = {"mode": "markers+text", "marker": star, "error_x": bars, **text, **common}
+        _trace(figure, vertex, "vertex, 90 % interval", first, **looks)
+    figure.update_xaxes(title=params_title(n_params_convention), **log_axis(data["n_params"]))
+    figure.update_yaxes(title=loss_title(loss_unit))
+    _warn(figure, warnings)
+    return figure
+
+
+def envelope_data(powers: "ComputePowers") -> pd.DataFrame:
+    """Series curve, envelope, crossing: run, n_params, compute_flops, loss; the envelope's is the least of all curves.
+
+    A crossing is where the envelope passes from one size to another, which is what the powers go through.
+    """
+    rows = powers.rows[["run", "n_params", "compute_flops", "loss"]].sort_values(["run", "compute_flops"])
+    curves = curves_of(powers.rows)
+    lowest = pd.DataFrame({"compute_flops": curves.compute, "loss": curves.loss.min(axis=0)})
+    lowest["n_params"] = curves.n_params[curves.loss.argmin(axis=0)]
+    crossings = powers.points[["compute_flops", "n_params", "loss"]]
+    parts = [
+        rows.assign(series="curve"),
+        lowest[np.isfinite(lowest["loss"])].assign(series="envelope"),
+        crossings.assign(series="crossing"),
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_envelope(
+    data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = (), loss_unit: str = NATS
+) -> "go.Figure":
+    """Loss against compute: every curve in the colour of its size, the envelope below them, and its crossings."""
+    import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
+
+    figure = go.Figure()
+    curves, envelope, crossings = (data[data["series"] == name] for name in ("curve", "envelope", "crossing"))
+    low, high = np.log([curves["n_params"].min(), curves["n_params"].max()])
+    for i, (run, curve) in enumerate(curves.groupby("run")):
+        size = curve["n_params"].iloc[0]
+        (colour,) = sample_colorscale(list(COLOURS), [(math.log(size) - low) / max(high - low, 1e-9)])
+        figure.add_scatter(
+            x=curve["compute_flops"],
+            y=curve["loss"],
+            mode="lines",
+            line={"color": colour, "width": 1},
+            name="curves of runs",
+            legendgroup="curves",
+            showlegend=i == 0,
+            hovertemplate=f"{run}, N {size:.3g}<br>%{{x:.3g}} FLOPs, loss %{{y:.4f}}<extra></extra>",
+        )
+    figure.add_scatter(
+        x=envelope["compute_flops"],
+        y=envelope["loss"],
+        mode="lines",
+        line={"color": EDGE, "width": 5},
+        opacity=0.5,
+        name="envelope",
+        text=[f"N {size:.3g}" for size in envelope["n_params"]],
+    )
+    figure.add_scatter(
+        x=crossings["compute_flops"],
+        y=crossings["loss"],
+        mode="markers",
+        name="crossings, N* and D* there",
+        marker=STAR
+        | size_colours(crossings["n_params"], n_params_convention)
+        | {"cmin": low / math.log(10), "cmax": high / math.log(10)},
+        text=[f"N* {size:.3g}" for size in crossings["n_params"]],
+    )
+    figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
+    figure.update_yaxes(title=loss_title(loss_unit), type="log")
+    _warn(figure, warnings)
+    return figure
+
+
+def powers_data(powers: "ComputePowers", level: float = 0.9) -> pd.DataFrame:
+    """As `allocation_figures.allocation_data`, of the quantities n_params and n_tokens, and the series optimum.
+
+    An optimum's `low` and `high` are, on an envelope, the sizes between which it lies, and of a parabola the interval of its
+    vertex, 90 % whatever the level.
+
+    Raises:
+        ValueError: the level is not between 0 and 1.
+    """
+    low, high = powers.points["compute_flops"].min(), powers.points["compute_flops"].max()
+    flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
+    tables = [powers.intervals(float(value), level) for value in flops]
+    series = np.where(np.arange(len(flops)) < 33, "fitted", "extrapolated")
+    parts = []
+    for quantity in ("n_params", "n_tokens"):
+        line = pd.DataFrame([table.loc[quantity] for table in tables]).rename(columns={"estimate": "value"})
+        parts.append(line.assign(compute_flops=flops, series=series, quantity=quantity, level=level))
+        points = powers.points.rename(columns={quantity: "value"})
+        if "smaller" in points:
+            ends = {"low": points["smaller"], "high": points["larger"]}
+            if quantity == "n_tokens":
+                product = points["value"] * points["n_params"]
+                ends = {"low": product / ends["high"], "high": product / ends["low"]}
+        else:
+            ends = {end: points[f"{quantity}_{end}"] for end in ("low", "high")}
+        points = points[["compute_flops", "value"]].assign(**ends, series="optimum", quantity=quantity, level=level)
+        parts.append(points)
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_powers(data: pd.DataFrame, n_params_convention: str, warnings: Sequence[str] = ()) -> "go.Figure":
+    """The best N and D against compute, as `draw_allocation` draws them."""
+    figure = draw_allocation(data, n_params_convention)
+    _warn(figure, warnings)
+    return figure
+
+
+def _warn(figure: "go.Figure", warnings: Sequence[str]) -> None:
+    if warnings:
+        add_note(figure, "\n".join(f"doubtful: {warning}" for warning in warnings))
+
+
+def _flops(value: float) -> str:
+    """A budget, with a power of ten as figures have it."""
+    exponent = math.floor(math.log10(value))
+    return f"{value / 10**exponent:.2g}·10<sup>{exponent}</sup>"
+
+
+def _trace(figure: "go.Figure", part: pd.DataFrame, name: str, first: bool, **looks: object) -> None:
+    common = {"name": name, "legendgroup": name, "showlegend": first}
+    figure.add_scatter(x=part["n_params"], y=part["loss"], **common, **looks)

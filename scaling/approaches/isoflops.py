@@ -1,0 +1,269 @@
+"""Approach 2: the best size of each budget from a parabola of loss in log N, and the sizes as a power of compute.
+
+A parabola is the loss near its minimum only. Where the sizes tested reach far from the best one, lie to one side of it, or
+alpha differs from beta, its vertex lies elsewhere, without any noise (Czech et al. 2603.22339): on the Llama 3 runs by enough
+to waste 6.5 % of the target's compute. `fit_isoflops` estimates this for the grids it was given and says so; `fit` has no
+such error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.approaches.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
+from scaling.arrays import Array
+from scaling.errors import ScalingError
+from scaling.fits.fitting import fit, select
+from scaling.fits.runs import Table, require_convention
+from scaling.forms import Chinchilla
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
+from scaling.weights import stem_weights
+
+SAME_BUDGET = 0.05
+"""Decades of compute by which neighbours among the runs of one budget may differ."""
+MIN_SIZES = 4
+"""Of a budget: three points lie on a parabola whatever their noise."""
+MAX_UNANSWERED = 0.05
+TELLING = 0.01
+"""Relative error of N*, here or at ten times the largest budget, from which the bias is warned of."""
+LEVEL = 0.9
+"""Of the vertices' intervals."""
+OFF_CENTRE = 0.5
+"""Octaves of N from the middle of a budget's sizes to its best one, on average, from which it is warned of."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The runs of one budget."""
+
+    compute: float
+    rows: NDArray[np.int64]  # indices of its runs
+
+    def vertex(self, log_size: Array, loss: Array, weights: Array) -> tuple[float, float, float] | None:
+        """Log of the best size, the loss there and the curvature; None where the parabola has no minimum among the sizes."""
+        x, y, root = log_size[self.rows], loss[self.rows], np.sqrt(weights[self.rows])
+        middle = float(x.mean())
+        curvature, slope, level = np.polyfit(x - middle, y, 2, w=root)
+        if curvature <= 0:
+            return None
+        best = middle - slope / (2 * curvature)
+        if not x.min() <= best <= x.max():
+            return None
+        return float(best), float(level - slope**2 / (4 * curvature)), float(2 * curvature)
+
+    def interval(self, log_size: Array, loss: Array) -> tuple[float, float]:
+        """Of the best size, at `LEVEL`; NaN where the runs don't tell a parabola from a straight line.
+
+        Its ends are the sizes at which the slope is not told from none, for runs whose errors are alike and independent
+        (Fieller, JRSS B 16 (1954) 175).
+        """
+        from scipy.special import stdtrit
+
+        x, y = log_size[self.rows] - log_size[self.rows].mean(), loss[self.rows]
+        columns = np.vander(x, 3)
+        (a, b, c), dof = np.linalg.lstsq(columns, y)[0], len(x) - 3
+        variance = float(np.square(y - columns @ [a, b, c]).sum()) / dof * np.linalg.inv(columns.T @ columns)
+        reach = variance * stdtrit(dof, (1 + LEVEL) / 2) ** 2
+        # Of (2·a·x + b)² = the square of t times its standard error.
+        square, twice, rest = 4 * (a**2 - reach[0, 0]), 4 * (a * b - reach[0, 1]), b**2 - reach[1, 1]
+        if square <= 0:
+            return math.nan, math.nan
+        middle, half = -twice / (2 * square), math.sqrt(max(twice**2 - 4 * square * rest, 0.0)) / (2 * square)
+        mean = float(log_size[self.rows].mean())
+        return math.exp(mean + middle - half), math.exp(mean + middle + half)
+
+
+def fit_isoflops(
+    runs: Table,
+    *,
+    n_params_convention: str,
+    loss_unit: str = NATS,
+    n_bootstrap: int = 400,
+    seed: int = 0,
+    max_regret: float = 0.0025,
+) -> ComputePowers:
+    """Fit N* and D* as powers of compute through the vertices of parabolas.
+
+    Args:
+        runs: a table or file as `fit` takes it, at a few budgets of several sizes each; optional `compute_flops` tells the
+            budgets, if they are not 6·N·D.
+        n_params_convention: what N counts.
+        loss_unit: as for `fit`.
+        n_bootstrap: resamplings of the runs.
+        seed: of the resampling.
+        max_regret: as for `fit`.
+
+    Returns:
+        Powers, with `points` one row per budget used (also: off_centre and half_width of its sizes in octaves, curvature per
+        squared e-fold, and n_params_low, …, n_tokens_high, the 90 % interval of its own vertex, NaN where there is none), and
+        `bias`: what these grids do to a noise-free surface of the law fitted to the same runs, relative error of N* at the
+        largest budget (`n_params`) and at ten times it (`n_params_beyond`), error of a (`params_exponent`), and of each the
+        part that stays were every grid centred on its optimum (`…_centred`: width and alpha ≠ beta).
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or there are too few points for a law.
+        ScalingError: fewer than two budgets have a minimum among their sizes.
+    """
+    require_convention(n_params_convention)
+    checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit)
+    rows, compute = checked.rows, checked.compute_flops
+    n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))
+    grids, left_out = _grids(compute, n_params)
+    budgets = np.full(len(rows), np.nan)
+    for grid in grids:
+        budgets[grid.rows] = grid.compute
+    even = np.ones(len(rows))
+    log_n, log_d = np.log(n_params), np.log(n_tokens)
+
+    used, records = [], []
+    for grid in grids:
+        by_n, by_d = grid.vertex(log_n, loss, even), grid.vertex(log_d, loss, even)
+        if by_n is None or by_d is None:
+            left_out.append(f"{grid.compute:.3g} FLOPs: no minimum among the sizes")
+            continue
+        ends = log_n[grid.rows].min(), log_n[grid.rows].max()
+        off_centre, half_width = (by_n[0] - sum(ends) / 2) / math.log(2), (ends[1] - ends[0]) / 2 / math.log(2)
+        used.append(grid)
+        record = [grid.compute, math.exp(by_n[0]), math.exp(by_d[0]), by_n[1], off_centre, half_width, by_n[2]]
+        records.append([*record, *grid.interval(log_n, loss), *grid.interval(log_d, loss)])
+    if len(used) < 2:
+        raise ScalingError(f"need two budgets with a minimum among their sizes, got {len(used)}: {'; '.join(left_out)}")
+    names = ["compute_flops", "n_params", "n_tokens", "loss", "off_centre", "half_width", "curvature"]
+    names += ["n_params_low", "n_params_high", "n_tokens_low", "n_tokens_high"]
+    points = pd.DataFrame(records, columns=names)
+    reference = float(np.exp(np.log(points["compute_flops"]).mean()))
+
+    weights = stem_weights(pd.factorize(rows["stem"])[0], n_bootstrap, seed)
+    draws, unanswered = resampled(n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, weights[i], reference))
+    estimate = _powers(used, log_n, log_d, loss, even, reference)
+    assert estimate is not None  # noqa: S101 - every budget in use has a vertex
+    law = fit(rows, n_params_convention=n_params_convention, loss_unit=checked.loss_unit, n_bootstrap=2).law
+    bias = _bias(law, used, n_params, n_tokens)
+    doubts = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_doubts(points, bias)]
+    if unanswered > MAX_UNANSWERED:
+        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
+    return ComputePowers(
+        approach="isoflops",
+        params_exponent=estimate[0],
+        tokens_exponent=estimate[1],
+        n_params_ref=estimate[2],
+        n_tokens_ref=estimate[3],
+        compute_ref=reference,
+        n_params_convention=n_params_convention,
+        loss_unit=checked.loss_unit,
+        draws=draws,
+        points=points,
+        rows=pd.DataFrame(
+            {"compute_flops": budgets, "n_params": n_params, "n_tokens": n_tokens, "loss": loss}
+        ).dropna(),
+        bias=bias,
+        warnings=tuple(doubts),
+        assumptions=checked.assumptions,
+    )
+
+
+def _grids(compute: Array, n_params: Array) -> tuple[list[_Grid], list[str]]:
+    """Runs of one budget each, and why some are left out."""
+    order = np.argsort(compute, kind="stable").astype(np.int64)
+    ends = np.flatnonzero(np.diff(np.log10(compute[order])) > SAME_BUDGET) + 1
+    grids, small = [], []
+    for rows in np.split(order, ends):
+        budget = float(np.exp(np.log(compute[rows]).mean()))
+        if len(np.unique(n_params[rows])) < MIN_SIZES:
+            small.append(budget)
+        else:
+            grids.append(_Grid(budget, rows))
+    if not small:
+        return grids, []
+    which = f"{small[0]:.3g}" if len(small) == 1 else f"{len(small)} budgets of {small[0]:.3g} to {small[-1]:.3g}"
+    return grids, [f"{which} FLOPs: fewer than {MIN_SIZES} sizes"]
+
+
+def _powers(
+    grids: list[_Grid], log_n: Array, log_d: Array, loss: Array, weights: Array, reference: float
+) -> Powers | None:
+    found = [(g.compute, g.vertex(log_n, loss, weights), g.vertex(log_d, loss, weights)) for g in grids]
+    usable = [(c, math.exp(n[0]), math.exp(d[0])) for c, n, d in found if n is not None and d is not None]
+    if len(usable) < 2:
+        return None
+    budgets, sizes, tokens = np.array(usable).T
+    return powers_through(budgets, sizes, tokens, reference)
+
+
+def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array) -> dict[str, float]:
+    """What the parabolas make of the noise-free law of the same runs, on these grids and on centred ones."""
+    rows = np.concatenate([g.rows for g in grids])
+    budgets = np.concatenate([np.full(len(g.rows), np.exp(np.log(n_params * n_tokens)[g.rows].mean())) for g in grids])
+    best = {
+        g.compute: law.allocate(FLOPS_PER_PARAM_TOKEN * b).n_params
+        for g, b in zip(grids, _first(budgets, grids), strict=True)
+    }
+    sizes = n_params[rows]
+    shift = np.concatenate([np.full(len(g.rows), best[g.compute] / _middle(n_params[g.rows])) for g in grids])
+    bias: dict[str, float] = {}
+    for suffix, size in (("", sizes), ("_centred", sizes * shift)):
+        bias |= {name + suffix: value for name, value in _replayed(law, grids, size, budgets).items()}
+    return bias
+
+
+def _first(budgets: Array, grids: list[_Grid]) -> Array:
+    return np.asarray(budgets[np.cumsum([0, *(len(g.rows) for g in grids[:-1])])])
+
+
+def _middle(sizes: Array) -> float:
+    return math.sqrt(float(sizes.min()) * float(sizes.max()))
+
+
+def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> dict[str, float]:
+    """Errors on the law's own losses at the sizes, tokens being what the budget leaves."""
+    tokens = products / sizes
+    loss, starts = law.loss(sizes, tokens), np.cumsum([0, *(len(g.rows) for g in grids)])
+    moved = [
+        _Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j, dtype=np.int64)) for i, j in pairwise(starts)
+    ]
+    top = moved[-1].compute
+    found = _powers(moved, np.log(sizes), np.log(tokens), loss, np.ones(len(sizes)), top)
+    if found is None or law.params_exponent is None:
+        return {}
+    a, _, at_top, _ = found
+    right, beyond = law.allocate(top).n_params, law.allocate(10 * top).n_params
+    return {
+        "params_exponent": a - law.params_exponent,
+        "n_params": at_top / right - 1,
+        "n_params_beyond": at_top * 10**a / beyond - 1,
+    }
+
+
+def _doubts(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
+    doubts = []
+    if len(points) < MIN_POINTS:
+        doubts.append(f"{len(points)} budgets: at least {MIN_POINTS} show whether the power is straight")
+    if abs(off := float(points["off_centre"].mean())) > OFF_CENTRE:
+        side = "small" if off > 0 else "large"
+        doubts.append(
+            f"sizes off centre: the best lie {abs(off):.1f} octaves from the middle of those tested, which are too {side}"
+        )
+    centred = max(abs(bias.get("n_params_centred", 0)), abs(bias.get("n_params_beyond_centred", 0)))
+    if "n_params" not in bias:
+        doubts.append(
+            "on the law's own losses these grids have no minimum in two budgets: the parabola can't be trusted"
+        )
+    elif max(abs(bias["n_params"]), abs(bias["n_params_beyond"])) > TELLING:
+        width = float(points["half_width"].mean())
+        doubts.append(
+            f"parabola bias: on noise-free losses of the fitted law these grids put N* off by {bias['n_params']:+.1%} at the "
+            f"largest budget, {bias['n_params_beyond']:+.1%} at ten times it (a by {bias['params_exponent']:+.3f}); "
+            + (
+                f"{bias['n_params_centred']:+.1%} and {bias['n_params_beyond_centred']:+.1%} of it from the sizes' width "
+                f"(±{width:.1f} octaves) and alpha ≠ beta, the rest from grids off centre"
+                if centred > TELLING
+                else "nearly all of it from grids off centre"
+            )
+        )
+    return doubts

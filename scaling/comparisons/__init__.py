@@ -1,0 +1,1 @@
+"""Runs held against each other beside the noise of their seeds."""

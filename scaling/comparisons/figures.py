@@ -1,0 +1,82 @@
+"""Figures of runs held against each other, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scaling.drawing import COLOURS, GREY, LOSS, error_bars
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.comparisons.ablation import Ablation
+    from scaling.comparisons.leaders import Leaders
+
+_ROW, _AROUND = 28, 110  # pixels
+
+
+def leaders_data(leaders: Leaders) -> pd.DataFrame:
+    """One row per trial, best first: trial, loss, low, high (NaN if not known), p_best; series winner, near-tie, other."""
+    table = leaders.trials.reset_index()[["trial", "loss", "low", "high", "p_best"]]
+    series = np.select(
+        [table["trial"] == leaders.winner, table["trial"].isin(leaders.near_tie)], ["winner", "near-tie"], "other"
+    )
+    return table.replace([-np.inf, np.inf], np.nan).assign(series=series)
+
+
+def draw_leaders(data: pd.DataFrame) -> go.Figure:
+    """Each trial's loss with its interval; the text is the probability that it is the best."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for name, colour in (("winner", COLOURS[0]), ("near-tie", COLOURS[3]), ("other", GREY)):
+        part = data[data["series"] == name]
+        if not len(part):
+            continue
+        figure.add_scatter(
+            x=part["trial"].astype(str),
+            y=part["loss"],
+            error_y=error_bars(part, "loss"),
+            text=["" if np.isnan(p) else f"best: {p:.2f}" for p in part["p_best"]],
+            textposition="middle right",
+            mode="markers+text",
+            name=name,
+            marker={"color": colour, "size": 10},
+        )
+    order = data["trial"].astype(str).tolist()
+    ends = [-0.5, len(order) - 0.5]  # else the last one's text is cut off
+    figure.update_xaxes(title="trial", type="category", categoryorder="array", categoryarray=order, range=ends)
+    figure.update_yaxes(title=LOSS)
+    return figure
+
+
+def ablation_data(found: Ablation) -> pd.DataFrame:
+    """One row for each variant that came to an end: name, change, low, high in % of the loss, the dearest last."""
+    told = found.table[found.table["change"].notna()].iloc[::-1]
+    names = told["component"] + " " + told["value"]
+    ends = {name: 100 * np.expm1(told[name].to_numpy()) for name in ("change", "low", "high")}
+    return pd.DataFrame({"name": names.to_numpy(), **ends})
+
+
+def draw_ablation(data: pd.DataFrame, level: float) -> go.Figure:
+    """Change of the loss by each variant, with its interval."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    known = bool(len(data)) and bool(np.isfinite(data[["low", "high"]]).all(axis=None))
+    figure.add_scatter(
+        x=data["change"],
+        y=data["name"],
+        error_x=error_bars(data, "change") if known else None,
+        mode="markers",
+        marker={"color": COLOURS[2], "size": 8},
+        name=f"{level:.0%} interval" if known else "one seed",
+        showlegend=False,
+    )
+    figure.add_vline(x=0, line={"color": "grey", "dash": "dot"})
+    figure.update_xaxes(title="loss above the model as it is (%)")
+    figure.update_yaxes(automargin=True)
+    return figure.update_layout(height=_AROUND + _ROW * max(3, len(data)))

@@ -1,0 +1,318 @@
+"""Which size, and on how many tokens: one verb for every kind of budget and limit.
+
+    decide(fit, Budget(compute_flops=1e24))                            least loss for the compute
+    decide(fit, Budget.of_dollars(2e6, "H100 SXM"))                    … for dollars, device-hours, days on so many devices
+    decide(fit, loss=2.05)                                             least compute for a loss
+    decide(fit, budget, served_tokens=2e13)                            training and serving out of one budget
+    decide(fit, budget, unique_tokens=5e11)                            … with so much data
+    decide(fit, budget, memory=MemoryLimit.serving("H100 SXM"))        … within a memory
+    decide(fit, budget, deadline=Budget.of_days(30, "H100 SXM", 512))  … in time
+    decide(fit, budget, sizes=configs)                                 … among shapes that can be built
+
+They combine. The answer prints what was decided, how sure it is, and what was assumed.
+
+A fit of a law in N and D decides by the law behind its forecast, the mean of several fits: on public ladders that errs less
+than the one form fitted, and so a decision and its forecast are of one mind. `decide(fit.law, …)` takes the one form.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.decisions.accelerators import Budget, require_positive
+from scaling.decisions.decision import Decision
+from scaling.decisions.intervals import by_forecast, by_refits
+from scaling.decisions.memory import MemoryLimit
+from scaling.errors import ScalingError
+from scaling.fits.forecast import Forecast, reasons_against
+from scaling.fits.result import ScalingFit
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
+from scaling.forms.spending import UNIQUE, Spending
+from scaling.presentation import counted
+
+SANE_RATIO = (0.5, 2e4)
+"""Assumed: tokens per parameter outside which an answer by a law alone is doubted."""
+USEFUL_EPOCHS = 40.0
+"""At which a repeat was found to be worth nothing any more (Muennighoff et al. 2305.16264, fig. 1)."""
+PLATEAU = 0.25
+"""Assumed: of the budget; if less comes within the tolerance of the loss, most of the compute is wasted."""
+
+
+def decide(
+    law: Law | ScalingFit,
+    budget: Budget | float | None = None,
+    *,
+    loss: float | None = None,
+    served_tokens: float = 0.0,
+    serving_price: float = 1.0,
+    unique_tokens: float | None = None,
+    max_epochs: float | None = None,
+    memory: MemoryLimit | Iterable[MemoryLimit] | None = None,
+    sizes: Iterable[Any] | None = None,
+    deadline: Budget | None = None,
+    tolerance: float = 0.005,
+    level: float = 0.9,
+    **columns: float,
+) -> Decision:
+    """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
+
+    Args:
+        law: a fit, which also tells how sure the answer is, or a law alone.
+        budget: of training and serving together; a number is FLOPs.
+        loss: to reach with the least compute, in the law's unit, instead of a budget.
+        served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
+        serving_price: what a FLOP of serving costs in FLOPs of training: the ratio of price over MFU, which is above 1
+            where answers are made one token at a time.
+        unique_tokens: in the corpus. A law that knows nothing of repeats sees each once: D is at most so many.
+        max_epochs: most times that each is seen, for a law with the column `unique_tokens`.
+        memory: limits that the model must fit into.
+        sizes: what N can be: numbers, or configurations with the attribute `n_params` (counted as the fit counts).
+        deadline: most that the training alone may take, serving left out: `Budget.of_days`.
+        tolerance: of the band of near-optimal sizes, a share of the loss.
+        level: of the intervals.
+        columns: other columns of the law's form.
+
+    Raises:
+        ValueError: an argument breaks its rule, or a column of the form is missing.
+        ScalingError: nothing meets the conditions: the loss is out of reach, or serving alone costs the budget.
+    """
+    if (budget is None) == (loss is None):
+        raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
+    if loss is not None:
+        require_positive("loss", loss)
+    for name, value in (("served_tokens", served_tokens), ("tolerance", tolerance)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    require_positive("serving_price", serving_price)
+    memory = (memory,) if isinstance(memory, MemoryLimit) else tuple(memory or ())
+    fit = law if isinstance(law, ScalingFit) else None
+    point = law if isinstance(law, Law) else law.best_law
+    chosen = _sizes(sizes)
+    spending = _spending(
+        point, served_tokens, serving_price, unique_tokens, max_epochs, memory, chosen, deadline, columns
+    )
+    values = point.form.stacked(np.array([[*point.parameters.values()]]))
+    if budget is None:
+        given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
+    else:
+        given = budget if isinstance(budget, Budget) else Budget(compute_flops=_number("budget", budget))
+    answer = spending.answers(values, np.array([given.compute_flops])).iloc[0]
+    if not math.isfinite(answer["loss"]):
+        why = f"serving {served_tokens:.4g} tokens alone costs" if served_tokens else "one token of every size costs"
+        raise ScalingError(f"{why} more than {given.compute_flops:.4g} FLOPs")
+    n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
+    forecast = fit.forecast(n_params, n_tokens, level) if fit and fit.has_forecast else None
+    if fit and forecast:
+        intervals = by_forecast(fit.ensemble, spending, values, answer, loss, forecast)
+    elif fit:
+        intervals = by_refits(fit, spending, answer, loss, given.compute_flops, level)
+    return Decision(
+        law=point,
+        n_params=n_params,
+        n_tokens=n_tokens,
+        loss=float(answer["loss"]),
+        served_tokens=served_tokens,
+        serving_price=serving_price,
+        unique_tokens=unique_tokens,
+        budget=given,
+        target_loss=loss,
+        config=None if chosen is None else chosen[n_params],
+        near=_near(spending, values, answer, given.compute_flops, tolerance),
+        tolerance=tolerance,
+        intervals=intervals if fit else None,
+        size_by_fit=_size_by_fit(fit, spending, given.compute_flops) if fit and forecast else None,
+        level=level,
+        forecast=forecast,
+        limits=_limits(spending, answer, memory, deadline),
+        doubts=_doubts(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
+        assumptions=_assumptions(law, forecast, spending, memory),
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a number, got {value!r}") from error
+
+
+def _sizes(sizes: Iterable[Any] | None) -> dict[float, Any] | None:
+    """What can be chosen, by its parameters N."""
+    if sizes is None:
+        return None
+    given = [sizes] if isinstance(sizes, int | float) else [*sizes]
+    if not given:
+        raise ValueError("sizes must hold at least one size, got none")
+    by_size = {
+        _number("sizes", getattr(size, "n_params", size)): size for size in reversed(given)
+    }  # of equals the first
+    for size in by_size:
+        require_positive("sizes", size)
+    return by_size
+
+
+def _spending(
+    law: Law,
+    served_tokens: float,
+    serving_price: float,
+    unique_tokens: float | None,
+    max_epochs: float | None,
+    memory: Sequence[MemoryLimit],
+    chosen: Mapping[float, Any] | None,
+    deadline: Budget | None,
+    columns: Mapping[str, float],
+) -> Spending:
+    """The conditions."""
+    for name, value in (("unique_tokens", unique_tokens), ("max_epochs", max_epochs)):
+        if value is not None:
+            require_positive(name, value)
+    repeats = UNIQUE in law.form.columns
+    if max_epochs is not None and not repeats:
+        raise ValueError(
+            f"max_epochs wants a law of {UNIQUE}: {law.form.name} knows nothing of repeats, so each token is seen once"
+        )
+    if max_epochs is not None and unique_tokens is None:
+        raise ValueError(f"max_epochs wants unique_tokens, got max_epochs={max_epochs!r} alone")
+    expected = {*law.form.columns} - {"n_params", "n_tokens", UNIQUE}
+    if expected != {*columns}:
+        named = ", ".join(sorted(expected)) or "no further columns"
+        raise ValueError(f"{law.form.name} wants {named}, got {', '.join(columns) or 'none'}")
+    max_params = min((limit.max_params for limit in memory), default=math.inf)
+    unique = math.inf if unique_tokens is None else unique_tokens
+    fitting = None if chosen is None else np.array(sorted(size for size in chosen if size <= max_params))
+    if chosen and fitting is not None and not fitting.size:
+        raise ScalingError(f"the smallest of the sizes, {min(chosen):.4g}, is above the {max_params:.4g} of the memory")
+    return Spending(
+        form=law.form,
+        served_tokens=served_tokens,
+        serving_price=serving_price,
+        unique_tokens=unique,
+        max_tokens=unique * (max_epochs or math.inf) if repeats else unique,
+        max_params=max_params,
+        max_training_flops=deadline.compute_flops if deadline else math.inf,
+        sizes=fitting,
+        columns=columns,
+    )
+
+
+def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> float:
+    """The least compute that reaches a loss."""
+    found = float(spending.least_budget(values, loss, 1)[0])
+    if not math.isfinite(found):
+        most = np.array([1e60])
+        least = float(spending.at(values, spending.best(values, most)[:, None], most[:, None])[0, 0])
+        raise ScalingError(
+            f"the best allocations tend to a loss of {least:.4f} under these limits and never reach {loss:.4f}"
+        )
+    return found
+
+
+def _near(
+    spending: Spending, values: Mapping[str, Array], answer: pd.Series, budget: float, tolerance: float
+) -> pd.DataFrame:
+    """The ends of the band of near-optimal sizes with the best between them, or all of the sizes that lie in it."""
+    best, loss = float(answer["n_params"]), float(answer["loss"])
+    if spending.sizes is None:
+        low, high = spending.band(values, best, budget, loss * (1 + tolerance))
+        sizes = np.array([low, best, high])
+    else:
+        losses = spending.at(values, spending.sizes[None], budget)[0]
+        sizes = spending.sizes[losses <= loss * (1 + tolerance)]
+    tokens = spending.tokens(sizes, budget)
+    losses = spending.loss(values, sizes[None], tokens[None])[0]
+    return pd.DataFrame({"n_params": sizes, "n_tokens": tokens, "loss": losses, "loss_above_best": losses / loss - 1})
+
+
+def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Series:
+    """The best N under each fit that the forecast is a mean of, and under the one form fitted."""
+    laws = {**fit.ensemble.variants, f"{fit.law.form.name} alone": fit.law}
+    found = [
+        replace(spending, form=law.form).best(
+            law.form.stacked(np.array([[*law.parameters.values()]])), np.array([budget])
+        )
+        for law in laws.values()
+    ]
+    return pd.Series(np.concatenate(found), index=[*laws], name="n_params")
+
+
+def _limits(
+    spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit], deadline: Budget | None
+) -> tuple[str, ...]:
+    """What holds the answer back."""
+    held = []
+    if answer["n_tokens"] >= spending.max_tokens * (1 - 1e-6):
+        epochs = spending.max_tokens / spending.unique_tokens
+        held.append(f"data: all {spending.unique_tokens:.4g} unique tokens are used, {epochs:.3g} times each")
+    tightest = min(memory, key=lambda limit: limit.max_params, default=None)
+    if tightest is not None and answer["n_params"] >= tightest.max_params * (1 - 1e-6):
+        held.append(f"memory of {tightest}")
+    training = FLOPS_PER_PARAM_TOKEN * answer["n_params"] * answer["n_tokens"]
+    if deadline is not None and training >= deadline.compute_flops * (1 - 1e-6):
+        held.append(f"the deadline: {deadline.terms or deadline.worth}")
+    return tuple(held)
+
+
+def _doubts(
+    fit: ScalingFit | None,
+    forecast: Forecast | None,
+    spending: Spending,
+    values: Mapping[str, Array],
+    answer: pd.Series,
+    budget: float,
+    tolerance: float,
+) -> tuple[str, ...]:
+    """Why the answer may mean little, beside what its forecast says."""
+    n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
+    doubts: list[str] = []
+    if fit and forecast is None:
+        doubts += reasons_against(fit, n_params, n_tokens)
+    low, high = SANE_RATIO
+    if fit is None and not low <= n_tokens / n_params <= high:
+        doubts.append(f"{n_tokens / n_params:.3g} tokens per parameter: no ladder that we know of reaches so far")
+    if UNIQUE in spending.form.columns and (epochs := n_tokens / spending.unique_tokens) > 1:
+        seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
+        where = "repeats were found to be worth nothing" if fit is None else "the runs end"
+        if epochs > seen:
+            doubts.append(f"{epochs:.4g} epochs: {where} at {seen:.3g}")
+    if spending.sizes is None and tolerance > 0:
+        enough = float(spending.least_budget(values, float(answer["loss"]) * (1 + tolerance), 1)[0])
+        if enough < PLATEAU * budget:
+            doubts.append(
+                f"{enough:.3g} FLOPs come within {tolerance:.2%} of this loss: the rest of {budget:.3g} buys next to nothing"
+            )
+    return tuple(doubts)
+
+
+def _assumptions(
+    law: Law | ScalingFit, forecast: Forecast | None, spending: Spending, memory: Sequence[MemoryLimit]
+) -> tuple[str, ...]:
+    said = [f"training costs 6·N·D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
+    if spending.served_tokens:
+        said.append(
+            f"serving costs 2·N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "
+            "times as dear as in training, out of one budget; a deadline for the training alone is `deadline`"
+        )
+    if math.isfinite(spending.unique_tokens):
+        repeats = UNIQUE in spending.form.columns
+        said.append(
+            "the law tells what repeats of a token are worth"
+            if repeats
+            else "no token is seen twice: the law knows no repeats"
+        )
+    if memory:
+        said += [f"memory of {limit}" for limit in memory]
+        said.append("memory holds every parameter, also those that N may not count")
+    if forecast:
+        said.append(
+            "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"
+        )
+    elif isinstance(law, ScalingFit):
+        said.append(f"intervals: {len(law.draws)} bootstrap refits, which take the form for right")
+    return tuple(said)

@@ -1,0 +1,168 @@
+"""What was decided: a size and its tokens, how sure that is, what else would do nearly as well, what was assumed."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from scaling.decisions.accelerators import Accelerator, Budget, to_device
+from scaling.fits.forecast import Forecast
+from scaling.forms.law import Law, compute_flops
+from scaling.forms.spending import FLOPS_PER_PARAM_SERVED
+from scaling.presentation import Result, counted, lines, span
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decision(Result):
+    """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
+
+    Attributes:
+        law: by which it was decided; it says what N counts and what the loss is in.
+        n_params: parameters N.
+        n_tokens: training tokens D.
+        loss: the law's at (N, D), in its unit.
+        served_tokens: over the model's life.
+        serving_price: of a FLOP of serving, in FLOPs of training.
+        unique_tokens: in the corpus, None if it was not said.
+        budget: what was to be spent, or the least that reaches the loss.
+        target_loss: the loss asked for, None if a budget was given.
+        config: the configuration chosen, where some were given.
+        near: sizes about as good at the same budget: n_params, n_tokens, loss, loss_above_best (a share); the ends of the
+            band with the best between them, or all of the sizes given that lie in it.
+        tolerance: of that band, a share of the loss.
+        intervals: estimate, low, high of n_params, n_tokens, tokens_per_param, total_flops, loss, as
+            `scaling.decisions.intervals` finds them; None for a law alone.
+        size_by_fit: the best N by each fit that the forecast is a mean of and by the one form fitted, or None: how far the
+            form decides.
+        level: of the intervals.
+        forecast: of the run decided on, or None; its loss is the decision's.
+        limits: what holds the answer back, such as memory or data; empty if the budget alone does.
+        doubts: why the answer may mean little, beside what the forecast says.
+        assumptions: what was taken for granted.
+    """
+
+    law: Law
+    n_params: float
+    n_tokens: float
+    loss: float
+    served_tokens: float
+    serving_price: float
+    unique_tokens: float | None
+    budget: Budget
+    target_loss: float | None
+    config: Any
+    near: pd.DataFrame = field(repr=False)
+    tolerance: float
+    intervals: pd.DataFrame | None = field(repr=False)
+    size_by_fit: pd.Series | None = field(repr=False)
+    level: float
+    forecast: Forecast | None
+    limits: tuple[str, ...]
+    doubts: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def tokens_per_param(self) -> float:
+        """D / N."""
+        return self.n_tokens / self.n_params
+
+    @property
+    def epochs(self) -> float | None:
+        """Times that each unique token is seen, None if their number was not said."""
+        return None if self.unique_tokens is None else self.n_tokens / self.unique_tokens
+
+    @property
+    def training_flops(self) -> float:
+        """6·N·D."""
+        return float(compute_flops(self.n_params, self.n_tokens))
+
+    @property
+    def serving_flops(self) -> float:
+        """2·N for each token served, at the price of FLOPs of training."""
+        return FLOPS_PER_PARAM_SERVED * self.serving_price * self.n_params * self.served_tokens
+
+    @property
+    def total_flops(self) -> float:
+        """Training and serving; less than the budget where something else holds the answer back."""
+        return self.training_flops + self.serving_flops
+
+    @property
+    def cost(self) -> Budget:
+        """What it comes to on the budget's devices."""
+        return self.budget.of_flops(self.total_flops)
+
+    def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":
+        """The same decision, priced on other devices, as many if no number is given."""
+        budget = replace(
+            self.budget, accelerator=to_device(device), n_devices=n_devices or self.budget.n_devices, terms=""
+        )
+        return replace(self, budget=budget)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: numbers, intervals, band, and what was assumed."""
+        return {
+            "n_params": float(self.n_params),
+            "n_tokens": float(self.n_tokens),
+            "loss": float(self.loss),
+            "training_flops": self.training_flops,
+            "serving_flops": self.serving_flops,
+            "epochs": self.epochs,
+            "target_loss": self.target_loss,
+            "budget_flops": self.budget.compute_flops,
+            "gpu_hours": self.cost.gpu_hours,
+            "dollars": self.cost.dollars,
+            "days": self.cost.days,
+            "law": self.law.to_dict(),
+            "near": self.near.to_dict("records"),
+            "tolerance": self.tolerance,
+            "level": self.level,
+            "intervals": None if self.intervals is None else _finite(self.intervals),
+            "size_by_fit": None if self.size_by_fit is None else self.size_by_fit.to_dict(),
+            "forecast": None if self.forecast is None else self.forecast.to_dict(),
+            "limits": list(self.limits),
+            "doubts": list(self.doubts),
+            "assumptions": list(self.assumptions),
+        }
+
+    def __str__(self) -> str:
+        """Size, tokens, loss, cost, band, and everything assumed."""
+        low, high = self.near["n_params"].min(), self.near["n_params"].max()
+        rows = {
+            "decided": f"{self.n_params:.4g} parameters ({counted(self.law.n_params_convention)}), {self.n_tokens:.4g} tokens "
+            f"({self.tokens_per_param:.4g} per parameter)"
+            + ("" if self.config is None or isinstance(self.config, float | int) else f": {self.config}"),
+            "loss": f"{self.loss:.4f} {self.law.loss_unit}"
+            + (" by the law" if self.forecast is None else f", {self.forecast.law_loss:.4f} by the one form fitted")
+            + ("" if self.target_loss is None else f", the least compute for {self.target_loss:.4f}"),
+            "budget": self.budget.terms or self.budget.worth,
+            "cost": self.cost.worth
+            + (f", {self.serving_flops / self.total_flops:.0%} of it for serving" if self.served_tokens else ""),
+            "within": f"{self.tolerance:.2%} of the best loss: {span(low, high)} parameters",
+        }
+        if self.intervals is not None:
+            last = "loss" if self.target_loss is None else "total_flops"
+            shown = self.intervals.loc[["n_params", "n_tokens", last]]
+            told = [f"{name} {span(row.low, row.high, 4)}" for name, row in shown.iterrows()]
+            rows[f"{self.level:.0%} interval"] = "; ".join(told)
+        if self.size_by_fit is not None:
+            rows["other fits"] = f"would choose {span(self.size_by_fit.min(), self.size_by_fit.max())} parameters"
+        if self.forecast is not None:
+            status = "supported" if self.forecast.supported else "unsupported: " + "; ".join(self.forecast.reasons)
+            rows["forecast"] = f"{self.level:.0%} within {self.forecast.low:.4f} to {self.forecast.high:.4f}, {status}"
+        if self.epochs is not None:
+            rows["data"] = f"{self.epochs:.3g} epochs of {self.unique_tokens:.4g} unique tokens"
+        if self.limits:
+            rows["held by"] = "; ".join(self.limits)
+        if self.doubts:
+            rows["doubtful"] = "; ".join(self.doubts)
+        device = self.budget.accelerator
+        priced = (f"{device}: share of the peak and price are assumed unless you set them",) if device else ()
+        return "\n- ".join([f"{lines(rows)}\nassumed", *self.assumptions, *priced])
+
+
+def _finite(intervals: pd.DataFrame) -> dict[str, dict[str, float | None]]:
+    """By quantity, null for an end at infinity."""
+    return {
+        str(name): {key: float(value) if abs(value) < float("inf") else None for key, value in row.items()}
+        for name, row in intervals.to_dict("index").items()
+    }

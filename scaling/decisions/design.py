@@ -1,0 +1,132 @@
+"""What the runs made tell of one forecast, linearised, and what further runs would add.
+
+The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = Σ j jᵀ/v + P over the runs made, j
+the gradient of a run's log loss, v its variance and P the prior's precision. A further run takes (gᵀSj)² / (v + jᵀSj) off the
+variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj) (Bayesian linear design: Chaloner and Verdinelli 1995, sec. 2;
+the update is Sherman and Morrison's).
+
+v = sigma² + (1 %·h)², sigma the residual of the fit and h the decades of compute from the run up to the target: the form is not
+the truth, and the further below the target a run lies, the less it says of it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.fits.ensemble import PRIOR, Ensemble
+from scaling.forms.law import compute_flops
+from scaling.forms.powers import Joint, JointPowers
+from scaling.weights import noise_weights
+
+MISFIT_PER_DECADE = 0.01
+"""What a run says of a target loses for each decade between them, as a standard deviation of log loss (public ladders)."""
+LEAST_NOISE = 5e-4
+"""Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
+Criterion = Literal["variance", "variance per FLOP"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Design:
+    """What is known of the base fit's parameters, linearised, and how far that tells the target.
+
+    Attributes:
+        law: the base fit at the runs made, for its gradients elsewhere.
+        theta: its estimate, [P].
+        covariance: of theta, [P, P].
+        target: gradients of the log loss at the targets, [T, P].
+        noise: standard deviation of a log loss.
+        target_flops: compute of the target, of several the geometric mean.
+    """
+
+    law: JointPowers
+    theta: Array
+    covariance: Array
+    target: Array
+    noise: float
+    target_flops: float
+
+    @classmethod
+    def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
+        """From the forecast's fits, the rows (n_params, n_tokens, loss) that they are of, and one or several targets."""
+        law = JointPowers.at(
+            rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
+        )
+        theta = _theta(ensemble, law)
+        jacobian = law.linearise(theta[None])[1][0]
+        prior = np.diag([PRIOR[name][1] ** -2 if name in PRIOR else 0.0 for name in Joint.parameters])
+        blank = cls(
+            law=law,
+            theta=theta,
+            covariance=prior,
+            target=gradient_of(law, theta, n_params, n_tokens),
+            noise=max(ensemble.residual, LEAST_NOISE),
+            target_flops=float(np.exp(np.log(compute_flops(n_params, n_tokens)).mean())),
+        )
+        variance = blank.noise_variance(compute_flops(rows["n_params"], rows["n_tokens"]), noise_weights(rows))
+        return replace(blank, covariance=np.linalg.inv(jacobian.T @ (jacobian / variance[:, None]) + prior))
+
+    @property
+    def variance(self) -> float:
+        """Of the log loss at the target, from the parameters alone; the mean over several targets."""
+        return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
+
+    def noise_variance(self, compute: ArrayLike, weights: ArrayLike = 1.0) -> Array:
+        """Of the log loss of a run of this compute, FLOPs, and weight, as evidence for the target."""
+        below = np.maximum(np.log10(self.target_flops / np.asarray(compute, np.float64)), 0)
+        return np.asarray(self.noise**2 / np.asarray(weights) + (MISFIT_PER_DECADE * below) ** 2)
+
+    def gains(self, gradient: Array, noise_variance: Array) -> Array:
+        """What each run, [K, P] and [K], takes off the variance at the target, [K]."""
+        known = gradient @ self.covariance
+        total = noise_variance + np.einsum("ki,ki->k", known, gradient)
+        return np.asarray((((self.target @ known.T) ** 2).mean(axis=0)) / total)
+
+    def with_run(self, gradient: Array, noise_variance: float) -> "Design":
+        """What will be known once a run, [P], is made."""
+        known = self.covariance @ gradient
+        covariance = self.covariance - np.outer(known, known) / (noise_variance + gradient @ known)
+        return replace(self, covariance=(covariance + covariance.T) / 2)
+
+    def greedy(
+        self,
+        n_params: Array,
+        n_tokens: Array,
+        cost: Array,
+        affordable: float,
+        criterion: Criterion = "variance",
+    ) -> Iterator[tuple[int, "Design"]]:
+        """Runs of K, [K] each, one by one while one can be paid for: its index, and what will be known with it."""
+        gradient = gradient_of(self.law, self.theta, n_params, n_tokens)
+        noise_variance = self.noise_variance(compute_flops(n_params, n_tokens))
+        design, left, open_ = self, affordable, np.ones(len(cost), dtype=bool)
+        while (payable := open_ & (cost <= left * (1 + 1e-12))).any():
+            gains = design.gains(gradient, noise_variance) / (cost if criterion == "variance per FLOP" else 1.0)
+            best = int(np.argmax(np.where(payable, gains, -np.inf)))
+            design = design.with_run(gradient[best], float(noise_variance[best]))
+            left, open_[best] = left - cost[best], False
+            yield best, design
+
+
+def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
+    """The base fit's numbers in the coordinates of the form at the rows."""
+    E, A, B, alpha, beta, g = next(iter(ensemble.variants.values())).parameters.values()
+    log_n, log_d = law.terms.centre
+    return np.array(
+        [math.log(E), math.log(A) - alpha * log_n, math.log(B) - beta * log_d, *map(math.log, (alpha, beta, g))]
+    )
+
+
+def gradient_of(law: JointPowers, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+    """Of the log loss in theta at other (N, D), [K, P]."""
+    x, y = (
+        np.atleast_1d(np.log(np.asarray(values, np.float64)) - centre)
+        for values, centre in zip((n_params, n_tokens), law.terms.centre, strict=True)
+    )
+    elsewhere = replace(law, terms=replace(law.terms, x=x, y=y))
+    return np.asarray(elsewhere.linearise(theta[None])[1][0])

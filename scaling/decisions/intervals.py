@@ -1,0 +1,82 @@
+"""How sure a decision is: what else would have been decided, had the runs or the fit been others."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.fits.ensemble import Ensemble
+from scaling.fits.forecast import Forecast
+from scaling.fits.result import ScalingFit
+from scaling.forms.form import Values
+from scaling.forms.powers import Joint
+from scaling.forms.spending import QUANTITIES, Spending
+
+
+def by_forecast(
+    ensemble: Ensemble,
+    spending: Spending,
+    values: Mapping[str, Array],
+    answer: pd.Series,
+    loss: float | None,
+    forecast: Forecast,
+) -> pd.DataFrame:
+    """Estimate, low, high of `QUANTITIES` for what was decided by the forecast's mean.
+
+    The loss is the forecast's own. Sizes and tokens are moved as the choice of fit and of runs moves them (`Ensemble.moves`).
+    To reach a loss, the compute is that at which the forecast's interval begins and ends, and sizes and tokens reach from the
+    one's to the other's at least.
+
+    Args:
+        ensemble: of the fit.
+        spending: the conditions, with the mean's form.
+        values: the mean's parameters, [1, 1] each.
+        answer: what was decided.
+        loss: to be reached, or None for a budget.
+        forecast: of what was decided, at the level wanted.
+    """
+    each = replace(spending, form=Joint())
+
+    def chosen(those: Values, count: int) -> Array:
+        budgets = np.full(count, answer["total_flops"]) if loss is None else each.least_budget(those, loss, count)
+        return np.asarray(np.log(each.answers(those, budgets)[["n_params", "n_tokens"]].to_numpy(float)))
+
+    decided = np.log(answer[["n_params", "n_tokens"]].to_numpy(float))
+    sizes, tokens = np.exp(decided + ensemble.moves(chosen)).T
+    if spending.sizes is not None:
+        sizes = spending.sizes[np.abs(np.log(spending.sizes) - np.log(sizes)[:, None]).argmin(axis=1)]
+    sizes = np.minimum(sizes, spending.max_params)
+    if loss is None:
+        tokens = spending.tokens(sizes, answer["total_flops"])
+    ends = np.array([(1 - forecast.level) / 2, (1 + forecast.level) / 2])
+    table = pd.DataFrame({"estimate": answer.to_numpy(float)}, index=[*QUANTITIES])
+    ratio = np.where(
+        np.isfinite(tokens) & np.isfinite(sizes), tokens / np.where(np.isfinite(sizes), sizes, 1.0), np.inf
+    )
+    for name, found in {"n_params": sizes, "n_tokens": tokens, "tokens_per_param": ratio}.items():
+        table.loc[name, ["low", "high"]] = np.quantile(found, ends, method="nearest")
+    table.loc["total_flops", ["low", "high"]] = answer["total_flops"]
+    table.loc["loss", ["low", "high"]] = [forecast.low, forecast.high]
+    if loss is not None:
+        reach = forecast.high / forecast.loss
+        flops = np.array([spending.least_budget(values, loss * by, 1)[0] for by in (reach, 1 / reach)])
+        table.loc["total_flops", ["low", "high"]] = flops
+        wide = pd.concat([spending.answers(values, flops[[i]]) for i in (0, 1)])
+        for name in ("n_params", "n_tokens"):
+            table.loc[name, "low"] = min(table.loc[name, "low"], wide[name].min())
+            table.loc[name, "high"] = max(table.loc[name, "high"], wide[name].max())
+    return table
+
+
+def by_refits(
+    fit: ScalingFit, spending: Spending, answer: pd.Series, loss: float | None, budget: float, level: float
+) -> pd.DataFrame:
+    """The same over the bootstrap of a law that has no forecast; infinite where refits never reach the loss."""
+    values, count = fit.law.form.stacked(fit.draws), len(fit.draws)
+    budgets = np.full(count, budget) if loss is None else spending.least_budget(values, loss, count)
+    found = spending.answers(values, budgets).to_numpy()
+    # Ends are draws themselves: between two infinite ones there is nothing to interpolate.
+    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0, method="nearest")
+    return pd.DataFrame({"estimate": answer.to_numpy(float), "low": low, "high": high}, index=[*QUANTITIES])

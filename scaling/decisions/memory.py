@@ -1,0 +1,90 @@
+"""The largest model that fits into memory, in training and where it is served; every byte is an argument."""
+
+from dataclasses import dataclass
+
+from scaling.decisions.accelerators import Accelerator, require_positive, to_device
+from scaling.presentation import Result
+
+TRAINING_BYTES = 16.0
+"""A parameter under Adam in mixed precision: 2 for it, 2 for its gradient, 12 for its fp32 copy and two moments
+(Rajbhandari et al. 1910.02054, sec. 3.1)."""
+SERVING_BYTES = 2.0
+"""A parameter in bf16."""
+SHARE = 0.7
+"""Assumed: of a device's memory, what may be taken; the rest is for activations, or the cache of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit(Result):
+    """So many bytes for each parameter, spread evenly over devices.
+
+    Attributes:
+        what: is done with the model, such as "training".
+        memory_bytes: of one device.
+        bytes_per_param: taken by a parameter and what belongs to it.
+        n_devices: over which one copy is spread.
+        share: of the memory that may be taken, above 0, at most 1.
+
+    Raises:
+        ValueError: a number breaks its rule.
+    """
+
+    what: str
+    memory_bytes: float
+    bytes_per_param: float
+    n_devices: int = 1
+    share: float = SHARE
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "bytes_per_param", "n_devices"):
+            require_positive(name, getattr(self, name))
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share!r}")
+
+    @classmethod
+    def training(
+        cls,
+        device: Accelerator | str,
+        *,
+        n_devices: int,
+        bytes_per_param: float = TRAINING_BYTES,
+        share: float = SHARE,
+    ) -> "MemoryLimit":
+        """Parameters, gradients and the optimiser's state, all sharded over the devices (ZeRO-3, FSDP)."""
+        return cls(
+            what="training",
+            memory_bytes=to_device(device).memory_bytes,
+            bytes_per_param=bytes_per_param,
+            n_devices=n_devices,
+            share=share,
+        )
+
+    @classmethod
+    def serving(
+        cls,
+        device: Accelerator | str,
+        *,
+        n_devices: int = 1,
+        bytes_per_param: float = SERVING_BYTES,
+        share: float = SHARE,
+    ) -> "MemoryLimit":
+        """Parameters alone, on the devices of one replica."""
+        return cls(
+            what="serving",
+            memory_bytes=to_device(device).memory_bytes,
+            bytes_per_param=bytes_per_param,
+            n_devices=n_devices,
+            share=share,
+        )
+
+    @property
+    def max_params(self) -> float:
+        """Parameters of the largest model that fits, all of them counted."""
+        return self.share * self.memory_bytes * self.n_devices / self.bytes_per_param
+
+    def __str__(self) -> str:
+        """The largest model, and what it follows from."""
+        return (
+            f"{self.what}: at most {self.max_params:.4g} parameters at {self.bytes_per_param:g} bytes each in {self.share:.0%} "
+            f"of {self.n_devices:,} × {self.memory_bytes / 1e9:.4g} GB"
+        )

@@ -1,0 +1,236 @@
+"""The next runs of a ladder: those that make the forecast of one target most certain for what they cost.
+
+Chosen one by one by the variance that they take off the linearised forecast (`scaling.decisions.design`) among those that can still be
+paid for. That needs no losses, so a batch is chosen before any of it is made; after it, fit again and ask again. On
+public pools it reached a given error with about half of the FLOPs that a choice at random takes (tests/benchmarks/next_run.py).
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.checks import numbers, require_columns
+from scaling.decisions.accelerators import require_positive
+from scaling.decisions.design import Design
+from scaling.fits.ensemble import RESIDUAL_RATIO, Ensemble
+from scaling.fits.fitting import doubts_about_rows
+from scaling.fits.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
+from scaling.fits.result import ScalingFit
+from scaling.forms.law import compute_flops
+from scaling.presentation import Result, counted, lines
+
+WORTH = 0.02
+"""Assumed: a run that takes less than this share off the variance that is left is not worth its place in a queue."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NextRuns(Result):
+    """Runs to make next, in the order in which they were chosen.
+
+    Attributes:
+        runs: the candidates' rows, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
+            parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
+            run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
+        now: the forecast of the target as the fit stands; it says what N counts.
+        stopped: why no further run was chosen.
+        reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
+    """
+
+    runs: pd.DataFrame = field(repr=False)
+    now: Forecast
+    stopped: str
+    reasons: tuple[str, ...]
+
+    @property
+    def cost_flops(self) -> float:
+        """What the runs cost together."""
+        return float(self.runs["cost_flops"].sum())
+
+    @property
+    def width_now(self) -> float:
+        """Full width of the interval over the forecast, before them."""
+        return (self.now.high - self.now.low) / self.now.loss
+
+    @property
+    def width_then(self) -> float:
+        """The same, as expected after them."""
+        return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it (the index and further columns of candidates must be JSON types)."""
+        return {
+            "runs": self.runs.to_dict("tight"),
+            "now": self.now.to_dict(),
+            "stopped": self.stopped,
+            "reasons": list(self.reasons),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "NextRuns":
+        """The inverse of `to_dict`."""
+        restored = {
+            "runs": pd.DataFrame.from_dict(data["runs"], orient="tight"),
+            "now": Forecast.from_dict(data["now"]),
+            "reasons": tuple(data["reasons"]),
+        }
+        return cls(**(data | restored))
+
+    def __str__(self) -> str:
+        """The target, the runs, and what they do to its interval."""
+        counts = counted(self.now.n_params_convention)
+        target = f"{self.now.n_params:.4g} parameters ({counts}), {self.now.n_tokens:.4g} tokens"
+        formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
+        formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
+        about = lines(
+            {
+                "target": f"{target}: {self.now.loss:.4f} {self.now.loss_unit}",
+                "interval": f"{self.now.level:.0%}, full width {self.width_now:.2%} of the loss now, "
+                f"{self.width_then:.2%} expected after {len(self.runs)} more runs of {self.cost_flops:.3g} FLOPs",
+                "stopped": self.stopped,
+                "then": "supported" if not self.reasons else "still unsupported: " + "; ".join(self.reasons),
+            }
+        )
+        return f"{about}\n{self.runs.to_string(index=False, formatters=formats)}" if len(self.runs) else about
+
+
+def next_runs(
+    fit: ScalingFit,
+    n_params: float,
+    n_tokens: float,
+    *,
+    affordable_flops: float,
+    candidates: pd.DataFrame | None = None,
+    n_runs: int = 4,
+    width: float | None = None,
+    level: float = 0.9,
+) -> NextRuns:
+    """Choose the runs that shrink the variance of one forecast most.
+
+    Args:
+        fit: of the runs made so far.
+        n_params, n_tokens: the target.
+        affordable_flops: what the runs may cost together.
+        candidates: one row per run that could be made: `n_params`, `n_tokens`, and `cost_flops` if it is not 6·N·D; each is
+            made at most once. By default `candidate_runs`.
+        n_runs: at most so many.
+        width: stop as soon as the expected full width of the interval over the forecast is no more than this, and the
+            forecast would be within what was tested.
+        level: of that interval.
+
+    Raises:
+        ValueError: an argument breaks its rule.
+        ScalingError: the fit is of a law that depends on more than N and D.
+    """
+    require_positive("affordable_flops", affordable_flops)
+    if n_runs < 1:
+        raise ValueError(f"n_runs must be at least 1, got {n_runs}")
+    if width is not None:
+        require_positive("width", width)
+    now = fit.forecast(n_params, n_tokens, level)
+    if candidates is None:
+        candidates = candidate_runs(fit, n_params, n_tokens, affordable_flops=affordable_flops)
+    require_columns(candidates, ("n_params", "n_tokens"))
+    size, tokens = numbers(candidates, "n_params"), numbers(candidates, "n_tokens")
+    cost = numbers(candidates, "cost_flops") if "cost_flops" in candidates else compute_flops(size, tokens)
+
+    ensemble = fit.ensemble
+    design = Design.of(ensemble, fit.rows, n_params, n_tokens)
+    picks = design.greedy(size, tokens, cost, affordable_flops)
+    before = design.variance
+    chosen: list[int] = []
+    records: list[dict[str, float]] = []
+    stopped = f"{n_runs} runs were asked for"
+    reasons, reached = now.reasons, 2 * math.sinh(interval_factor(level) * now.log_scale)
+    while len(chosen) < n_runs:
+        if width is not None and reached <= width and not reasons:
+            stopped = f"the interval is at most {width:.2%} wide and within what was tested"
+            break
+        if (pick := next(picks, None)) is None:
+            stopped = "no candidate is left that can be paid for"
+            break
+        index, after = pick
+        telling = after.variance <= (1 - WORTH) * design.variance
+        if not telling and not doubts_about_rows(_with_runs(fit, size[chosen], tokens[chosen]).rows):
+            stopped = f"no run that can still be paid for takes {WORTH:.0%} off the variance that is left"
+            break
+        design = after
+        chosen.append(index)
+        then = _with_runs(fit, size[chosen], tokens[chosen])
+        share = design.variance / before
+        scale = float(log_scale(_Later.of(ensemble, share, then.compute_range), n_params, n_tokens))
+        reached = 2 * math.sinh(interval_factor(level) * scale)
+        reasons = reasons_against(then, n_params, n_tokens)
+        records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
+    runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
+    extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
+    return NextRuns(runs=pd.concat([runs, extra], axis=1), now=now, stopped=stopped, reasons=reasons)
+
+
+def candidate_runs(
+    fit: ScalingFit, n_params: float, n_tokens: float, *, affordable_flops: float, per_decade: int = 6
+) -> pd.DataFrame:
+    """Runs that could be made: sizes from the smallest fitted to the target's, each with ratios D/N as the fit has them.
+
+    Args:
+        fit: of the runs made so far; D/N is taken within its range and up to twice above it, but no lower than 2 and no
+            higher than 500 unless the target lies there: on paper far-out runs tell most, and there the form fails first.
+        n_params, n_tokens: the target; no candidate is of more compute, nor of less than the smallest run.
+        affordable_flops: most that one run may cost.
+        per_decade: sizes in each decade; of ratios, D/N, half as many.
+
+    Returns:
+        Columns n_params, n_tokens, cost_flops.
+
+    Raises:
+        ValueError: a number is not finite and above 0.
+    """
+    for name, value in (("n_params", n_params), ("n_tokens", n_tokens), ("affordable_flops", affordable_flops)):
+        require_positive(name, value)
+    low, high = fit.tokens_per_param_range
+    least, most = (
+        extreme(usual, n_tokens / n_params) for extreme, usual in zip((min, max), RESIDUAL_RATIO, strict=True)
+    )
+    sizes = _spaced(fit.n_params_range[0], max(n_params, fit.n_params_range[1]), per_decade)
+    low, high = np.clip([low, high * RATIO_MARGIN], least, most)
+    ratios = _spaced(low, high, per_decade / 2)
+    size, ratio = (grid.ravel() for grid in np.meshgrid(sizes, ratios, indexing="ij"))
+    cost = compute_flops(size, size * ratio)
+    fits = (cost <= min(affordable_flops, float(compute_flops(n_params, n_tokens)))) & (cost >= fit.compute_range[0])
+    return pd.DataFrame({"n_params": size, "n_tokens": size * ratio, "cost_flops": cost})[fits].reset_index(drop=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Later(Ensemble):
+    """The fits as they will be: both their spreads are taken to shrink as the linearised standard deviation does."""
+
+    share: float
+
+    @classmethod
+    def of(cls, now: Ensemble, share: float, compute_range: tuple[float, float]) -> "_Later":
+        fits = {name: getattr(now, name) for name in Ensemble.__dataclass_fields__}
+        return cls(**(fits | {"share": share, "compute_range": compute_range}))
+
+    def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        return super().form_spread(n_params, n_tokens) * math.sqrt(self.share)
+
+    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        return super().draw_spread(n_params, n_tokens) * math.sqrt(self.share)
+
+
+def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:
+    """The fit as far as its support goes, with further runs: their losses are not known, and not looked at."""
+    stems = [f"next {i}" for i in range(len(n_params))]
+    added = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "stem": stems})
+    rows = pd.concat([fit.rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
+    # Whether the fit itself will be doubtful is only known once it is made.
+    return replace(fit, rows=rows, warnings=tuple(doubts_about_rows(rows)))
+
+
+def _spaced(low: float, high: float, per_decade: float) -> Array:
+    steps = max(round(math.log10(high / low) * per_decade), 1)
+    return np.geomspace(low, high, steps + 1)

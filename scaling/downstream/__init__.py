@@ -1,0 +1,1 @@
+"""Metrics of tasks, by way of a loss."""

@@ -1,0 +1,278 @@
+"""From loss to a downstream metric: a sigmoid between a floor (chance) and a ceiling.
+
+    metric = floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))
+
+(Bhagia et al. 2412.04403, the OLMo ladder, its second step.) Fitted by scipy's bounded least squares; intervals by refits under
+resampled runs, with the residuals' scatter. `scaling.downstream.two_step` goes from (N, D) to the metric by way of the task's loss.
+
+A metric that is positive and falls to a floor as a loss does (bits per byte, perplexity's logarithm, the share answered wrongly) is
+fitted by `fit` itself: give it as `loss`, and its unit as `loss_unit`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.checks import names, numbers, require_columns
+from scaling.errors import ScalingError
+from scaling.presentation import Result, lines, span
+from scaling.weights import stem_weights
+
+PARAMETERS = ("floor", "ceiling", "midpoint", "width")
+MIN_ROWS = 6
+MAX_WIDTHS = 10.0
+"""Width of the sigmoid, in spans of the fitted losses, above which it is a straight line."""
+PERCENT = 100.0
+"""Of a metric that may be so large, a floor or ceiling below 1 is taken for a share by mistake."""
+MIN_RISE = 3.0
+"""Standard deviations of the residual by which the fitted metric must rise for the sigmoid to be told from a level."""
+_WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # of the losses' span, where the fit begins
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DownstreamLaw(Result):
+    """A sigmoid of loss.
+
+    Attributes:
+        metric: the name of what it predicts.
+        floor, ceiling: its values at high and at low loss, in the metric's unit.
+        midpoint, width: where it is half-way, and how steeply it gets there, in the loss's unit.
+        held: which of the four were given, not fitted.
+        most: the metric's largest possible value.
+        residual: standard deviation of the residuals, a degree of freedom taken off for each fitted number.
+        loss_range: least and largest loss fitted.
+        n_rows: rows fitted.
+        draws: the four under resampled runs, [n_draws, 4].
+        warnings: why it is doubtful; empty if it is not.
+    """
+
+    metric: str
+    floor: float
+    ceiling: float
+    midpoint: float
+    width: float
+    held: tuple[str, ...]
+    most: float
+    residual: float
+    loss_range: tuple[float, float]
+    n_rows: int
+    draws: Array = field(repr=False)
+    warnings: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "ok"
+
+    def predict(self, loss: ArrayLike) -> Array:
+        """The metric at a loss, of its shape."""
+        return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
+
+    def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
+        """Where the metric of one run of this loss lies, between 0 and `most`: percentiles over the refits, with scatter."""
+        return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
+
+    def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
+        """The same where the loss itself is uncertain: one loss for each refit, [n_draws], or several, [n_draws, n]."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        each = losses.reshape(len(self.draws), -1)
+        values = _sigmoid(self.draws.T[:, :, None], each)
+        scattered = values[..., None] + self.residual * np.random.default_rng(seed).standard_normal((*values.shape, 20))
+        low, high = np.quantile(scattered, [(1 - level) / 2, (1 + level) / 2])
+        return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        plain = asdict(self)
+        lists = {name: list(plain[name]) for name in ("held", "loss_range", "warnings")}
+        return plain | lists | {"draws": self.draws.tolist()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> DownstreamLaw:
+        """The inverse of `to_dict`."""
+        tuples = {name: tuple(data[name]) for name in ("held", "loss_range", "warnings")}
+        return cls(**(data | tuples | {"draws": np.asarray(data["draws"], np.float64)}))
+
+    def __str__(self) -> str:
+        """The four numbers with 90 % intervals, the data and the status."""
+        low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)
+        told = [
+            f"{name} {getattr(self, name):.4g} ({'given' if name in self.held else f'{span(a, b)}'})"
+            for name, a, b in zip(PARAMETERS, low, high, strict=True)
+        ]
+        return lines(
+            {
+                self.metric: "floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))",
+                "numbers": ", ".join(told),
+                "rows": f"{self.n_rows}, losses {span(*self.loss_range)}, intervals 90 % of {len(self.draws)} refits",
+                "residual": f"{self.residual:.3g}",
+                "status": "; ".join((self.status, *self.warnings)),
+            }
+        )
+
+
+def fit_downstream(
+    rows: pd.DataFrame,
+    *,
+    metric: str = "accuracy",
+    chance: float | None = None,
+    ceiling: float | None = None,
+    most: float = 1.0,
+    n_bootstrap: int = 200,
+    seed: int = 0,
+) -> DownstreamLaw:
+    """Fit a metric that rises as the loss falls.
+
+    Args:
+        rows: one row per run or checkpoint: `loss` (best the task's own, in any unit) and the metric's column; optional `stem`
+            (rows of one training run, which are resampled together; without it each row is a run of its own).
+        metric: the column.
+        chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the least metric if not given.
+        ceiling: fitted up to `most` if not given.
+        most: the metric's largest possible value, 1 of a share, 100 of a percentage.
+        n_bootstrap: refits under resampled runs.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`, or are shares
+            where the metric is a percentage.
+        ScalingError: there are fewer than six rows.
+    """
+    require_columns(rows, ("loss", metric))
+    loss, value = numbers(rows, "loss"), numbers(rows, metric, inclusive=True)
+    if len(rows) < MIN_ROWS:
+        raise ScalingError(f"need at least {MIN_ROWS} rows for {len(PARAMETERS)} numbers, got {len(rows)}")
+    if n_bootstrap < 2:
+        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap}")
+    if value.max() > most:
+        raise ValueError(f"{metric} must be at most {most:g}, got {value.max():g}")
+    for name, given in (("chance", chance), ("ceiling", ceiling)):
+        if most >= PERCENT and given is not None and 0 < given < 1:
+            raise ValueError(
+                f"{name} must be in the unit of {metric}, of which the most is {most:g}, got {given!r}: that looks like a share "
+                "(if it is none, divide the metric, too, and leave most at 1)"
+            )
+    low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
+    if not 0 <= low < top <= most:
+        raise ValueError(f"chance and ceiling must keep 0 <= chance < ceiling <= {most:g}, got {low!r} and {top!r}")
+    reach = float(np.ptp(loss))
+    if reach == 0:
+        raise ValueError(f"loss is {loss[0]:g} in every row: the metric's dependence on it can't be found")
+    bounds = _bounds(loss, value, low, top, chance is not None, ceiling is not None)
+    best = min(
+        (_fitted(loss, value, np.ones(len(loss)), start, bounds) for start in _starts(loss, bounds)), key=lambda f: f[1]
+    )
+    theta = best[0]
+    stems, runs = pd.factorize(names(rows, "stem") if "stem" in rows else np.arange(len(rows)))
+    weights = stem_weights(np.asarray(stems, np.int64), n_bootstrap, seed)
+    draws = np.array([_fitted(loss, value, w, theta, bounds)[0] for w in weights])
+    held = tuple(
+        name for name, given in zip(PARAMETERS, (chance, ceiling, None, None), strict=True) if given is not None
+    )
+    residual = math.sqrt(best[1] / max(len(loss) - len(PARAMETERS) + len(held), 1))
+    return DownstreamLaw(
+        metric=metric,
+        **dict(zip(PARAMETERS, map(float, theta), strict=True)),
+        held=held,
+        most=float(most),
+        residual=residual,
+        loss_range=(float(loss.min()), float(loss.max())),
+        n_rows=len(loss),
+        draws=draws,
+        warnings=tuple(_doubts(theta, loss, value, residual, top, "ceiling" in held, len(runs))),
+    )
+
+
+def _sigmoid(theta: Array, loss: Array) -> Array:
+    floor, ceiling, midpoint, width = theta
+    return np.asarray(floor + (ceiling - floor) / (1 + np.exp(np.clip((loss - midpoint) / width, -500, 500))))
+
+
+def _bounds(
+    loss: Array, value: Array, low: float, top: float, floor_held: bool, ceiling_held: bool
+) -> tuple[Array, Array]:
+    """Of (floor, ceiling, midpoint, width); what is held has a hair's breadth."""
+    reach, hair = float(np.ptp(loss)), 1e-9 * (top - low)
+    lower = [low, top - hair if ceiling_held else max(value.max(), low + 1e-6), loss.min() - 3 * reach, 1e-3 * reach]
+    upper = [
+        low + hair if floor_held else max(value.min(), low + hair),
+        top,
+        loss.max() + 3 * reach,
+        2 * MAX_WIDTHS * reach,
+    ]
+    lower[1] = min(lower[1], top - hair)
+    return np.array(lower, np.float64), np.array(upper, np.float64)
+
+
+def _starts(loss: Array, bounds: tuple[Array, Array]) -> list[Array]:
+    reach, (lower, upper) = float(np.ptp(loss)), bounds
+    middle = (lower[:2] + upper[:2]) / 2
+    return [
+        np.clip(np.array([*middle, loss.min() + m * reach, w * reach]), lower, upper)
+        for m in _MIDDLES
+        for w in _WIDTH_SHARES
+    ]
+
+
+def _fitted(
+    loss: Array, value: Array, weights: Array, start: Array, bounds: tuple[Array, Array]
+) -> tuple[Array, float]:
+    from scipy.optimize import least_squares
+
+    root = np.sqrt(weights)
+
+    def jacobian(theta: Array) -> Array:
+        floor, ceiling, midpoint, width = theta
+        share = _sigmoid(np.array([0.0, 1.0, midpoint, width]), loss)
+        slope = (ceiling - floor) * share * (1 - share) / width
+        by_each = [1 - share, share, slope, slope * (loss - midpoint) / width]
+        return np.asarray(root[:, None] * np.stack(by_each, axis=1))
+
+    lower, upper = bounds
+    inner = np.clip(start, lower + 1e-3 * (upper - lower), upper - 1e-3 * (upper - lower))
+    result = least_squares(
+        lambda theta: root * (_sigmoid(theta, loss) - value),
+        inner,
+        jac=jacobian,
+        bounds=bounds,
+        x_scale="jac",
+        max_nfev=500,
+    )
+    return np.asarray(result.x), 2 * float(result.cost)
+
+
+def _doubts(
+    theta: Array, loss: Array, value: Array, residual: float, top: float, ceiling_held: bool, n_runs: int
+) -> list[str]:
+    _, ceiling, midpoint, width = theta
+    rise = float(_sigmoid(theta, loss.min()) - _sigmoid(theta, loss.max()))
+    doubts = []
+    if n_runs < MIN_ROWS:
+        doubts.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
+    if np.ptp(value) == 0:
+        doubts.append(f"the metric is {value[0]:g} in every row: its dependence on the loss can't be seen")
+    elif _falls(loss, value):
+        doubts.append(
+            "the metric falls as the loss falls, where a sigmoid can only rise: `fit` takes such a one as its loss"
+        )
+    elif rise < MIN_RISE * residual:
+        doubts.append(f"the metric rises by {rise:.3g}, its scatter is {residual:.3g}: the runs may all be at chance")
+    if width > MAX_WIDTHS * float(np.ptp(loss)):
+        doubts.append("a straight line fits as well: neither floor nor ceiling is seen")
+    if not ceiling_held and ceiling > top - 1e-4 and midpoint < loss.min():
+        doubts.append(f"no run is half-way up: the ceiling is the largest possible, {top:g}, not the runs'")
+    return doubts
+
+
+def _falls(loss: Array, value: Array) -> bool:
+    """Whether a straight line says so, by as many standard errors as are asked of a rise."""
+    correlation = float(np.corrcoef(loss, value)[0, 1])
+    return correlation > 0 and correlation**2 * (len(loss) - 2) > MIN_RISE**2 * (1 - correlation**2)

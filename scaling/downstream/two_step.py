@@ -1,0 +1,200 @@
+"""From (N, D) to a downstream metric in two steps: N, D → the task's loss, by a law; the task's loss → the metric, by a sigmoid.
+
+After Bhagia et al. 2412.04403 (the OLMo ladder). The task's loss is that of the right answers' text; the first step is `fit`, whose
+forecast brings its own interval, the second `fit_downstream`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from scaling.arrays import Array
+from scaling.checks import names, numbers, require_columns
+from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
+from scaling.fits.fitting import fit
+from scaling.fits.forecast import Forecast, interval_factor
+from scaling.fits.result import ScalingFit
+from scaling.fits.runs import Table, naming, read_table, to_nats
+from scaling.forms.form import Form
+from scaling.forms.law import NATS
+from scaling.presentation import Result, counted, lines
+
+_PER_DRAW = 20  # errors of the loss's forecast that each refit of the sigmoid is met with
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskForecast(Result):
+    """The metric of a run that was not made.
+
+    Attributes:
+        metric: its name.
+        value, low, high: point and interval.
+        level: nominal coverage.
+        loss: the forecast of the task's loss, with its own interval and support.
+        reasons: why it is doubtful, those of the loss's forecast included; empty if it is not.
+    """
+
+    metric: str
+    value: float
+    low: float
+    high: float
+    level: float
+    loss: Forecast
+    reasons: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        plain = {name: getattr(self, name) for name in ("metric", "value", "low", "high", "level")}
+        return plain | {"loss": self.loss.to_dict(), "reasons": list(self.reasons)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TaskForecast:
+        """The inverse of `to_dict`."""
+        return cls(**(data | {"loss": Forecast.from_dict(data["loss"]), "reasons": tuple(data["reasons"])}))
+
+    def __str__(self) -> str:
+        """The metric, its interval, the loss that it comes from, and the doubts."""
+        return lines(
+            {
+                self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
+                "task loss": f"{self.loss.loss:.4g} ({self.loss.low:.4g} to {self.loss.high:.4g}) {self.loss.loss_unit}",
+                "at": f"{self.loss.n_params:.4g} parameters ({counted(self.loss.n_params_convention)}), "
+                f"{self.loss.n_tokens:.4g} tokens",
+                "status": "doubtful: " + "; ".join(self.reasons) if self.reasons else "ok",
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TwoStep(Result):
+    """N, D → task loss → metric.
+
+    Attributes:
+        loss: the fit of the task's loss.
+        task: the sigmoid.
+    """
+
+    loss: ScalingFit
+    task: DownstreamLaw
+
+    def predict(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        """The metric at the law's own task loss, of the broadcast shape."""
+        return self.task.predict(self.loss.predict(n_params, n_tokens))
+
+    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> TaskForecast:
+        """The metric of one run: the loss's forecast with its error, through the refits of the sigmoid, with its scatter.
+
+        Raises:
+            ValueError, ScalingError: as `ScalingFit.forecast`.
+        """
+        ahead = self.loss.forecast(n_params, n_tokens, level)
+        deviation = ahead.log_scale * interval_factor(level) / _normal(level)
+        errors = np.random.default_rng(seed).standard_normal((len(self.task.draws), _PER_DRAW))
+        low, high = self.task.interval_of(ahead.loss * np.exp(deviation * errors), level, seed=seed + 1)
+        reasons = [*ahead.reasons, *self.task.warnings]
+        least, reach = self.task.loss_range[0], float(np.ptp(self.task.loss_range))
+        if ahead.loss < least - reach / 2:
+            reasons.append(f"task loss {ahead.loss:.4g} is far below the least fitted, {least:.4g}")
+        return TaskForecast(
+            metric=self.task.metric,
+            value=float(self.task.predict(ahead.loss)),
+            low=low,
+            high=high,
+            level=level,
+            loss=ahead,
+            reasons=tuple(reasons),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        return {"loss": self.loss.to_dict(), "task": self.task.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> TwoStep:
+        """The inverse of `to_dict`; a form of one's own must be given."""
+        return cls(loss=ScalingFit.from_dict(data["loss"], form), task=DownstreamLaw.from_dict(data["task"]))
+
+    def __str__(self) -> str:
+        """Both steps."""
+        return f"step 1: task loss\n{self.loss}\n\nstep 2: {self.task.metric}\n{self.task}"
+
+
+def fit_two_step(
+    runs: Table,
+    *,
+    n_params_convention: str,
+    loss_unit: str = NATS,
+    metric: str = "accuracy",
+    checkpoints: pd.DataFrame | None = None,
+    chance: float | None = None,
+    ceiling: float | None = None,
+    most: float = 1.0,
+    form: Form | None = None,
+    n_bootstrap: int = 200,
+    seed: int = 0,
+) -> TwoStep:
+    """Fit the task's loss in N and D, and the metric in the task's loss.
+
+    The second step knows nothing of N and D, so it is told by every row, also by those that the first leaves out because they
+    lie on another surface of the loss (not annealed, or badly tuned).
+
+    Args:
+        runs: one row per finished run, a table or file as for `fit`: `n_params`, `n_tokens`, `task_loss` and the metric's
+            column.
+        n_params_convention: what N counts.
+        loss_unit: of the task's loss, as for `fit`.
+        metric: the column.
+        checkpoints: further rows of `task_loss` and the metric for the second step, e.g. from along the runs; with `stem` where
+            they belong to one run.
+        chance, ceiling, most: as for `fit_downstream`.
+        form: of the first step, Chinchilla's by default.
+        n_bootstrap: refits of each step.
+        seed: of the resampling.
+
+    Raises:
+        ValueError, ScalingError: as `fit` and `fit_downstream`.
+    """
+    given = read_table(runs)
+    with naming(runs):
+        require_columns(given, ("n_params", "n_tokens", "task_loss", metric))
+        factor, unit = to_nats(loss_unit)
+        table = _with_loss(given, factor)
+        law = fit(
+            table,
+            n_params_convention=n_params_convention,
+            loss_unit=unit,
+            form=form,
+            n_bootstrap=n_bootstrap,
+            seed=seed,
+        )
+    pairs = table[["loss", metric]].assign(stem=_stems(table, "run"))
+    if checkpoints is not None:
+        require_columns(checkpoints, ("task_loss", metric))
+        further = _with_loss(checkpoints, factor)
+        own = _stems(further, "run" if "stem" in further else "checkpoint")
+        pairs = pd.concat([pairs, further[["loss", metric]].assign(stem=own)], ignore_index=True)
+    task = fit_downstream(
+        pairs, metric=metric, chance=chance, ceiling=ceiling, most=most, n_bootstrap=n_bootstrap, seed=seed
+    )
+    return TwoStep(loss=law, task=task)
+
+
+def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
+    """The task's loss, times the factor, as the loss."""
+    return table.drop(columns="task_loss").assign(loss=factor * numbers(table, "task_loss"))
+
+
+def _stems(table: pd.DataFrame, kind: str) -> NDArray[Any]:
+    stems = names(table, "stem") if "stem" in table else np.arange(len(table))
+    return np.array([f"{kind} {stem}" for stem in stems])
+
+
+def _normal(level: float) -> float:
+    from scipy.special import ndtri
+
+    return float(ndtri((1 + level) / 2))

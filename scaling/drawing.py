@@ -1,0 +1,109 @@
+"""What all figures share: colours that are seen on a light and on a dark page alike, bands and error bars, panels, titles."""
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.forms.law import NATS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+LOSS = f"loss ({NATS})"
+COMPUTE = "training compute 6·N·D (FLOPs)"
+COLOURS = ("#a45cc0", "#5f7fd0", "#2a788e", "#22a884", "#63b53b", "#c9a50c")
+"""Of lines and marks: each at least 2.3 to 1 against white and against nearly black."""
+EDGE = "#808488"
+GREY = "#bbbbbb"
+BAND = "rgba(42, 120, 142, 0.28)"
+STAR = {"symbol": "star", "size": 13, "color": COLOURS[5], "line": {"color": EDGE, "width": 1}}
+_PANEL, _AROUND = 230, 140
+"""Pixels of height of a panel, and of the titles and the legend around all of them."""
+_FEW_DECADES = 3.5
+ALONE, _LINE = 420, 14
+"""Of a figure of one panel, and of a line of a note."""
+_NOTE_WIDTH = 58
+"""Characters of such a line, which fit on a telephone."""
+
+
+def add_band(
+    figure: "go.Figure",
+    x: "pd.Series[float]",
+    low: "pd.Series[float]",
+    high: "pd.Series[float]",
+    name: str = "90 % interval",
+    **place: Any,
+) -> None:
+    """Shade what lies between two lines; `place` tells the panel (row, col) and whether the legend shows it."""
+    figure.add_scatter(
+        x=pd.concat([x, x[::-1]]),
+        y=pd.concat([high, low[::-1]]),
+        fill="toself",
+        fillcolor=BAND,
+        line={"width": 0},
+        name=name,
+        hoverinfo="skip",
+        **place,
+    )
+
+
+def error_bars(part: pd.DataFrame, name: str) -> dict[str, "pd.Series[float]"]:
+    """From a value to the columns `low` and `high`; none where an end is not known."""
+    ends = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
+    return {side: length.where(np.isfinite(length)) for side, length in ends.items()}
+
+
+def stacked(n_panels: int, **options: Any) -> "go.Figure":
+    """Panels below each other: side by side they have no room for their titles on a telephone."""
+    from plotly.subplots import make_subplots
+
+    gap = {"vertical_spacing": 0.06 if options.get("shared_xaxes") else 0.34 / n_panels}
+    figure = make_subplots(rows=n_panels, **(gap | options))
+    figure.update_annotations(font_size=12)  # of the panels' titles
+    return figure.update_layout(height=_AROUND + _PANEL * n_panels)
+
+
+def add_note(figure: "go.Figure", text: str) -> None:
+    """Say something above the panels, in lines that fit on a telephone; the figure grows by them."""
+    told = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
+    # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.
+    place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
+    title = {"text": "<br>".join(told), "font": {"size": 11}, "pad": {"l": 8, "t": 8}, **place}
+    above = _LINE * len(told)
+    figure.update_layout(title=title, margin={"t": above + 20}, height=(figure.layout.height or ALONE) + above)
+
+
+def loss_title(loss_unit: str) -> str:
+    """Of an axis of loss."""
+    return f"loss ({loss_unit})"
+
+
+def params_title(n_params_convention: str, width: int = 34) -> str:
+    """Of an axis of N, in lines of so many characters: a telephone has room for 34, a panel above others for 24."""
+    return "<br>".join(textwrap.wrap(f"parameters N ({n_params_convention})", width))
+
+
+def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
+    """Of an axis that shows these: powers of ten, and twice and five times these where there are few."""
+    decades = float(np.log10(values.max() / values.min()))
+    steps = {} if decades < 1 else {"dtick": "D2" if decades <= _FEW_DECADES else 1}
+    return {"type": "log", "exponentformat": "power", **steps}
+
+
+def parameter_title(name: str, loss_unit: str) -> str:
+    """Of an axis of one of a law's parameters, or what `ScalingFit.profile` takes for one."""
+    exponents = {"params_exponent": "exponent a of N* ∝ C^a", "tokens_exponent": "exponent b of D* ∝ C^b"}
+    return {"E": f"E ({loss_unit})", "loss": loss_title(loss_unit), **exponents}.get(name, name)
+
+
+def size_colours(n_params: "pd.Series[float]", n_params_convention: str) -> dict[str, Any]:
+    """Of markers: the logarithm of N by colour, with its scale."""
+    counted = "<br>".join(textwrap.wrap(f"({n_params_convention})", 12, break_long_words=False))
+    return {
+        "color": np.log10(n_params),
+        "colorscale": list(COLOURS),
+        "colorbar": {"title": {"text": f"log10 N<br>{counted}"}, "thickness": 14},
+    }

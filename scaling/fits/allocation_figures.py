@@ -1,0 +1,280 @@
+"""Figures of how compute is spent on size and tokens, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.arrays import Array
+from scaling.drawing import (
+    COLOURS,
+    COMPUTE,
+    EDGE,
+    STAR,
+    add_band,
+    error_bars,
+    log_axis,
+    loss_title,
+    params_title,
+    stacked,
+)
+from scaling.fits.forecast import Forecast
+from scaling.forms.form import Form, Values
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law, compute_flops
+from scaling.forms.powers import Joint
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.fits.result import ScalingFit
+
+TOKENS = "training tokens D"
+RATIO = "tokens per parameter D/N"
+BEYOND = 10.0
+"""How far figures go above the largest run's compute."""
+_MARGIN = 1.3  # of the box of N and D around what is shown
+_N_LEVELS, _N_RAYS = 10, 160
+_INSET = 3  # points of 64 from a line's end to its label, else it is cut off
+_HALVINGS = 60  # of a bracket of some tens in log units: to rounding
+_REACH = math.log(1e4)  # around the law's best log N, within which a draw's is sought
+
+
+def contours_data(
+    fit: "ScalingFit", target: Forecast | None = None, *, alone: bool = False, **columns: float
+) -> pd.DataFrame:
+    """Series run, contour, frontier, isoflop, target: n_params, n_tokens, compute_flops, loss.
+
+    A contour's points share their `loss`, an isoflop's their `compute_flops`. The losses of contours are about even along
+    the frontier, rounded. All but the runs' and the target's are those of `ScalingFit.best_law`.
+
+    Args:
+        fit: the fitted law.
+        target: another run to show; the figure reaches it, and 10 times the largest run's compute.
+        alone: by the one form fitted instead.
+        columns: values of the law's further columns.
+    """
+    runs = fit.residuals()[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
+    low, high = fit.compute_range
+    top = max(BEYOND * high, target.compute_flops if target else 0)
+    law = fit.law if alone else fit.best_law
+    frontier = law.frontier(np.geomspace(low, top, 48), **columns).assign(series="frontier")
+    parts = [runs, frontier]
+    if target is not None:
+        names = ("n_params", "n_tokens", "compute_flops", "loss")
+        parts.append(pd.DataFrame([{name: getattr(target, name) for name in names} | {"series": "target"}]))
+    shown = pd.concat(parts)
+    box = {name: (shown[name].min() / _MARGIN, shown[name].max() * _MARGIN) for name in ("n_params", "n_tokens")}
+    for decade in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1):
+        n_params = np.geomspace(*box["n_params"], 64)
+        parts.append(_points(law, n_params, 10**decade / FLOPS_PER_PARAM_TOKEN / n_params, columns, "isoflop"))
+        parts[-1]["compute_flops"] = 10.0**decade  # exactly, as they are grouped by it
+    for level in _levels(frontier["loss"].to_numpy()):
+        n_params, n_tokens = _contour(law, level, box["n_params"], box["n_tokens"], columns)
+        parts.append(_points(law, n_params, n_tokens, columns, "contour").assign(loss=level))
+    data = pd.concat(parts, ignore_index=True)
+    inside = np.all([data[name].between(*ends) for name, ends in box.items()], axis=0)
+    return data[inside].reset_index(drop=True)
+
+
+def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
+    """Lines of equal loss over N and D, the runs, the efficient frontier, and lines of equal compute."""
+    import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
+
+    figure = go.Figure()
+    levels = np.sort(data.loc[data["series"] == "contour", "loss"].unique())
+    places = max((len(f"{level:g}".partition(".")[2]) for level in levels), default=0)
+    shades = sample_colorscale(list(COLOURS[3:]), np.linspace(0, 1, max(2, len(levels))))
+    for i, flops in enumerate(data.loc[data["series"] == "isoflop", "compute_flops"].unique()):
+        part = data[(data["series"] == "isoflop") & (data["compute_flops"] == flops)]
+        line = {"color": "rgba(128, 132, 136, 0.6)", "width": 1, "dash": "dot"}
+        _line(figure, part, line, "equal compute (FLOPs)", first=i == 0)
+        if len(part) > _INSET:
+            _label(figure, part.iloc[_INSET], f"10<sup>{math.log10(flops):.0f}</sup>", "top right")
+    for i, level in enumerate(levels):
+        part = data[(data["series"] == "contour") & (data["loss"] == level)]
+        _line(figure, part, {"color": shades[i], "width": 1.5}, "equal " + loss_title(loss_unit), first=i == 0)
+        _label(figure, part.iloc[-1], f"{level:.{places}f}", "top left")
+    runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "target"))
+    _line(figure, frontier, {"color": COLOURS[2], "width": 4}, "best N and D")
+    _markers(figure, runs, "runs", {"color": "grey", "size": 5})
+    if len(target):
+        _markers(figure, target, "target", STAR)
+    titles = (("n_params", "xaxis", params_title(n_params_convention)), ("n_tokens", "yaxis", TOKENS))
+    for name, axis, title in titles:
+        ends = np.log10([data[name].min(), data[name].max()])
+        figure.update_layout({axis: {"title": title, "range": list(ends), **log_axis(data[name])}})
+    return figure
+
+
+def allocation_data(fit: "ScalingFit", level: float = 0.9, *, alone: bool = False, **columns: float) -> pd.DataFrame:
+    """One row for each quantity and budget: quantity (n_params, n_tokens, tokens_per_param), compute_flops, value, low, high.
+
+    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it. The optimum is that of
+    `ScalingFit.best_law`, its interval tells how it depends on the fit and on which runs were made (`Ensemble.moves`). With
+    `alone`, or for a law without a forecast, it is the one form's and depends on the runs.
+
+    Raises:
+        ValueError: the level is not between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    low, high = fit.compute_range
+    flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
+    alone = alone or not fit.has_forecast
+    best = (fit.law if alone else fit.best_law).frontier(flops, **columns)
+    around = best["n_params"].to_numpy()
+    if not alone:
+        drawn = around * np.exp(
+            fit.ensemble.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, around, columns)))
+        )
+    else:
+        drawn = best_sizes(fit.law.form, fit.law.form.stacked(fit.draws), flops, around, columns)
+    product = flops / FLOPS_PER_PARAM_TOKEN
+    of_draws = {"n_params": drawn, "n_tokens": product / drawn, "tokens_per_param": product / drawn**2}
+    best["tokens_per_param"] = best["n_tokens"] / best["n_params"]
+    series = np.where(np.arange(len(flops)) < 33, "fitted", "extrapolated")
+    parts = []
+    for quantity, values in of_draws.items():
+        ends = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
+        column = {"compute_flops": flops, "value": best[quantity], "low": ends[0], "high": ends[1], "series": series}
+        parts.append(pd.DataFrame(column).assign(quantity=quantity, level=level))
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure":
+    """A panel for each quantity: the best against compute with its interval, dashed beyond the runs, and single optima."""
+    titles = {
+        "n_params": params_title(n_params_convention, 24),
+        "n_tokens": TOKENS,
+        "tokens_per_param": RATIO,
+    }
+    quantities = data["quantity"].unique()
+    figure = stacked(len(quantities), shared_xaxes=True)
+    for row, quantity in enumerate(quantities, start=1):
+        whole, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
+        part, points = whole[whole["series"] != "optimum"], whole[whole["series"] == "optimum"]
+        name = f"{100 * part['level'].iloc[0]:g} % interval"
+        add_band(figure, part["compute_flops"], part["low"], part["high"], name=name, **place)
+        for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
+            own = part[part["series"] == series]
+            hover = [f"{low:.3g} to {high:.3g}" for low, high in zip(own["low"], own["high"], strict=True)]
+            figure.add_scatter(
+                x=own["compute_flops"],
+                y=own["value"],
+                mode="lines",
+                name="best, within the runs" if series == "fitted" else "best, beyond them",
+                line={"color": COLOURS[2], "dash": dash},
+                text=hover,
+                **place,
+            )
+        if len(points):
+            figure.add_scatter(
+                x=points["compute_flops"],
+                y=points["value"],
+                error_y=error_bars(points, "value"),
+                mode="markers",
+                name="read off the runs",
+                marker={"color": COLOURS[5], "size": 7, "line": {"color": EDGE, "width": 1}},
+                **place,
+            )
+        figure.update_yaxes(title=titles[quantity], **log_axis(whole["value"]), row=row, col=1)
+    figure.update_xaxes(**log_axis(data["compute_flops"]))
+    figure.update_xaxes(title=COMPUTE, row=len(quantities), col=1)
+    return figure
+
+
+def best_sizes(
+    form: Form, draws: Values, flops: Array, around: Array, columns: dict[str, float] | None = None
+) -> NDArray[np.float64]:
+    """N of least loss for J parameter vectors at M budgets, [J, M].
+
+    Args:
+        form: of the law.
+        draws: its parameters, [J, 1] each.
+        flops: budgets, [M].
+        around: N of about the best, [M]; where no formula tells it, it is sought within 10⁴ times of that, by halving an
+            interval in which the loss has one minimum.
+        columns: values of the form's further columns.
+    """
+    product = flops / FLOPS_PER_PARAM_TOKEN
+    if powers := form.powers(draws):
+        a, p, b, q = powers
+        return np.asarray(np.exp((np.log(p / q) + np.log(a) - np.log(b) + q * np.log(product)) / (p + q)))
+    n_draws = max(len(np.atleast_1d(value)) for value in draws.values())
+    centre = np.broadcast_to(np.log(around), (n_draws, len(flops)))
+    low, high = centre - _REACH, centre + _REACH
+
+    def loss(log_n: Array) -> Array:
+        rows = {"n_params": np.exp(log_n), "n_tokens": product * np.exp(-log_n), **(columns or {})}
+        return np.asarray(form.loss(draws, rows))
+
+    golden = (math.sqrt(5) - 1) / 2
+    for _ in range(_HALVINGS):
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        falls = loss(left) > loss(right)
+        low, high = np.where(falls, left, low), np.where(falls, high, right)
+    return np.asarray(np.exp((low + high) / 2))
+
+
+def _points(law: Law, n_params: Array, n_tokens: Array, columns: dict[str, float], series: str) -> pd.DataFrame:
+    at = {"n_params": n_params, "n_tokens": n_tokens, "compute_flops": compute_flops(n_params, n_tokens)}
+    return pd.DataFrame(at | {"loss": law.loss(n_params, n_tokens, **columns), "series": series})
+
+
+def _levels(losses: Array) -> Array:
+    """Some losses along the frontier, rounded to a tenth or less of their distance."""
+    span = losses.max() - losses.min()
+    places = max(0, math.ceil(-math.log10(max(span, 1e-9) / _N_LEVELS)))
+    at = np.linspace(0, len(losses) - 1, _N_LEVELS + 2)[1:-1].round().astype(np.int64)
+    return np.unique(losses[at].round(places))
+
+
+def _contour(
+    law: Law, level: float, n_params: Sequence[float], n_tokens: Sequence[float], columns: dict[str, float]
+) -> tuple[Array, Array]:
+    """N and D of one loss, N rising, within the box or a little outside.
+
+    On a line of equal D/N the loss falls with compute, so that the level is met there at most once.
+    """
+    ends = math.log(n_tokens[1] / n_params[0]) / 2, math.log(n_tokens[0] / n_params[1]) / 2
+    half_ratio = np.linspace(*ends, _N_RAYS)
+    low = np.full(_N_RAYS, math.log(n_params[0] * n_tokens[0]) / 2)
+    high = np.full(_N_RAYS, math.log(n_params[1] * n_tokens[1]) / 2)
+
+    def loss(middle: Array) -> Array:
+        return np.asarray(law.loss(np.exp(middle - half_ratio), np.exp(middle + half_ratio), **columns))
+
+    met = (loss(low) >= level) & (loss(high) <= level)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = loss(middle) > level
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.exp(low - half_ratio)[met], np.exp(low + half_ratio)[met]
+
+
+def _hover(part: pd.DataFrame) -> list[str]:
+    columns = (part[name] for name in ("n_params", "n_tokens", "compute_flops", "loss"))
+    return [
+        f"N {n:.3g}, D {d:.3g} ({d / n:.3g} per parameter)<br>{c:.3g} FLOPs, loss {loss:.4f}"
+        for n, d, c, loss in zip(*columns, strict=True)
+    ]
+
+
+def _line(figure: "go.Figure", part: pd.DataFrame, line: dict[str, Any], name: str, *, first: bool = True) -> None:
+    common = {"mode": "lines", "line": line, "name": name, "legendgroup": name, "showlegend": first}
+    figure.add_scatter(x=part["n_params"], y=part["n_tokens"], text=_hover(part), hoverinfo="text", **common)
+
+
+def _markers(figure: "go.Figure", part: pd.DataFrame, name: str, marker: dict[str, Any]) -> None:
+    common = {"mode": "markers", "marker": marker, "name": name}
+    figure.add_scatter(x=part["n_params"], y=part["n_tokens"], text=_hover(part), hoverinfo="text", **common)
+
+
+def _label(figure: "go.Figure", point: "pd.Series[Any]", text: str, place: str) -> None:
+    common = {"mode": "text", "textposition": place, "showlegend": False, "hoverinfo": "skip"}
+    font = {"size": 10, "color": EDGE}
+    figure.add_scatter(x=[point["n_params"]], y=[point["n_tokens"]], text=[text], textfont=font, **common)

@@ -1,0 +1,218 @@
+"""How well a ladder would have forecast its own largest runs: fitted below a cut, held against what lies above.
+
+A backtest tells how far to trust; it chooses nothing. A form picked by its held-out error would be hindsight, and its interval
+too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.checks import numbers, require_columns
+from scaling.errors import ScalingError, TooFewRunsError
+from scaling.fits.fitting import fit, require_form
+from scaling.fits.forecast import DEFAULT, interval_factor, log_scale, reasons_against
+from scaling.fits.result import ScalingFit
+from scaling.fits.runs import Table, naming, read_table, require_convention
+from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
+from scaling.forms.law import compute_flops
+from scaling.presentation import Result, counted
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
+LEVELS = (0.9, 0.95)
+N_BOOTSTRAP = 100
+"""Of each fit; its intervals are read from a standard deviation."""
+TOP = 2.0
+"""Largest compute over that of the runs that count as the top."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Backtest(Result):
+    """Forecasts of runs that the fit had not seen.
+
+    Attributes:
+        predictions: a row for each cut, method and held-out run: cut, method, n_params, n_tokens, compute_flops, loss,
+            predicted, log_error (of the prediction), and for each level low_… and high_…; supported (of `forecast` only).
+        too_few: cuts below which too few runs lie to fit anything, and why.
+        n_params_convention: what N counts.
+        loss_unit: of the losses.
+    """
+
+    predictions: pd.DataFrame = field(repr=False)
+    too_few: dict[float, str]
+    n_params_convention: str
+    loss_unit: str
+
+    def table(self) -> pd.DataFrame:
+        """A row for each cut and method.
+
+        Columns: held_out (runs), mean_error and top_error (mean |log error| of all and of those within a factor of two of
+        the largest, in %), bias (mean log error, in %), and for each level coverage_… (share of runs within) and
+        width_… (median full width, % of the loss); supported (share of the runs).
+        """
+        rows = []
+        for (cut, method), part in self.predictions.groupby(["cut", "method"], sort=False):
+            top = part["compute_flops"] >= part["compute_flops"].max() / TOP
+            error = part["log_error"]
+            row: dict[str, Any] = {
+                "cut": cut,
+                "method": method,
+                "held_out": len(part),
+                "mean_error": 100 * error.abs().mean(),
+                "top_error": 100 * error[top].abs().mean(),
+                "bias": 100 * error.mean(),
+                "supported": part["supported"].mean(),
+            }
+            for level in LEVELS:
+                low, high = part[f"low_{level:g}"], part[f"high_{level:g}"]
+                row[f"coverage_{level:g}"] = part["loss"].between(low, high).mean()
+                row[f"width_{level:g}"] = 100 * (high / low - 1).median()
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def plot(self) -> go.Figure:
+        """Predicted against measured, with the default's intervals.
+
+        Raises:
+            ScalingError: no cut leaves enough runs.
+        """
+        if self.predictions.empty:
+            raise ScalingError(f"there is nothing to draw: {self}")
+        from scaling.fits.law_figures import backtest_data, draw_backtest
+
+        return draw_backtest(backtest_data(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        return {
+            "predictions": self.predictions.to_dict("list"),
+            "too_few": [*self.too_few.items()],
+            "n_params_convention": self.n_params_convention,
+            "loss_unit": self.loss_unit,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Backtest:
+        """The inverse of `to_dict`."""
+        return cls(**(data | {"predictions": pd.DataFrame(data["predictions"]), "too_few": dict(data["too_few"])}))
+
+    def __str__(self) -> str:
+        """The table, what could not be cut, and the units."""
+        told = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
+        units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
+        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
+
+
+def backtest(
+    runs: Table,
+    *,
+    n_params_convention: str,
+    cuts: Sequence[float] = (10, 30),
+    forms: Sequence[Form] | Form = FORMS_COMPARED,
+    seed: int = 0,
+    **options: Any,
+) -> Backtest:
+    """Fit the runs with C < Cmax/cut, and predict those above.
+
+    The interval of a form by itself is of its bootstrap with residual noise, as it is usually given.
+
+    Args:
+        runs: as `fit` takes them.
+        n_params_convention: what N counts.
+        cuts: Cmax over the compute below which runs are fitted.
+        forms: compared beside the default, one or several; what they depend on beside N and D must be in the runs.
+        seed: of the resampling.
+        options: further ones of `fit`, such as `loss_unit`; not `form`, nor `n_bootstrap`, which is N_BOOTSTRAP.
+
+    Raises:
+        ValueError: the runs can't be fitted at all, a column is missing, or a cut is not above 1.
+        TypeError: an option is none, or a form is none.
+    """
+    if fixed := {"form", "n_bootstrap"} & set(options):
+        raise TypeError(f"backtest has no option {', '.join(sorted(fixed))}: forms are given as forms=[…]")
+    forms = [require_form(form) for form in ((forms,) if isinstance(forms, Form) else forms)]
+    require_convention(n_params_convention)
+    table = read_table(runs).reset_index(drop=True)
+    names = dict.fromkeys(name for form in forms for name in form.columns if name not in ("n_params", "n_tokens"))
+    if any(not cut > 1 for cut in cuts):
+        raise ValueError(f"cuts must be above 1, got {list(cuts)}")
+    options = {"n_params_convention": n_params_convention, **options}
+    with naming(runs):
+        require_columns(table, ("n_params", "n_tokens", "loss", *names))
+        checked = fit(table, n_bootstrap=2, **options)
+        whole = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
+    options["loss_unit"] = checked.loss_unit  # what was in bits is in nats by now
+    flops = compute_flops(whole["n_params"], whole["n_tokens"])
+    tables, too_few = [], {}
+    for cut in cuts:
+        below = flops < flops.max() / cut
+        try:
+            tables += [
+                table.assign(cut=cut) for table in _predictions(whole[below], whole[~below], forms, seed, options)
+            ]
+        except TooFewRunsError as error:
+            too_few[cut] = str(error)
+    columns = ["cut", "method"]
+    found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+    return Backtest(
+        predictions=found[[*columns, *found.columns.difference(columns, sort=False)]],
+        too_few=too_few,
+        n_params_convention=n_params_convention,
+        loss_unit=checked.loss_unit,
+    )
+
+
+def _predictions(
+    known: pd.DataFrame, unknown: pd.DataFrame, forms: Sequence[Form], seed: int, options: dict[str, Any]
+) -> Iterator[pd.DataFrame]:
+    """What each form, and the default, say of the unknown runs."""
+    held_out = unknown[["n_params", "n_tokens", "loss"]].assign(
+        compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
+    )
+    at = held_out["n_params"].to_numpy(), held_out["n_tokens"].to_numpy()
+    fits = {
+        form: fit(known, form=form, n_bootstrap=N_BOOTSTRAP, seed=seed, **options)
+        for form in dict.fromkeys((Chinchilla(), *forms))
+    }
+    own = fits[Chinchilla()]
+    supported = [not reasons_against(own, n, d) for n, d in zip(*at, strict=True)]
+    yield _table(
+        held_out, DEFAULT, own.ensemble.log_loss(*at), log_scale(own.ensemble, *at), interval_factor, supported
+    )
+    for form in forms:
+        result, rows = fits[form], {name: unknown[name].to_numpy() for name in form.columns}
+        scale = np.hypot(_spread(result, rows), result.residual_std)
+        predicted = form.loss(result.law.parameters, rows)
+        yield _table(held_out, form.name, np.log(predicted), scale, _normal, True)
+
+
+def _table(
+    held_out: pd.DataFrame, method: str, log_loss: Array, scale: Array, factor: Any, supported: Any
+) -> pd.DataFrame:
+    table = held_out.assign(method=method, predicted=np.exp(log_loss), supported=supported)
+    table["log_error"] = log_loss - np.log(held_out["loss"])
+    for level in LEVELS:
+        reach = factor(level) * scale
+        table[f"low_{level:g}"], table[f"high_{level:g}"] = np.exp(log_loss - reach), np.exp(log_loss + reach)
+    return table
+
+
+def _spread(result: ScalingFit, rows: dict[str, Array]) -> Array:
+    """Standard deviation of log loss over the bootstrap draws, [K]."""
+    values = result.law.form.stacked(result.draws)
+    return np.asarray(np.log(result.law.form.loss(values, rows)).std(axis=0))
+
+
+def _normal(level: float) -> float:
+    from scipy.special import ndtri
+
+    return float(ndtri((1 + level) / 2))

@@ -1,0 +1,222 @@
+"""Several fits of one ladder whose mean is the forecast and whose spread tells how far the form can be trusted.
+
+Each is the joint form under weak priors. They differ in what is robust and what is recent: no single one is best on every
+public ladder, and to choose one by its held-out error would be hindsight. Measured on the ladders of
+`tests/benchmarks/forecast.py`; the figures are in tests/benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.errors import ScalingError
+from scaling.forms.form import Problem, Values
+from scaling.forms.law import NATS, Law, compute_flops
+from scaling.forms.mean import mean_of
+from scaling.forms.powers import Joint
+from scaling.minimizers.bootstrap import refit
+from scaling.minimizers.newton import Prior, minimize
+from scaling.minimizers.screening import screened
+from scaling.weights import noise_weights, stem_weights
+
+PRIOR = {"E": (0.6, 0.6), "alpha": (0.35, 0.5), "beta": (0.35, 0.5), "g": (1.0, 0.35)}
+"""Centre (of E: as a share of the least loss) and standard deviation of the logarithm, the same for every ladder."""
+TUNING = 1.345
+"""Huber's threshold in standard deviations of the residual: 95 % efficiency under normal noise (Huber 1981, sec. 4.5)."""
+L1_DELTA = 1e-3
+USUAL_RATIO = (5.0, 200.0)
+"""D/N of the rows of the variant that leaves far under- and over-trained ones out."""
+MIN_USUAL_ROWS = 12
+RESIDUAL_RATIO = (2.0, 500.0)
+"""D/N of the rows whose residuals tell how well the form fits."""
+N_FINALISTS, N_DRAWS = 6, 60
+_MAD = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+_LEAST_SIGMA = 1e-4  # of log residuals; below it a prior would weigh nothing
+_SCALE_STEPS = 4  # of residual scale and fit in turn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ensemble:
+    """Fits of one ladder.
+
+    Attributes:
+        variants: of which the forecast is the mean in log loss, by name; the first is the base.
+        squares: the base under squared residuals: far from the others where single rows decide.
+        draws: the base under resampled stems, parameters in the form's order, [n_draws, 6].
+        residual: recency-weighted rms of the base's log residuals.
+        compute_range: least and largest C fitted, FLOPs.
+    """
+
+    variants: Mapping[str, Law]
+    squares: Law
+    draws: Array
+    residual: float
+    compute_range: tuple[float, float]
+
+    @cached_property
+    def law(self) -> Law:
+        """The forecast's point at every (N, D), as a law."""
+        return mean_of([*self.variants.values()])
+
+    def moves(self, log_of: Callable[[Values, int], Array]) -> Array:
+        """How a quantity's logarithm moves with the fit and with the runs, [n_variants·n_draws, …].
+
+        What each variant says against their mean, and what each draw says against the base, of every pair of the two; infinite
+        where a fit gives none.
+
+        Args:
+            log_of: the logarithm, [J, …], of J sets of the joint form's parameters, [J, 1] each.
+        """
+        laws = np.array([[*law.parameters.values()] for law in self.variants.values()])
+        every = np.vstack([laws, self.draws])
+        logs = log_of(Joint().stacked(every), len(every))
+        fits, draws = logs[: len(laws)], logs[len(laws) :]
+        with np.errstate(invalid="ignore"):
+            centre = np.nanmean(np.where(np.isfinite(fits), fits, np.nan), axis=0)
+            moved = (fits - centre)[:, None] + (draws - fits[0])
+        return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
+
+    def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        """The forecast, log loss, of the broadcast shape."""
+        return np.asarray(np.log(self.law.loss(n_params, n_tokens)))
+
+    def form_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        """Standard deviation of log loss over the variants and the fit of squares."""
+        laws = (*self.variants.values(), self.squares)
+        return np.asarray(np.std([np.log(law.loss(n_params, n_tokens)) for law in laws], axis=0))
+
+    def draw_spread(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        """Standard deviation of log loss over the draws."""
+        n_params, n_tokens = np.broadcast_arrays(np.asarray(n_params, np.float64), np.asarray(n_tokens, np.float64))
+        values = dict(zip(Joint.parameters, self.draws.T[(...,) + (None,) * n_params.ndim], strict=True))
+        rows = Joint().columns_of({"n_params": n_params, "n_tokens": n_tokens})
+        return np.asarray(np.log(Joint().loss(values, rows)).std(axis=0))
+
+
+def fit_ensemble(
+    rows: pd.DataFrame, *, seed: int = 0, n_params_convention: str = "", loss_unit: str = NATS
+) -> Ensemble:
+    """Fit every variant.
+
+    Args:
+        rows: n_params, n_tokens, loss, stem; with `noise` they are weighted by 1/noise².
+        seed: of the resampling.
+        n_params_convention, loss_unit: of the laws.
+
+    Raises:
+        ScalingError: there are too few distinct (N, D) for the joint form.
+    """
+    points, wanted = len(rows[["n_params", "n_tokens"]].drop_duplicates()), len(Joint.parameters) + 1
+    if points < wanted:
+        raise ScalingError(
+            f"a forecast's fits have {wanted - 1} parameters: need at least {wanted} distinct (N, D), got {points}"
+        )
+    log_loss = np.log(rows["loss"].to_numpy())
+    n_params, n_tokens = rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy()
+    log_compute, ratio = np.log10(compute_flops(n_params, n_tokens)), n_tokens / n_params
+    weights = noise_weights(rows)
+    fits = _Fits(
+        Joint().problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss),
+        log_loss,
+        weights,
+        n_params_convention,
+        loss_unit,
+    )
+    usual = (ratio >= USUAL_RATIO[0]) & (ratio <= USUAL_RATIO[1])
+    base, sigma = fits.adaptive()
+    residual = fits.residual(base)
+    even = np.ones(len(rows))
+    robust = TUNING * sigma
+    thetas = {
+        "adaptive Huber": base,
+        # The prior weighs as against Laplace noise of the mean absolute residual.
+        "least absolute residuals": fits.polished(
+            even, (robust, L1_DELTA), L1_DELTA * float(np.average(np.abs(residual), weights=weights)), base
+        ),
+    }
+    for name, power in (("recent rows weigh more", 0.5), ("recent rows weigh most", 1.0)):
+        recent = 10 ** (power * (log_compute - log_compute.max()))
+        thetas[name] = fits.polished(recent / recent.mean(), (robust,), sigma**2, base)
+    if usual.sum() >= MIN_USUAL_ROWS:
+        low, high = USUAL_RATIO
+        thetas[f"rows of {low:g} to {high:g} tokens per parameter"] = fits.polished(
+            usual.astype(np.float64), (robust,), sigma**2, base
+        )
+    squares = fits.polished(
+        even, (math.inf,), max(float(np.average(residual**2, weights=weights)), _LEAST_SIGMA**2), base
+    )
+    resampled = weights * stem_weights(pd.factorize(rows["stem"])[0], N_DRAWS, seed)
+    draws, _ = refit(fits.problem, log_loss, resampled, base, (robust,), fits.prior(sigma**2))
+
+    telling = (ratio >= RESIDUAL_RATIO[0]) & (ratio <= RESIDUAL_RATIO[1])
+    telling = telling if telling.any() else np.ones(len(rows), dtype=bool)
+    recent = 10 ** (0.5 * (log_compute - log_compute.max()))
+    return Ensemble(
+        variants={name: fits.law(theta) for name, theta in thetas.items()},
+        squares=fits.law(squares),
+        draws=fits.problem.natural(draws),
+        residual=float(np.sqrt(np.average(residual[telling] ** 2, weights=(weights * recent)[telling]))),
+        compute_range=(float(10 ** log_compute.min()), float(10 ** log_compute.max())),
+    )
+
+
+@dataclass(frozen=True)
+class _Fits:
+    """Fits of the joint form to one ladder, under the prior; rows have weights of mean one, and a scale that goes with them."""
+
+    problem: Problem
+    log_loss: Array
+    weights: Array
+    n_params_convention: str
+    loss_unit: str
+
+    def prior(self, variance: float) -> Prior:
+        """In the units of an objective whose residuals have a variance."""
+        centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
+        centres["E"] += float(self.log_loss.min())
+        return Prior(
+            mean=np.array([centres.get(name, 0.0) for name in Joint.parameters]),
+            precision=np.array([variance / PRIOR[name][1] ** 2 if name in PRIOR else 0.0 for name in Joint.parameters]),
+        )
+
+    def adaptive(self) -> tuple[Array, float]:
+        """Huber's fit and the scale of its residuals, found in turn."""
+        wide = 1e-2
+        prior = self.prior(wide**2)
+        best = screened(self.problem, self.log_loss, self.weights, wide, N_FINALISTS, prior)
+        tiled = np.tile(self.weights, (len(best), 1))
+        thetas, values, _ = minimize(self.problem, self.log_loss, tiled, best, (10 * wide, wide), prior)
+        theta = thetas[np.argmin(values)]
+        for _ in range(_SCALE_STEPS):
+            residual = np.sqrt(self.weights) * self.residual(theta)
+            sigma = max(_MAD * float(np.median(np.abs(residual))), _LEAST_SIGMA)
+            theta = self.polished(np.ones(len(residual)), (TUNING * sigma,), sigma**2, theta)
+        return theta, sigma
+
+    def polished(self, weights: Array, deltas: tuple[float, ...], variance: float, start: Array) -> Array:
+        """The fit from one start, the rows weighted further."""
+        weights = (self.weights * weights)[None]
+        theta, _, _ = minimize(self.problem, self.log_loss, weights, start[None], deltas, self.prior(variance))
+        return np.asarray(theta[0])
+
+    def residual(self, theta: Array) -> Array:
+        """Log loss expected less log loss measured, [K]."""
+        return np.asarray(self.problem.log_loss(theta[None])[0] - self.log_loss)
+
+    def law(self, theta: Array) -> Law:
+        """The law of one theta."""
+        numbers = dict(zip(Joint.parameters, map(float, self.problem.natural(theta[None])[0]), strict=True))
+        return Law(
+            form=Joint(),
+            parameters=numbers,
+            n_params_convention=self.n_params_convention,
+            loss_unit=self.loss_unit,
+        )

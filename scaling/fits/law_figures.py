@@ -1,0 +1,162 @@
+"""Figures of the loss law, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scaling.drawing import (
+    COLOURS,
+    COMPUTE,
+    EDGE,
+    STAR,
+    add_band,
+    error_bars,
+    log_axis,
+    loss_title,
+    size_colours,
+    stacked,
+)
+from scaling.fits.forecast import DEFAULT, Forecast, interval_factor, log_scale
+from scaling.forms.law import NATS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.fits.backtest import Backtest
+    from scaling.fits.result import ScalingFit
+
+
+def fit_data(fit: "ScalingFit") -> pd.DataFrame:
+    """One row per fitted run: n_params, n_tokens, compute_flops, loss, predicted, residual (% of the prediction)."""
+    table = fit.residuals()
+    table["residual"] = 100 * np.expm1(table["log_residual"])
+    return table[["n_params", "n_tokens", "compute_flops", "loss", "predicted", "residual"]].assign(series="run")
+
+
+def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
+    """Actual against predicted loss, and the residuals against compute, coloured by log10 N."""
+    import plotly.graph_objects as go
+
+    figure = stacked(2)
+    marker = size_colours(data["n_params"], n_params_convention) | {"size": 6}
+    hover = [f"N {n:.3g}, D {d:.3g}" for n, d in zip(data["n_params"], data["n_tokens"], strict=True)]
+    common = {"mode": "markers", "marker": marker, "text": hover, "showlegend": False}
+    figure.add_trace(go.Scatter(x=data["predicted"], y=data["loss"], **common), row=1, col=1)
+    ends = [data[["loss", "predicted"]].min().min(), data[["loss", "predicted"]].max().max()]
+    diagonal = {"mode": "lines", "line": {"color": "grey", "dash": "dot"}, "showlegend": False, "hoverinfo": "skip"}
+    figure.add_trace(go.Scatter(x=ends, y=ends, **diagonal), row=1, col=1)
+    figure.add_trace(go.Scatter(x=data["compute_flops"], y=data["residual"], **common), row=2, col=1)
+    figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=2, col=1)
+    figure.update_xaxes(title="predicted " + loss_title(loss_unit), row=1, col=1)
+    figure.update_yaxes(title="actual " + loss_title(loss_unit), row=1, col=1)
+    figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]), row=2, col=1)
+    figure.update_yaxes(title="residual (% of the prediction)", row=2, col=1)
+    return figure
+
+
+def frontier_data(fit: "ScalingFit", target: Forecast | None = None, level: float = 0.9) -> pd.DataFrame:
+    """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs.
+
+    The frontier is that of `ScalingFit.best_law`, with the interval of the forecasts along it.
+    """
+    runs = fit.residuals()[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run")
+    low, high = fit.compute_range
+    frontier = fit.best_law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
+    at = frontier["n_params"], frontier["n_tokens"]
+    loss, reach = np.exp(fit.ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(fit.ensemble, *at))
+    frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
+    parts = [runs, frontier]
+    if target is not None:
+        columns = ("compute_flops", "n_params", "n_tokens", "loss", "low", "high")
+        parts.append(pd.DataFrame([{column: getattr(target, column) for column in columns} | {"series": "forecast"}]))
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+    """Loss against compute: runs, the best loss of each budget with its interval, the forecast."""
+    import plotly.graph_objects as go
+
+    runs, frontier, target = (data[data["series"] == name] for name in ("run", "frontier", "forecast"))
+    figure = go.Figure()
+    add_band(figure, frontier["compute_flops"], frontier["low"], frontier["high"])
+    figure.add_scatter(
+        x=frontier["compute_flops"], y=frontier["loss"], mode="lines", name="best N and D", line={"color": COLOURS[2]}
+    )
+    figure.add_scatter(
+        x=runs["compute_flops"], y=runs["loss"], mode="markers", name="runs", marker={"color": "grey", "size": 5}
+    )
+    if len(target):
+        figure.add_scatter(
+            x=target["compute_flops"],
+            y=target["loss"],
+            error_y=error_bars(target, "loss"),
+            mode="markers",
+            name="forecast",
+            marker=STAR,
+        )
+    figure.update_xaxes(title=COMPUTE, **log_axis(data["compute_flops"]))
+    figure.update_yaxes(title=loss_title(loss_unit), type="log")
+    return figure
+
+
+def backtest_data(found: "Backtest", level: float = 0.9) -> pd.DataFrame:
+    """One row per cut and held-out run of the default forecast: cut, n_params, n_tokens, compute_flops, loss, predicted.
+
+    `low` and `high` are the interval's ends at the `level`, `within` whether the loss lies between them, `error`, `error_low`
+    and `error_high` the loss and these ends above the forecast in %.
+    """
+    own = found.predictions[found.predictions["method"] == DEFAULT]
+    names = {f"low_{level:g}": "low", f"high_{level:g}": "high"}
+    kept = ["cut", "n_params", "n_tokens", "compute_flops", "loss", "predicted", "low", "high"]
+    data = own.rename(columns=names)[kept]
+    above = {
+        column: 100 * (data[name] / data["predicted"] - 1)
+        for column, name in (("error", "loss"), ("error_low", "low"), ("error_high", "high"))
+    }
+    within = data["loss"].between(data["low"], data["high"])
+    return data.assign(**above, within=within, level=level, series="held out")
+
+
+def draw_backtest(data: pd.DataFrame) -> "go.Figure":
+    """How far the loss measured lies from its forecast, with the forecast's interval: a panel for each cut."""
+    cuts = [part for _, part in data.groupby("cut")]
+    told = [f"fitted below 1/{part['cut'].iloc[0]:g} of the largest compute" for part in cuts]
+    figure = stacked(
+        max(1, len(cuts)), shared_xaxes="all", shared_yaxes="all", subplot_titles=told, vertical_spacing=0.12
+    )
+    level = f"{100 * data['level'].iloc[0]:g} % interval" if len(data) else "interval"
+    looks = {
+        True: {"color": COLOURS[2], "symbol": "circle"},
+        False: {"color": COLOURS[5], "symbol": "x"},
+    }
+    shown: set[str] = set()
+    for row, part in enumerate(cuts, start=1):
+        ends = {
+            "array": part["error_high"],
+            "arrayminus": -part["error_low"],
+            "thickness": 1,
+            "width": 0,
+            "color": EDGE,
+        }
+        place = {"row": row, "col": 1, "mode": "markers"}
+        none = {"symbol": "line-ns-open", "size": 8, "color": EDGE}
+        x = part["compute_flops"]
+        common = {"showlegend": row == 1, "hoverinfo": "skip", **place}
+        figure.add_scatter(x=x, y=0 * x, error_y=ends, name=level, marker=none, **common)
+        for within, marker in looks.items():
+            own = part[part["within"] == within]
+            if not len(own):
+                continue
+            text = [f"N {n:.3g}, D {d:.3g}" for n, d in zip(own["n_params"], own["n_tokens"], strict=True)]
+            name = "within it" if within else "outside"
+            x, y = own["compute_flops"], own["error"]
+            common = {"name": name, "legendgroup": name, "showlegend": name not in shown, **place}
+            figure.add_scatter(x=x, y=y, marker=marker, text=text, **common)
+            shown.add(name)
+        figure.add_hline(y=0, line={"color": "grey", "dash": "dot"}, row=row, col=1)
+        figure.update_yaxes(title="measured above<br>forecast (%)", row=row, col=1)
+    if len(cuts):
+        figure.update_xaxes(**log_axis(data["compute_flops"]))
+    figure.update_xaxes(title=COMPUTE, row=max(1, len(cuts)), col=1)
+    return figure

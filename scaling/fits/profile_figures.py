@@ -1,0 +1,93 @@
+"""Figure of a profile likelihood, as two functions: `profile_data` computes a DataFrame, `draw_profile` draws it with plotly."""
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scaling.drawing import BAND, COLOURS, EDGE, STAR, add_note, parameter_title
+from scaling.forms.law import NATS
+from scaling.presentation import span
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.fits.profile import Profile
+
+_BETWEEN = 8  # points drawn from one fit of the profile to the next
+
+
+def profile_data(profile: "Profile") -> pd.DataFrame:
+    """Series fit, curve, estimate, end, threshold: value, rise, and of all name, level, at, low, high.
+
+    `rise` is 2·(Q(value) − Q(estimate)) over the scale, so that it is compared with Student's t². The curve goes through the
+    fits as the interval's ends were found: its signed root is straight between them over the logarithm of the value.
+    An end that is open has no row.
+    """
+    table = profile.table.sort_values("value")
+    fits = np.log(table["value"].to_numpy())
+    ends = [end for end in (profile.low, profile.high) if end > 0 and math.isfinite(end)]
+    steps = np.arange(_BETWEEN * (len(fits) - 1) + 1) / _BETWEEN
+    log_value = np.unique([*np.interp(steps, np.arange(len(fits)), fits), *np.log(ends)])
+    curve = np.interp(log_value, fits, table["root"]) ** 2
+    shown = [table["value"].min(), table["value"].max()]
+    parts = {
+        "fit": (table["value"].to_numpy(), table["root"].to_numpy() ** 2),
+        "curve": (np.exp(log_value), curve),
+        "estimate": (np.array([profile.estimate]), np.zeros(1)),
+        "end": (np.array(ends), np.full(len(ends), profile.threshold)),
+        "threshold": (np.array(shown), np.full(2, profile.threshold)),
+    }
+    tables = [pd.DataFrame({"value": x, "rise": y}).assign(series=name) for name, (x, y) in parts.items()]
+    where = ", ".join(f"{name} {value:.4g}" for name, value in profile.at.items())
+    about = {"name": profile.name, "level": profile.level, "at": where, "low": profile.low, "high": profile.high}
+    return pd.concat(tables, ignore_index=True).assign(**about)
+
+
+def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+    """The rise of the objective over the quantity, the threshold, and the interval, which is said above."""
+    import plotly.graph_objects as go
+
+    about = data.iloc[0]
+    fits, curve, estimate, ends, threshold = (
+        data[data["series"] == name] for name in ("fit", "curve", "estimate", "end", "threshold")
+    )
+    figure = go.Figure()
+    left, right = threshold["value"]
+    inside = max(left, about["low"]), min(right, about["high"])
+    figure.add_vrect(x0=inside[0], x1=inside[1], fillcolor=BAND, line_width=0, layer="below")
+    level = f"threshold of {100 * about['level']:g} %"
+    dashed = {"color": EDGE, "dash": "dash"}
+    figure.add_scatter(x=threshold["value"], y=threshold["rise"], mode="lines", line=dashed, name=level)
+    figure.add_scatter(x=curve["value"], y=curve["rise"], mode="lines", line={"color": COLOURS[2]}, name="profile")
+    hover = [
+        "<br>".join([f"{about['name']} {value:.5g}", f"rise {rise:.3g}"])
+        for value, rise in zip(fits["value"], fits["rise"], strict=True)
+    ]
+    dots = {"color": COLOURS[2], "size": 6}
+    figure.add_scatter(
+        x=fits["value"], y=fits["rise"], mode="markers", marker=dots, name="fits", text=hover, hoverinfo="text"
+    )
+    figure.add_scatter(x=estimate["value"], y=estimate["rise"], mode="markers", marker=STAR, name="estimate")
+    if len(ends):
+        marker = {"symbol": "line-ns-open", "size": 14, "color": COLOURS[2], "line": {"width": 3}}
+        figure.add_scatter(x=ends["value"], y=ends["rise"], mode="markers", marker=marker, name="ends of the interval")
+    figure.update_xaxes(title=parameter_title(about["name"], loss_unit))
+    top = data["rise"].max()
+    figure.update_yaxes(title="rise of the objective, 2·ΔQ / scale", range=[-0.06 * top, 1.05 * top])
+    add_note(figure, _told(about, estimate["value"].item()))
+    return figure
+
+
+def _told(about: "pd.Series[float]", estimate: float) -> str:
+    """The interval in words: which end is open, if one is."""
+    low, high = about["low"], about["high"]
+    here = f"{about['name']}{' at ' if about['at'] else ''}{about['at']}: {estimate:.4g}, {100 * about['level']:g} %"
+    if low > 0 and math.isfinite(high):
+        return f"{here} {span(low, high, 4)}"
+    if low > 0:
+        return f"{here} above {low:.4g}; open above: the runs do not bound it there"
+    if math.isfinite(high):
+        return f"{here} below {high:.4g}; open below: the runs do not bound it there"
+    return f"{here}; open on both sides: the runs do not bound it"

@@ -1,0 +1,284 @@
+"""The fitted law."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.errors import ScalingError
+from scaling.fits.cautions import cautions
+from scaling.fits.ensemble import Ensemble, fit_ensemble
+from scaling.fits.forecast import Forecast, forecast
+from scaling.forms import form_named
+from scaling.forms.form import Form
+from scaling.forms.law import Law, compute_flops, params_exponent
+from scaling.presentation import Result, counted, lines, span
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.fits.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScalingFit(Result):
+    """A loss law, the runs that it was fitted to, and how far both can be trusted.
+
+    Attributes:
+        law: the point estimate.
+        objective: Σ Huber of log residuals at the estimate.
+        delta: the Huber threshold.
+        rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
+        left_out: rows that were not fitted, with a `reason`.
+        draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, drawn apart by
+            `scaling.minimizers.bootstrap.widening` so that percentiles cover in few runs too.
+        seed: of the resampling.
+        warnings: why the fit is doubtful; empty if it is not.
+        assumptions: what was taken for granted of the rows, as no column says it.
+    """
+
+    law: Law
+    objective: float
+    delta: float
+    rows: pd.DataFrame = field(repr=False)
+    left_out: pd.DataFrame = field(repr=False)
+    draws: Array = field(repr=False)
+    seed: int
+    warnings: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def n_params_convention(self) -> str:
+        """What N counts; predictions want N counted the same way."""
+        return self.law.n_params_convention
+
+    @property
+    def loss_unit(self) -> str:
+        """Of every loss told."""
+        return self.law.loss_unit
+
+    @property
+    def status(self) -> str:
+        """`ok`; `look` if there are `cautions`; `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "look" if self.cautions else "ok"
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What to look at, though it stops no forecast: rows far off the law, best sizes beside the runs'."""
+        return cautions(self)
+
+    @property
+    def n_rows(self) -> int:
+        """Fitted rows."""
+        return len(self.rows)
+
+    @property
+    def n_stems(self) -> int:
+        """Independent training runs among the fitted rows."""
+        return int(self.rows["stem"].nunique())
+
+    @property
+    def n_params_range(self) -> tuple[float, float]:
+        """Smallest and largest N fitted."""
+        return float(self.rows["n_params"].min()), float(self.rows["n_params"].max())
+
+    @property
+    def n_tokens_range(self) -> tuple[float, float]:
+        """Smallest and largest D fitted."""
+        return float(self.rows["n_tokens"].min()), float(self.rows["n_tokens"].max())
+
+    @property
+    def compute_range(self) -> tuple[float, float]:
+        """Smallest and largest C = 6·N·D fitted, FLOPs."""
+        flops = compute_flops(self.rows["n_params"], self.rows["n_tokens"])
+        return float(flops.min()), float(flops.max())
+
+    @property
+    def tokens_per_param_range(self) -> tuple[float, float]:
+        """Smallest and largest D/N fitted."""
+        ratio = self.rows["n_tokens"] / self.rows["n_params"]
+        return float(ratio.min()), float(ratio.max())
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of the log residuals, a degree of freedom taken off for each parameter."""
+        residual = self.residuals()["log_residual"]
+        return float(np.sqrt((residual**2).sum() / (self.n_rows - len(self.law.parameters))))
+
+    @cached_property
+    def ensemble(self) -> Ensemble:
+        """The fits of which a forecast is made: of the same rows, and the same whatever form the law has.
+
+        Raises:
+            ScalingError: the law depends on more than N and D.
+        """
+        if not self.has_forecast:
+            raise ScalingError(
+                f"forecasts are tested for laws of n_params and n_tokens, {self.law.form.name} depends on "
+                f"{', '.join(self.law.form.columns)}: see predict() for the law's own value"
+            )
+        return fit_ensemble(
+            self.rows, seed=self.seed, n_params_convention=self.n_params_convention, loss_unit=self.loss_unit
+        )
+
+    @property
+    def best_law(self) -> Law:
+        """What decisions and frontiers are made by: the mean of the forecast's fits, or the law itself where it has no forecast."""
+        return self.ensemble.law if self.has_forecast else self.law
+
+    @property
+    def has_forecast(self) -> bool:
+        """Whether the law is of N and D alone, which is what forecasts were tested for."""
+        return {*self.law.form.columns} == {"n_params", "n_tokens"}
+
+    def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
+        """The law's own value, in `loss_unit`, of the broadcast shape of the columns."""
+        return self.law.loss(n_params, n_tokens, **columns)
+
+    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9) -> Forecast:
+        """The loss of one run, by several fits, with an interval that allows for their own error (`scaling.fits.forecast`).
+
+        Raises:
+            ValueError: N or D is not finite and positive, or `level` not between 0 and 1.
+            ScalingError: the law depends on more than N and D.
+        """
+        return forecast(self, n_params, n_tokens, level)
+
+    def residuals(self) -> pd.DataFrame:
+        """The fitted rows with `compute_flops`, `predicted` and `log_residual` = log(loss / predicted)."""
+        predicted = self.predict(**{name: self.rows[name] for name in self.law.form.columns})
+        flops = compute_flops(self.rows["n_params"], self.rows["n_tokens"])
+        residual = np.log(self.rows["loss"] / predicted)
+        return self.rows.assign(compute_flops=flops, predicted=predicted, log_residual=residual)
+
+    def intervals(self, level: float = 0.9) -> pd.DataFrame:
+        """Columns estimate, low, high for the parameters and, if it has one, the `params_exponent` a of the optimum N ∝ C^a.
+
+        These are percentiles of the widened bootstrap: on planted ladders of 20 runs nominal 90 % covered 87 to 97 %
+        (tests/benchmarks/RESULTS.md). They take the form to be right: for a loss use `forecast`.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        estimate, draws = dict(self.law.parameters), dict(zip(self.law.parameters, self.draws.T, strict=True))
+        if (exponent := self.law.params_exponent) is not None:
+            estimate["params_exponent"] = exponent
+            draws["params_exponent"] = params_exponent(self.law.form, draws)
+        low, high = np.quantile(np.stack([*draws.values()]), [(1 - level) / 2, (1 + level) / 2], axis=1)
+        return pd.DataFrame({"estimate": [*estimate.values()], "low": low, "high": high}, index=[*estimate])
+
+    def profile(self, name: str, *, level: float = 0.9, at: Mapping[str, float] | None = None) -> "Profile":
+        """Interval of a parameter, `params_exponent`, `tokens_exponent` or the law's own `loss` at a run, by profile likelihood.
+
+        Beside the percentiles of `intervals` it need not be symmetric, and says where the runs don't bound the quantity
+        (see `scaling.fits.profile`, also for what is raised).
+        """
+        from scaling.fits.profile import profile
+
+        return profile(self, name, level=level, at=at)
+
+    def plot(self) -> "go.Figure":
+        """Predicted against actual loss, and the residuals against compute."""
+        from scaling.fits.law_figures import draw_fit, fit_data
+
+        return draw_fit(fit_data(self), self.n_params_convention, self.loss_unit)
+
+    def plot_frontier(self, target: Forecast | None = None) -> "go.Figure":
+        """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
+        from scaling.fits.law_figures import draw_frontier, frontier_data
+
+        return draw_frontier(frontier_data(self, target), self.loss_unit)
+
+    def plot_contours(self, target: Forecast | None = None, *, alone: bool = False, **columns: float) -> "go.Figure":
+        """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute.
+
+        It is by `best_law`, or by the one form fitted where it is to stand `alone`.
+        """
+        from scaling.fits.allocation_figures import contours_data, draw_contours
+
+        data = contours_data(self, target, alone=alone, **columns)
+        return draw_contours(data, self.n_params_convention, self.loss_unit)
+
+    def plot_allocation(self, level: float = 0.9, *, alone: bool = False, **columns: float) -> "go.Figure":
+        """The best N, D and D/N against compute with intervals, by `best_law` or by the one form fitted, `alone`."""
+        from scaling.fits.allocation_figures import allocation_data, draw_allocation
+
+        return draw_allocation(allocation_data(self, level, alone=alone, **columns), self.n_params_convention)
+
+    def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
+        """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
+
+        It is by `best_law`.
+        """
+        from scaling.fits.size_figures import draw_sizes, sizes_data
+
+        data = sizes_data(self.best_law, compute_flops, within, **columns)
+        return draw_sizes(data, self.n_params_convention, self.loss_unit)
+
+    def plot_parameters(self, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9) -> "go.Figure":
+        """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""
+        from scaling.fits.spread_figures import draw_parameters, parameters_data
+
+        return draw_parameters(parameters_data(self, pairs, level), self.loss_unit)
+
+    def plot_variants(self, target: Forecast) -> "go.Figure":
+        """What each of the fits behind a forecast says, beside the forecast and its interval."""
+        from scaling.fits.spread_figures import draw_variants, variants_data
+
+        return draw_variants(variants_data(self, target), self.loss_unit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, draws included; `from_dict` restores it exactly (index and stems must be JSON types)."""
+        return {
+            "law": self.law.to_dict(),
+            "objective": self.objective,
+            "delta": self.delta,
+            "rows": self.rows.to_dict("tight"),
+            "left_out": self.left_out.astype(object).where(self.left_out.notna(), None).to_dict("tight"),
+            "draws": self.draws.tolist(),
+            "seed": self.seed,
+            "warnings": list(self.warnings),
+            "assumptions": list(self.assumptions),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "ScalingFit":
+        """The inverse of `to_dict`; a form of one's own must be given."""
+        restored = {
+            "law": Law.from_dict(data["law"], form or form_named(data["law"]["form"])),
+            "rows": _table(data["rows"]),
+            "left_out": _table(data["left_out"]),
+            "draws": np.asarray(data["draws"], np.float64),
+            "warnings": tuple(data["warnings"]),
+            "assumptions": tuple(data["assumptions"]),
+        }
+        return cls(**(data | restored))
+
+    def __str__(self) -> str:
+        """Parameters with 90 % intervals, the data behind them, and the status."""
+        table = self.intervals(0.9).map("{:.5g}".format).to_string()
+        about = lines(
+            {
+                "interval": f"90 % of {len(self.draws)} bootstrap refits over {self.n_stems} runs",
+                "rows": f"{self.n_rows} fitted, {len(self.left_out)} left out",
+                "N": f"{span(*self.n_params_range)} parameters ({counted(self.n_params_convention)})",
+                "D": f"{span(*self.n_tokens_range)} tokens, {span(*self.tokens_per_param_range)} per parameter",
+                "C": f"{span(*self.compute_range)} FLOPs",
+                "residual": f"{self.residual_std:.2%} of the loss",
+                "objective": f"{self.objective:.8g}, sum of Huber terms at delta {self.delta:g}",
+                **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
+                "status": "; ".join((self.status, *self.warnings, *self.cautions)),
+            }
+        )
+        return f"L(N, D) = {self.law.form.formula}, {self.loss_unit}\n{table}\n{about}"
+
+
+def _table(data: dict[str, Any]) -> pd.DataFrame:
+    """Rows from JSON, where an empty table has lost its types."""
+    table = pd.DataFrame.from_dict(data, orient="tight")
+    types = {"n_params": np.float64, "n_tokens": np.float64, "loss": np.float64, "reason": "str"}
+    return table.astype({column: kind for column, kind in types.items() if column in table})

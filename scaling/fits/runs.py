@@ -1,0 +1,249 @@
+"""What a law is fitted to: a table or a file of runs, checked by name and unit, with what was left out, doubted or assumed.
+
+Every function that takes a ladder reads it here, so that the same table means the same everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.arrays import Array
+from scaling.checks import numbers, or_nan, require_columns
+from scaling.fits.units import rows_in_bits
+from scaling.forms.law import NATS, compute_flops
+
+Table: TypeAlias = pd.DataFrame | str | os.PathLike[str]
+"""A table of runs, or the path of one: Parquet, CSV or JSON Lines."""
+BITS = "bits per token"
+LEAST_COUNT = 1000.0
+"""Fewer parameters or tokens are a number in millions or billions (assumed: no language model is as small)."""
+MOST_COUNT = 1e30
+"""More is no count (assumed); the FLOPs of both at this bound are still finite."""
+RATIO = (1e-2, 1e5)
+"""Median D/N outside of which N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
+FLOPS_FACTOR = 3.0
+"""Median compute over 6·N·D, either way, from which one of the three is doubted: attention and embeddings explain less (assumed)."""
+MOST_NATS = math.log(1e6)
+"""Loss of a uniform guess among a million tokens."""
+RUN_NAMES = ("run", "run_name", "run_id")
+"""Columns by which rows may share a training run where no `stem` says so."""
+UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
+OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
+ASSUMED = {
+    "annealed": "every loss is that of an annealed run (no column annealed)",
+    "regret": "every run is tuned (no column regret)",
+    "stem": "every row is a training run of its own (no column stem)",
+}
+"""What is taken for granted where a column doesn't say."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Runs:
+    """Checked rows.
+
+    Attributes:
+        rows: those to fit: n_params, n_tokens, further columns asked for, loss, noise (if given), stem; float64 but for the
+            stem, in an order of their own, the index the caller's.
+        left_out: the others, with a `reason`.
+        compute_flops: of `rows`, as the table has it, else 6·N·D.
+        loss_unit: of the losses.
+        warnings: why they are doubtful.
+        assumptions: what no column says.
+    """
+
+    rows: pd.DataFrame
+    left_out: pd.DataFrame
+    compute_flops: Array
+    loss_unit: str
+    warnings: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def omitted(self) -> str:
+        """How many rows were left out and why the first; empty if none were."""
+        if not len(self.left_out):
+            return ""
+        return f"{len(self.left_out)} rows were left out, the first because: {self.left_out['reason'].iloc[0]}"
+
+
+def read_table(runs: Table) -> pd.DataFrame:
+    """The table itself, or what is in its file.
+
+    Raises:
+        ValueError: the path is of no known kind, there is no such file, or it can't be read.
+    """
+    if isinstance(runs, pd.DataFrame):
+        return runs
+    if not isinstance(runs, str | os.PathLike):
+        raise ValueError(f"runs must be a DataFrame or the path of a table, got {type(runs).__name__}")
+    path = Path(runs)
+    if path.suffix.lower() not in _READERS:
+        raise ValueError(f"{path}: the file's name must end in {', '.join(_READERS)}, got {path.suffix or 'no suffix'}")
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    try:
+        return _READERS[path.suffix.lower()](path)
+    except Exception as error:  # a broken file's reader raises what it stumbles over
+        raise ValueError(f"{path}: can't be read as a table: {str(error) or type(error).__name__}") from error
+
+
+def _json_lines(path: Path) -> pd.DataFrame:
+    # pandas' own reader guesses at dates, rounds floats and refuses integers above 2^64.
+    with path.open(encoding="utf-8") as lines:
+        return pd.DataFrame([json.loads(line) for line in lines if line.strip()])
+
+
+_READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
+    ".parquet": pd.read_parquet,
+    ".csv": pd.read_csv,
+    ".jsonl": _json_lines,
+}
+
+
+@contextmanager
+def naming(runs: Table) -> Iterator[None]:
+    """Errors about a table that is a file begin with the file's name."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(runs, pd.DataFrame):
+            raise
+        raise ValueError(f"{os.fspath(runs)}: {error}") from error
+
+
+def require_convention(n_params_convention: str) -> None:
+    """Raise ValueError unless it is said what N counts."""
+    if not (isinstance(n_params_convention, str) and n_params_convention.strip()):
+        raise ValueError(
+            "n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings', "
+            f"got {n_params_convention!r}"
+        )
+
+
+def to_nats(loss_unit: str) -> tuple[float, str]:
+    """By what losses are multiplied, and their unit then: bits per token become nats, what is neither stays as it is."""
+    if not loss_unit.strip():
+        raise ValueError(f"loss_unit must name the unit of the losses, e.g. {NATS!r}, got {loss_unit!r}")
+    return (math.log(2), NATS) if loss_unit == BITS else (1.0, loss_unit)
+
+
+def counts(rows: pd.DataFrame, column: str) -> Array:
+    """The column of parameters or tokens in float64.
+
+    Raises:
+        ValueError: a value is no finite number above 0, or too small or too large to be a count.
+    """
+    values = numbers(rows, column)
+    if (many := values > MOST_COUNT).any():
+        first = int(np.argmax(many))
+        raise ValueError(f"{column} must be at most {MOST_COUNT:g}, got {values[first]:g} in row {rows.index[first]!r}")
+    if (few := values < LEAST_COUNT).any():
+        first = int(np.argmax(few))
+        raise ValueError(
+            f"{column} must be a plain count of at least {LEAST_COUNT:g}, got {values[first]:g} in row {rows.index[first]!r} "
+            f"({few.sum()} of {len(rows)} rows break this rule): is it in millions or billions?"
+        )
+    return values
+
+
+def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: float, loss_unit: str) -> Runs:
+    """Check a ladder, and leave out what can't tell the law (its columns: see `fitting.fit`).
+
+    Raises:
+        ValueError: a column is missing or breaks its rule.
+    """
+    needed = tuple(dict.fromkeys(("n_params", "n_tokens", *columns, "loss")))
+    require_columns(runs, (*needed, *(name for name in OPTIONAL if name in runs)))
+    factor, unit = to_nats(loss_unit)
+    reason = _told(runs)
+    open_ = reason == ""
+    considered = runs[open_]
+
+    def floats(name: str, **rule: bool) -> Array:
+        values = np.array([or_nan(value) for value in runs[name]])  # what the table itself leaves out need not be sound
+        counted = name in ("n_params", "n_tokens")
+        values[open_] = counts(considered, name) if counted else numbers(considered, name, **rule)
+        return np.asarray(values)
+
+    table = {name: floats(name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}
+    table["loss"] *= factor
+    stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
+    if odd := [name for name in stem if not pd.api.types.is_hashable(name)]:
+        raise ValueError(f"stem must name a training run in every row, got {odd[0]!r}")
+    if missing := int(stem[open_].isna().sum()):
+        raise ValueError(f"stem must name a training run in every row, got {missing} empty values")
+    rows = pd.DataFrame({**table, "stem": stem.array}, index=runs.index)
+
+    if "regret" in runs:
+        regret = floats("regret", inclusive=True)
+        for i in np.flatnonzero(open_ & (regret > max_regret)):
+            reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
+    if "annealed" in runs:
+        annealed = runs["annealed"]
+        sound = all(pd.api.types.is_hashable(value) for value in annealed[open_])
+        if not sound or not annealed[open_].isin([True, False]).all():
+            raise ValueError(
+                f"annealed must be True or False in every row, got {annealed[open_].astype(str).unique().tolist()[:5]}"
+            )
+        reason[open_ & ~annealed.isin([True]).to_numpy()] = UNANNEALED
+
+    kept = np.flatnonzero(reason == "")
+    left_out = rows[reason != ""].assign(reason=pd.array(reason[reason != ""], dtype="str"))
+    kept = kept[np.lexsort([table[name][kept] for name in ("loss", "n_tokens", "n_params")])]
+    rows, runs = rows.iloc[kept], runs.iloc[kept]
+    flops = compute_flops(rows["n_params"], rows["n_tokens"])
+    return Runs(
+        rows=rows,
+        left_out=left_out,
+        compute_flops=numbers(runs, "compute_flops") if "compute_flops" in runs else flops,
+        loss_unit=unit,
+        warnings=tuple(_doubts(runs, rows, flops, unit)) if len(rows) else (),
+        assumptions=tuple(text for column, text in ASSUMED.items() if column not in runs),
+    )
+
+
+def _told(runs: pd.DataFrame) -> NDArray[np.object_]:
+    """Why the table itself leaves a row out, "" where it doesn't, [K]."""
+    if "left_out" not in runs:
+        return np.full(len(runs), "", dtype=object)
+    told = ["" if pd.api.types.is_scalar(reason) and pd.isna(reason) else reason for reason in runs["left_out"]]
+    if strange := [reason for reason in told if not isinstance(reason, str)]:
+        raise ValueError(f"left_out must hold the reason why a row is left out, or nothing, got {strange[0]!r}")
+    return np.array(told, dtype=object)
+
+
+def _doubts(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> Iterator[str]:
+    """What looks as if a column did not hold what it says; of the kept rows, as given and as checked."""
+    values = np.stack([rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss")])
+    ratio = float(np.median(values[1] / values[0]))
+    if not RATIO[0] <= ratio <= RATIO[1]:
+        yield f"{ratio:.2g} tokens per parameter in the median: n_params and n_tokens seem to be in different units"
+    if unit == NATS and (most := float(values[2].max())) > MOST_NATS:
+        yield f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million: is it a perplexity?"
+    if unit == NATS and (in_bits := rows_in_bits(*values)) is not None:
+        yield (
+            f"{in_bits.sum()} of {len(rows)} rows, the first of them {rows.index[int(np.argmax(in_bits))]!r}, lie above the others by "
+            f"the factor {1 / math.log(2):.4f} of bits over nats: are their losses bits?"
+        )
+    if "compute_flops" in runs:
+        above = float(np.median(numbers(runs, "compute_flops") / flops))
+        if not 1 / FLOPS_FACTOR <= above <= FLOPS_FACTOR:
+            yield f"compute_flops is {above:.3g} times 6·N·D in the median: N's convention or a unit may differ"
+    same = (values[:, 1:] == values[:, :-1]).all(axis=0)  # the rows are in order, so equal ones are neighbours
+    alike = np.append(same, False) | np.append(False, same)
+    if alike.any() and (repeated := int(runs[alike].astype(str).duplicated().sum())):
+        yield f"{repeated} rows repeat another in every column: they count as further evidence"
+    if "stem" not in runs:
+        for name in (name for name in RUN_NAMES if name in runs and runs[name].duplicated().any()):
+            yield f"rows share a run by column {name}, yet each counts as a run of its own: rename {name} to stem"

@@ -1,0 +1,186 @@
+"""Figures of how sure a fit is, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.drawing import BAND, COLOURS, STAR, error_bars, loss_title, parameter_title, stacked
+from scaling.fits.forecast import Forecast
+from scaling.forms.law import NATS
+from scaling.forms.powers import Joint
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.fits.result import ScalingFit
+
+COEFFICIENTS = ("A", "B")
+"""Left out of the pairs that are shown unasked: each all but follows its exponent."""
+_MOST_NAMES = 4  # of which all pairs are shown unasked: six panels
+_LOG_SPREAD = 2.0  # largest over smallest draw from which an axis is logarithmic
+
+
+def parameters_data(
+    fit: "ScalingFit", pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9
+) -> pd.DataFrame:
+    """Series draw, estimate, ellipse of each pair: pair (its number), x_name, y_name, x, y, x_log, y_log, level.
+
+    The ellipse has the centre and covariance of the draws, in logarithms where `x_log` or `y_log` says so, and is of the
+    size that holds `level` of them.
+
+    Args:
+        fit: the fitted law.
+        pairs: of parameters; by default of the first four, without A and B if others remain.
+        level: share of the draws within the ellipse.
+
+    Raises:
+        ValueError: a name is none of the law's parameters, or the level is not between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    names = list(fit.law.parameters)
+    if pairs is None:
+        chosen = [name for name in names if name not in COEFFICIENTS]
+        pairs = list(combinations((chosen if len(chosen) > 1 else names)[:_MOST_NAMES], 2))
+    if strange := [name for pair in pairs for name in pair if name not in names]:
+        raise ValueError(f"pairs must be of the parameters {', '.join(names)}, got {strange[0]!r}")
+    parts = []
+    for number, pair in enumerate(pairs):
+        draws = fit.draws[:, [names.index(name) for name in pair]]
+        logs = (draws.min(axis=0) > 0) & (draws.max(axis=0) > _LOG_SPREAD * draws.min(axis=0))
+        ellipse = _ellipse(np.where(logs, np.log(np.where(logs, draws, 1.0)), draws), level)
+        ellipse = np.where(logs, np.exp(np.where(logs, ellipse, 0.0)), ellipse)
+        estimate = np.array([[fit.law[name] for name in pair]])
+        for series, points in (("draw", draws), ("estimate", estimate), ("ellipse", ellipse)):
+            parts.append(pd.DataFrame({"pair": number, "x": points[:, 0], "y": points[:, 1], "series": series}))
+            parts[-1][["x_name", "y_name", "x_log", "y_log", "level"]] = *pair, *logs.tolist(), level
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+    """A panel for each pair: the bootstrap's draws, their ellipse, the estimate."""
+    pairs = [part for _, part in data.groupby("pair")]
+    n_columns = min(2, len(pairs))
+    n_rows = -(-len(pairs) // n_columns)
+    whole = np.arange(n_rows * n_columns).reshape(n_rows, n_columns) < len(pairs)
+    specs = [[{"type": "xy"} if there else None for there in row] for row in whole]
+    figure = stacked(n_rows, cols=n_columns, specs=specs, horizontal_spacing=0.2)
+    for i, part in enumerate(pairs):
+        place = {"row": i // n_columns + 1, "col": i % n_columns + 1}
+        draws, estimate, ellipse = (part[part["series"] == name] for name in ("draw", "estimate", "ellipse"))
+        first = part.iloc[0]
+        common = {"showlegend": i == 0, **place}
+        hover = f"{first['x_name']} %{{x:.4g}}, {first['y_name']} %{{y:.4g}}<extra></extra>"
+        dots = {"color": "grey", "size": 3, "opacity": 0.5}
+        figure.add_scatter(
+            x=draws["x"], y=draws["y"], mode="markers", name="refits", marker=dots, hovertemplate=hover, **common
+        )
+        figure.add_scatter(
+            x=ellipse["x"],
+            y=ellipse["y"],
+            mode="lines",
+            line={"color": COLOURS[3]},
+            fill="toself",
+            fillcolor=BAND,
+            name=f"ellipse with {100 * first['level']:g} % of them",
+            hoverinfo="skip",
+            **common,
+        )
+        figure.add_scatter(
+            x=estimate["x"],
+            y=estimate["y"],
+            mode="markers",
+            name="estimate",
+            marker=STAR,
+            hovertemplate=hover,
+            **common,
+        )
+        for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
+            is_log = first[f"{axis}_log"]
+            values = np.log10(part[axis]) if is_log else part[axis]
+            # Else the ellipse may touch the frame; of exact runs all refits are one point.
+            margin = 0.05 * max(values.max() - values.min(), 1e-3 * values.abs().max(), 1e-9)
+            ends = [values.min() - margin, values.max() + margin]
+            scale = {"type": "log" if is_log else "linear", "range": ends}
+            update(title=parameter_title(first[f"{axis}_name"], loss_unit), **scale, **place)
+    return figure
+
+
+def variants_data(fit: "ScalingFit", target: Forecast) -> pd.DataFrame:
+    """What every fit behind a forecast says of its run: name, loss, and of the forecast low, high, level.
+
+    Series variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), squares (a fit
+    of squared residuals, which only counts for the spread), law (the fit's own), forecast.
+    """
+    at = target.n_params, target.n_tokens
+    ensemble = fit.ensemble
+    rows = [(name, "variant", law.loss(*at)) for name, law in ensemble.variants.items()]
+    base = next(iter(ensemble.variants))
+    draws = dict(zip(Joint.parameters, ensemble.draws.T, strict=True))
+    drawn = Joint().loss(draws, Joint().columns_of({"n_params": at[0], "n_tokens": at[1]}))
+    rows += [(f"{base}, resampled", "draw", loss) for loss in drawn]
+    rows.append(("squared residuals", "squares", ensemble.squares.loss(*at)))
+    rows.append((f"the fitted law, {fit.law.form.name}", "law", fit.predict(*at)))
+    data = pd.DataFrame(rows, columns=["name", "series", "loss"])
+    own = {"name": "forecast", "series": "forecast"}
+    own |= {name: getattr(target, name) for name in ("loss", "low", "high", "level")}
+    return pd.concat([pd.DataFrame([own]), data], ignore_index=True)
+
+
+def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
+    """A strip for each fit: its loss beside the forecast and its interval."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    target = data[data["series"] == "forecast"]
+    low, high = target["low"].item(), target["high"].item()
+    figure.add_vrect(x0=low, x1=high, fillcolor=BAND, line_width=0, layer="below")
+    figure.add_vline(x=target["loss"].item(), line={"color": "grey", "dash": "dot"}, layer="below")
+    looks = {
+        "forecast": STAR,
+        "variant": {"symbol": "circle", "size": 10, "color": COLOURS[2]},
+        "draw": {"symbol": "line-ns-open", "size": 10, "color": COLOURS[3]},
+        "squares": {"symbol": "diamond", "size": 10, "color": "grey"},
+        "law": {"symbol": "x", "size": 9, "color": COLOURS[4]},
+    }
+    names = {
+        "forecast": f"forecast, {100 * target['level'].item():g} % interval",
+        "variant": "variants, of which it is the mean",
+        "draw": "refits to resampled runs",
+        "squares": "counted in the spread only",
+        "law": "the fit's own law",
+    }
+    for series, marker in looks.items():
+        part = data[data["series"] == series]
+        off = 100 * (part["loss"] / target["loss"].item() - 1)
+        text = [
+            f"{name}<br>{loss:.4f} ({o:+.2f} %)" for name, loss, o in zip(part["name"], part["loss"], off, strict=True)
+        ]
+        figure.add_scatter(
+            x=part["loss"],
+            y=part["name"],
+            mode="markers",
+            marker=marker,
+            error_x=error_bars(part, "loss") if series == "forecast" else None,
+            name=names[series],
+            text=text,
+            hoverinfo="text",
+        )
+    figure.update_xaxes(title=loss_title(loss_unit))
+    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=[*data["name"].unique()][::-1])
+    return figure
+
+
+def _ellipse(points: Array, level: float) -> Array:
+    """Around points [n, 2], by their covariance, so large that it holds a share of them; [97, 2]."""
+    centre, covariance = points.mean(axis=0), np.cov(points.T)
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.maximum(values, 0.0))
+    distance = np.linalg.norm((points - centre) @ np.linalg.pinv(root).T, axis=1)
+    turn = np.linspace(0, 2 * np.pi, 97)
+    circle = np.stack([np.cos(turn), np.sin(turn)], axis=1)
+    return np.asarray(centre + np.quantile(distance, level) * circle @ root.T)

@@ -1,0 +1,149 @@
+"""Spend compute under a law: the best size for a budget, and the least budget for a loss, for many laws of a form at once.
+
+A model of N parameters trained on D tokens that answers with I tokens over its life costs 6·N·D + 2·p·N·I FLOPs, p the price
+of a FLOP of serving over one of training (Sardana et al. 2401.00448, sec. 2, with p = 1, and sec. 3 where they differ). So a
+budget leaves each N its D, and the best N is sought along that line: on a grid, which is then narrowed around its best point.
+That needs no derivative, takes a line that ends or bends (unique tokens, memory) as it is, and any form.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from scaling.arrays import Array
+from scaling.forms.form import Form, Values
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
+
+FLOPS_PER_PARAM_SERVED = 2.0
+"""FLOPs per parameter and token of a forward pass (Kaplan et al. 2001.08361, sec. 2.1)."""
+QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
+UNIQUE = "unique_tokens"
+"""Column of the forms that know what a repeated token is worth."""
+_SHARE = (0.05, 0.95)  # of log(C/6), between which log N is sought
+_LOG_LEAST, _LOG_MOST = math.log(1e6), math.log(1e60)  # FLOPs, between which a budget is sought
+_GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """What compute is spent on, and what limits it.
+
+    Attributes:
+        form: of the law.
+        served_tokens: tokens I read and written over the model's life.
+        serving_price: p, of a FLOP of serving in FLOPs of training.
+        unique_tokens: in the corpus, or infinite.
+        max_tokens: most training tokens, repeats included, or infinite.
+        max_params: most parameters, or infinite.
+        max_training_flops: most FLOPs of the training alone, or infinite.
+        sizes: the only N that can be chosen, [M], or None for any.
+        columns: the form's other columns, the same for every run.
+    """
+
+    form: Form
+    served_tokens: float = 0.0
+    serving_price: float = 1.0
+    unique_tokens: float = math.inf
+    max_tokens: float = math.inf
+    max_params: float = math.inf
+    max_training_flops: float = math.inf
+    sizes: Array | None = None
+    columns: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def served_flops_per_param(self) -> float:
+        """FLOPs of training that serving costs for each parameter."""
+        return FLOPS_PER_PARAM_SERVED * self.serving_price * self.served_tokens
+
+    def tokens(self, n_params: Array, budget: ArrayLike) -> Array:
+        """Training tokens D that the limits leave a size; none or fewer if serving alone costs too much."""
+        flops_per_param = np.minimum(
+            np.asarray(budget) / n_params - self.served_flops_per_param, self.max_training_flops / n_params
+        )
+        return np.asarray(np.minimum(flops_per_param / FLOPS_PER_PARAM_TOKEN, self.max_tokens))
+
+    def loss(self, values: Values, n_params: Array, n_tokens: Array) -> Array:
+        """Expected loss, infinite without tokens."""
+        positive = np.maximum(n_tokens, 1.0)
+        rows: dict[str, Any] = {"n_params": n_params, "n_tokens": positive, **self.columns}
+        if UNIQUE in self.form.columns:
+            rows[UNIQUE] = np.minimum(positive, self.unique_tokens)
+        loss = np.asarray(self.form.loss(values, {name: rows[name] for name in self.form.columns}))
+        return np.where(n_tokens >= 1, loss, np.inf)
+
+    def at(self, values: Values, n_params: Array, budget: ArrayLike) -> Array:
+        """Expected loss of a size at a budget."""
+        return self.loss(values, n_params, self.tokens(n_params, budget))
+
+    def best(self, values: Values, budget: Array) -> Array:
+        """The best size N for each budget, [J], under J laws: values [J, 1] by parameter."""
+        budget = budget[:, None]
+        if self.sizes is not None:
+            sizes = np.broadcast_to(self.sizes, (len(budget), len(self.sizes)))
+            return np.asarray(sizes[0][np.argmin(self.at(values, sizes, budget), axis=1)])
+        low, high = self.range(budget)
+        for points in (_GRID, *[_FINE] * _ROUNDS):
+            log_n = low + (high - low) * np.linspace(0, 1, points)
+            best = np.argmin(self.at(values, np.exp(log_n), budget), axis=1)[:, None]
+            low, high = (np.take_along_axis(log_n, np.clip(best + step, 0, points - 1), axis=1) for step in (-1, 1))
+        return np.asarray(np.exp((low + high) / 2)[:, 0])
+
+    def answers(self, values: Values, budget: Array) -> pd.DataFrame:
+        """The best of each law's budget, [J]: a row each of `QUANTITIES`, infinite where the budget is."""
+        # A law that never reaches a loss has no budget; it is worked out at an arbitrary one and taken out below.
+        finite = np.where(np.isfinite(budget), budget, 1e20)
+        n_params = self.best(values, finite)
+        n_tokens = self.tokens(n_params, finite)
+        found = {
+            "n_params": n_params,
+            "n_tokens": n_tokens,
+            "tokens_per_param": n_tokens / n_params,
+            "total_flops": n_params * (FLOPS_PER_PARAM_TOKEN * n_tokens + self.served_flops_per_param),
+            "loss": self.loss(values, n_params[:, None], n_tokens[:, None])[:, 0],
+        }
+        table = pd.DataFrame(found, columns=[*QUANTITIES])
+        table[~np.isfinite(budget)] = np.inf
+        return table
+
+    def range(self, budget: Array) -> tuple[Array, Array]:
+        """Log N between which the best is sought."""
+        log_product = np.log(budget / FLOPS_PER_PARAM_TOKEN)
+        high = np.minimum(_SHARE[1] * log_product, math.log(self.max_params))
+        return np.minimum(_SHARE[0] * log_product, high), high
+
+    def least_budget(self, values: Values, loss: float, n_laws: int) -> Array:
+        """FLOPs, serving included, with which each of J laws first reaches the loss; infinite where none does, [J]."""
+
+        def reached(log_budget: Array) -> NDArray[np.bool_]:
+            budget = np.exp(log_budget)
+            return np.asarray(self.at(values, self.best(values, budget)[:, None], budget[:, None])[:, 0] <= loss)
+
+        low, high = np.full(n_laws, _LOG_LEAST), np.full(n_laws, _LOG_MOST)
+        never = ~reached(high)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            enough = reached(middle)
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return np.where(never, np.inf, np.exp(high))
+
+    def band(self, values: Values, best: float, budget: float, loss: float) -> tuple[float, float]:
+        """Smallest and largest N around the best whose loss at the budget is at most `loss`; within the limits."""
+        ends = []
+        for end in self.range(np.asarray(budget)):
+            inside, outside = math.log(best), float(end)
+            if self._within(values, outside, budget, loss):
+                inside = outside
+            for _ in range(_HALVINGS):
+                middle = (inside + outside) / 2
+                within = self._within(values, middle, budget, loss)
+                inside, outside = (middle, outside) if within else (inside, middle)
+            ends.append(math.exp(inside))
+        return ends[0], ends[1]
+
+    def _within(self, values: Values, log_n: float, budget: float, loss: float) -> bool:
+        return bool(np.all(self.at(values, np.array([[math.exp(log_n)]]), budget) <= loss))

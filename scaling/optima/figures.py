@@ -1,0 +1,166 @@
+"""Figures of optima and their laws, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
+
+Every table has a column `series` that says what a row is, so that it can be drawn with other means as well.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from scaling.drawing import BAND, COLOURS, LOSS, add_band, error_bars, stacked
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.optima.batch import BatchLaw
+    from scaling.optima.horizon import HorizonLaw
+    from scaling.optima.transfer import Transfer
+    from scaling.optima.verdict import Verdict
+
+
+def transfer_data(transfer: "Transfer") -> pd.DataFrame:
+    """Series run (mean over seeds), parabola, optimum: the size, log2_… of the value (both named), loss.
+
+    `low` and `high` are the range over seeds of a run's loss, and an optimum's log2 ± its standard error.
+    """
+    along, over, x = transfer.along, transfer.over, f"log2_{transfer.over}"
+    mean = transfer.rows.dropna(subset="loss").groupby([along, over])["loss"].agg(["mean", "min", "max"]).reset_index()
+    runs = mean.rename(columns={"mean": "loss", "min": "low", "max": "high"}).assign(
+        **{x: np.log2(mean[over]), "series": "run"}
+    )
+    parts = [runs.drop(columns=over)]
+    for size, optimum in transfer.optima.items():
+        octaves = np.linspace(*optimum.used, 33)
+        parabola = optimum.loss * (1 + optimum.regret(2**octaves))
+        parts.append(pd.DataFrame({along: size, x: octaves, "loss": parabola, "series": "parabola"}))
+        ends = (optimum.log2_rate - optimum.stderr, optimum.log2_rate + optimum.stderr)
+        point = {along: size, x: optimum.log2_rate, "loss": optimum.loss, "low": ends[0], "high": ends[1]}
+        parts.append(pd.DataFrame([point | {"series": "optimum"}]))
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate") -> "go.Figure":
+    """Loss against the log2 of the value, one colour per size; stars mark the optima."""
+    import plotly.graph_objects as go
+
+    figure, x = go.Figure(), f"log2_{over}"
+    for i, (size, part) in enumerate(data.groupby(along)):
+        colour, group = COLOURS[i % len(COLOURS)], f"{along} {size:g}"
+        runs, parabola, optimum = (part[part["series"] == name] for name in ("run", "parabola", "optimum"))
+        bars = error_bars(runs, "loss")
+        common = {"legendgroup": group, "marker": {"color": colour}}
+        dotted = {"color": colour, "dash": "dot"}
+        figure.add_scatter(
+            x=runs[x], y=runs["loss"], error_y=bars, mode="markers+lines", name=group, line=dotted, **common
+        )
+        solid = {"color": colour}
+        figure.add_scatter(x=parabola[x], y=parabola["loss"], mode="lines", showlegend=False, line=solid, **common)
+        star = {"symbol": "star", "size": 13, "color": colour}
+        figure.add_scatter(
+            x=optimum[x],
+            y=optimum["loss"],
+            error_x=error_bars(optimum, x),
+            mode="markers",
+            marker=star,
+            showlegend=False,
+            legendgroup=group,
+        )
+    figure.update_xaxes(title=f"log2 of {'the learning rate' if over == 'rate' else over} at the base shape")
+    figure.update_yaxes(title=LOSS, type="log")
+    return figure
+
+
+def draw_verdict(transfers: Sequence["Transfer"]) -> "go.Figure":
+    """A panel for each transfer, as `draw_transfer` draws it; equal sizes share a colour and a place in the legend."""
+    figure = stacked(max(1, len(transfers)))
+    shown: set[str] = set()
+    for row, transfer in enumerate(transfers, start=1):
+        panel = transfer.plot()
+        for trace in panel.data:
+            trace.update(showlegend=trace.showlegend is not False and trace.legendgroup not in shown)
+        shown |= {trace.legendgroup for trace in panel.data}
+        figure.add_traces(panel.data, rows=row, cols=1)
+        figure.update_xaxes(title=panel.layout.xaxis.title, row=row, col=1)
+    figure.update_yaxes(type="log", title=LOSS)
+    return figure
+
+
+def drift_data(verdict: "Verdict") -> pd.DataFrame:
+    """One row per transfer: label, drift_octaves, low, high (the 90 % interval; infinite where unknown), verdict."""
+    return verdict.table().assign(label=lambda t: t["over"] + " along " + t["along"])
+
+
+def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
+    """The drift of each optimum with its interval, beside the band of ±`bound` octaves that a pass needs."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    figure.add_vrect(x0=-bound, x1=bound, fillcolor=BAND, line_width=0)
+    figure.add_scatter(
+        x=data["drift_octaves"],
+        y=data["label"],
+        error_x=error_bars(data, "drift_octaves"),
+        mode="markers",
+        text=data["verdict"],
+        showlegend=False,
+    )
+    figure.update_xaxes(title="drift of the optimum (octaves),<br>from the smallest size to the largest")
+    return figure
+
+
+def horizon_data(law: "HorizonLaw", level: float = 0.9) -> pd.DataFrame:
+    """Series optimum (of each group and budget) and law: group, n_tokens, rate, low, high (± stderr; the interval)."""
+    return _law_data(law, "rate", law.rate, level)
+
+
+def draw_horizon(data: pd.DataFrame) -> "go.Figure":
+    """The best learning rate against training tokens, both logarithmic."""
+    return _draw_law(data, "rate", "best learning rate at the base shape")
+
+
+def batch_data(law: "BatchLaw", level: float = 0.9) -> pd.DataFrame:
+    """Series optimum (of each group and budget) and law: group, n_tokens, batch_tokens, low, high, as `horizon_data`."""
+    return _law_data(law, "batch_tokens", law.batch_tokens, level)
+
+
+def draw_batch(data: pd.DataFrame) -> "go.Figure":
+    """The best batch against training tokens, both logarithmic."""
+    return _draw_law(data, "batch_tokens", "best batch (tokens)")
+
+
+def _law_data(
+    law: "HorizonLaw | BatchLaw", name: str, value: Callable[[ArrayLike], NDArray[np.float64]], level: float
+) -> pd.DataFrame:
+    used = law.optima[law.optima["used"]]
+    best = used["log2_rate" if name == "rate" else "log2_batch"]
+    ends = {end: 2 ** (best + sign * used["stderr"]) for end, sign in (("low", -1), ("high", 1))}
+    optima = used[["group", "n_tokens"]].assign(series="optimum", **{name: 2**best, **ends})
+    tokens = np.geomspace(law.n_tokens_range[0], law.supported_range[1], 64)
+    intervals = np.array([law.interval(n, level) for n in tokens])
+    line = pd.DataFrame({"n_tokens": tokens, name: value(tokens), "low": intervals[:, 0], "high": intervals[:, 1]})
+    return pd.concat([optima, line.assign(series="law")], ignore_index=True)
+
+
+def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":
+    import plotly.graph_objects as go
+
+    law = data[data["series"] == "law"]
+    figure = go.Figure()
+    add_band(figure, law["n_tokens"], law["low"], law["high"])
+    figure.add_scatter(x=law["n_tokens"], y=law[name], mode="lines", name="law", line={"color": COLOURS[2]})
+    for i, (group, part) in enumerate(data[data["series"] == "optimum"].groupby("group")):
+        marker = {"color": COLOURS[i % len(COLOURS)], "size": 9}
+        figure.add_scatter(
+            x=part["n_tokens"],
+            y=part[name],
+            error_y=error_bars(part, name),
+            mode="markers",
+            name=str(group),
+            marker=marker,
+        )
+    figure.update_xaxes(title="training tokens D", type="log")
+    figure.update_yaxes(title=title, type="log")
+    return figure

@@ -1,0 +1,101 @@
+"""How the best learning rate falls with the number of training tokens, at a fixed batch and schedule.
+
+For optima of groups g (widths, say) at token budgets D:   log2 rate = offset_g − exponent · log2(D / D_ref).
+The optimum falls with D and muP does not correct for it (arXiv 2409.19913), so a rate tuned on short runs is too high.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from scaling.checks import losses, names, numbers, require_columns
+from scaling.errors import ScalingError
+from scaling.optima.optimum import Optimum, fit_optimum
+from scaling.optima.tokens_law import TokensLaw, optima_table
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PRIOR = (0.1, 0.2)
+"""Mean and standard deviation of the exponent before any data, at a fixed batch and a decay whose timescale is a fixed share
+of the run. Measured here: .08 ± .19 over ten small studies from 256 steps on (WSD; below, the best rate falls by half an
+octave and more for each doubling, as a short run has to move fast). With the decay itself held, so that its timescale shrinks
+with D, about .3 was found (arXiv 2409.19913). Where the batch grows with D the exponent is another, even of another sign
+(Step Law, 2503.04715): pass `prior=None` there."""
+OPTIMUM_SCATTER = 0.15
+"""Octaves by which a fitted optimum moves from seed to seed (measured: .1–.2), added to every optimum's own error: runs
+that share a seed share this part, so the residuals of one grid do not show it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HorizonLaw(TokensLaw):
+    """Best rate ∝ D^(−exponent); `optima` holds `log2_rate`."""
+
+    NAME: ClassVar[str] = "rate"
+    SIGN: ClassVar[int] = -1
+    SCATTER: ClassVar[float] = OPTIMUM_SCATTER
+
+    def rate(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
+        """The best rate at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
+        return self.best(n_tokens)
+
+    def plot(self) -> "go.Figure":
+        """Fitted optima against tokens, with the law and its 90 % interval."""
+        from scaling.optima.figures import draw_horizon, horizon_data
+
+        return draw_horizon(horizon_data(self))
+
+
+def fit_horizon_law(
+    rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR, optima: pd.DataFrame | None = None
+) -> HorizonLaw:
+    """Fit the optimum of each (group, budget), and through them one exponent with an offset per group.
+
+    Args:
+        rows: one row per finished run: `n_tokens`, `rate`, `loss` (nats per token; NaN if diverged); optional `group`
+            or else `width` (its own offset), and `seed`.
+        prior: mean and standard deviation of the exponent, or None.
+        optima: optima fitted elsewhere, such as a search's at each of its lengths: `group`, `n_tokens`, `log2_rate`,
+            `stderr` (octaves, without the scatter from seed to seed, which is added), each fitted to runs of its own. What
+            else was tuned there may lie elsewhere than in the grids, so a group has its own offset, and tells the exponent
+            and nothing of the level.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, the prior has no spread, or a group of `optima` is one of the grids'.
+        ScalingError: no group has optima inside the tested rates at two budgets, no grid has one, or the noise is unknown.
+    """
+    require_columns(rows, ("n_tokens", "rate", "loss"))
+    table = pd.DataFrame({"n_tokens": numbers(rows, "n_tokens"), "rate": numbers(rows, "rate"), "loss": losses(rows)})
+    by = next((column for column in ("group", "width") if column in rows), None)
+    table["group"] = names(rows, by) if by else "all"
+    table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
+    fitted: dict[tuple[str, float], Optimum | None] = {}
+    for (group, n_tokens), part in table.groupby(["group", "n_tokens"]):
+        try:
+            fitted[group, float(n_tokens)] = fit_optimum(part["rate"], part["loss"], seeds=part["seed"].tolist())
+        except ScalingError:
+            fitted[group, float(n_tokens)] = None
+    found, given = optima_table(fitted, "rate"), _given(optima, set(table["group"]))
+    both = pd.concat([found, given], ignore_index=True) if len(given) else found
+    return HorizonLaw.fitted(both, prior, "is the batch fixed?", aside=set(given["group"]))
+
+
+def _given(optima: pd.DataFrame | None, grids: set[str]) -> pd.DataFrame:
+    """Optima fitted elsewhere, as the rows of `optima_table`; their curvature is not known."""
+    columns = ["group", "n_tokens", "log2_rate", "stderr"]
+    if optima is None or optima.empty:
+        return pd.DataFrame(columns=columns)
+    require_columns(optima, tuple(columns))
+    given = pd.DataFrame({"group": names(optima, "group"), "n_tokens": numbers(optima, "n_tokens")})
+    if both := sorted(grids & set(given["group"])):
+        raise ValueError(f"group must name optima that are no grid's of the rows, got {', '.join(both)} in both")
+    return given.assign(
+        log2_rate=numbers(optima, "log2_rate", minimum=-np.inf),
+        stderr=numbers(optima, "stderr"),
+        curvature=np.nan,
+        status="given",
+        used=True,
+    )

@@ -1,0 +1,196 @@
+"""The best rate and the best batch as powers of parameters and tokens at once (Step Law, 2503.04715, abstract).
+
+    eta = c · N^a · D^b   (c 1.79, a −.713, b .307 there),      B = d · N^f · D^e  tokens   (d .58, e .571, f none there)
+
+Fitted by weighted least squares in logarithms, from the optimum of each cell (N, D). Where size doesn't change, or muP takes care of
+it, `fit_horizon_law` and `fit_batch_law` are the ones to use: they leave each size its own level.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from scaling.arrays import Array
+from scaling.checks import numbers, positive, require_columns
+from scaling.errors import ScalingError
+from scaling.presentation import Result, lines, span
+
+MAX_CORRELATION = 0.95
+"""Of log N and log D over the cells, above which their exponents can't be told apart (assumed)."""
+MIN_CELLS = 6
+_ROUNDING = 1e-12  # of a correlation
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepLaw(Result):
+    """One power law of N and D.
+
+    Attributes:
+        of: `rate` or `batch` (in tokens).
+        coefficient: c, or d.
+        params_exponent: a, or f; 0 if it was not fitted.
+        tokens_exponent: b, or e.
+        covariance: of (log value at the centre of the cells, the fitted exponents), from the cells' scatter.
+        centre: geometric means of N and D over the cells.
+        scatter: standard deviation of the cells about the law, octaves.
+        n_params_range, n_tokens_range: least and most of the cells.
+        cells: n_params, n_tokens, the best value, and `off`, octaves above the law.
+        warnings: why it is doubtful; empty if it is not.
+    """
+
+    of: str
+    coefficient: float
+    params_exponent: float
+    tokens_exponent: float
+    covariance: Array = field(repr=False)
+    centre: tuple[float, float]
+    scatter: float
+    n_params_range: tuple[float, float]
+    n_tokens_range: tuple[float, float]
+    cells: pd.DataFrame = field(repr=False)
+    warnings: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "ok"
+
+    @property
+    def of_params(self) -> bool:
+        """Whether the exponent of N was fitted."""
+        return len(self.covariance) == 3
+
+    def best(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+        """The best rate, or batch in tokens, of the broadcast shape."""
+        sizes, tokens = positive("n_params", n_params), positive("n_tokens", n_tokens)
+        return np.asarray(self.coefficient * sizes**self.params_exponent * tokens**self.tokens_exponent)[()]
+
+    def supports(self, n_params: float, n_tokens: float) -> bool:
+        """Whether both lie within ten times the fitted ranges."""
+        pairs = ((n_params, self.n_params_range), (n_tokens, self.n_tokens_range))
+        return all(low / 10 <= value <= high * 10 for value, (low, high) in pairs)
+
+    def interval(self, n_params: float, n_tokens: float, level: float = 0.9) -> tuple[float, float]:
+        """Where the best value of one cell lies: Student's t, with the cells' own scatter."""
+        sizes, tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
+        octaves = [math.log2(sizes / self.centre[0])] if self.of_params else []
+        gradient = np.array([1.0, *octaves, math.log2(tokens / self.centre[1])])
+        spread = math.sqrt(gradient @ self.covariance @ gradient + self.scatter**2)
+        reach = self._quantile(level) * spread
+        value = float(self.best(sizes, tokens))
+        return value * 2**-reach, value * 2**reach
+
+    def intervals(self, level: float = 0.9) -> pd.DataFrame:
+        """Columns estimate, low, high for the coefficient (at N = D = 1, far outside the cells) and the exponents."""
+        reach = self._quantile(level)
+        back = np.array([1.0, *([-math.log2(self.centre[0])] if self.of_params else []), -math.log2(self.centre[1])])
+        spread = reach * math.sqrt(back @ self.covariance @ back)
+        rows = {"coefficient": (self.coefficient, self.coefficient * 2**-spread, self.coefficient * 2**spread)}
+        errors = reach * np.sqrt(np.diag(self.covariance))[1:]
+        names = ["params_exponent", "tokens_exponent"][-len(errors) :]
+        for name, error in zip(names, errors, strict=True):
+            value = getattr(self, name)
+            rows[name] = (value, value - error, value + error)
+        return pd.DataFrame.from_dict(rows, orient="index", columns=["estimate", "low", "high"])
+
+    def _quantile(self, level: float) -> float:
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        from scipy.special import stdtrit
+
+        return float(stdtrit(len(self.cells) - len(self.covariance), (1 + level) / 2))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` restores it."""
+        plain = ("of", "coefficient", "params_exponent", "tokens_exponent", "scatter")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            **{name: list(getattr(self, name)) for name in ("centre", "n_params_range", "n_tokens_range", "warnings")},
+            "covariance": self.covariance.tolist(),
+            "cells": self.cells.to_dict("list"),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> StepLaw:
+        """The inverse of `to_dict`."""
+        tuples = {name: tuple(data[name]) for name in ("centre", "n_params_range", "n_tokens_range", "warnings")}
+        restored = {"covariance": np.asarray(data["covariance"], np.float64), "cells": pd.DataFrame(data["cells"])}
+        return cls(**(data | tuples | restored))
+
+    def __str__(self) -> str:
+        """The law with 90 % intervals, its cells and the status."""
+        power = f"·N^{self.params_exponent:.3f}" if self.of_params else ""
+        unit = " tokens" if self.of == "batch" else ""
+        table = self.intervals().map("{:.4g}".format).to_string()
+        about = {
+            "cells": f"{len(self.cells)}, N {span(*self.n_params_range)}, D {span(*self.n_tokens_range)}",
+            "scatter": f"{self.scatter:.2f} octaves",
+            "status": "; ".join((self.status, *self.warnings)),
+        }
+        return f"{self.of} = {self.coefficient:.4g}{power}·D^{self.tokens_exponent:.3f}{unit}\n{table}\n{lines(about)}"
+
+
+def fit_step_law(
+    cells: pd.DataFrame, *, of: Literal["rate", "batch"] = "rate", depends_on_params: bool | None = None
+) -> StepLaw:
+    """Fit the law through the optimum of each cell.
+
+    Args:
+        cells: one row per (N, D): `n_params`, `n_tokens`, and the best `rate` or `batch_tokens` there; optional `stderr` of it in
+            octaves, by which cells are weighted (a parabola's, as `fit_optimum` gives; best points of a grid have none).
+        of: which of the two.
+        depends_on_params: whether the exponent of N is fitted; by default of a rate, not of a batch, as in Step Law.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or `of` is neither.
+        ScalingError: there are fewer than six cells, N or D doesn't vary, or one is a power of the other in all of them.
+    """
+    if of not in ("rate", "batch"):
+        raise ValueError(f"of must be rate or batch, got {of!r}")
+    column = "rate" if of == "rate" else "batch_tokens"
+    require_columns(cells, ("n_params", "n_tokens", column))
+    n_params, n_tokens, best = (numbers(cells, name) for name in ("n_params", "n_tokens", column))
+    with_params = of == "rate" if depends_on_params is None else depends_on_params
+    if len(cells) < MIN_CELLS:
+        raise ScalingError(f"need at least {MIN_CELLS} cells (N, D), got {len(cells)}")
+    for name, values in (("n_params", n_params), ("n_tokens", n_tokens)):
+        if len(np.unique(values)) < 2 and (with_params or name == "n_tokens"):
+            raise ScalingError(f"{name} is the same in every cell: its exponent can't be found")
+    weights = 1 / numbers(cells, "stderr") ** 2 if "stderr" in cells else np.ones(len(cells))
+    weights = weights / weights.mean()
+    x, y = np.log2(n_params), np.log2(n_tokens)
+    correlation = float(np.corrcoef(x, y)[0, 1]) if with_params else 0.0
+    if 1 - abs(correlation) < _ROUNDING:
+        raise ScalingError(
+            "log N and log D lie on one line over the cells: their exponents can't be told apart "
+            "(depends_on_params=False fits one exponent of D along it)"
+        )
+    middle = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
+    design = np.column_stack([np.ones(len(x)), *([x - middle[0]] if with_params else []), y - middle[1]])
+    inverse = np.linalg.inv(design.T @ (design * weights[:, None]))
+    estimate = inverse @ design.T @ (weights * np.log2(best))
+    off = np.log2(best) - design @ estimate
+    variance = float((weights * off**2).sum()) / (len(x) - design.shape[1])
+    a, b = (float(estimate[1]) if with_params else 0.0), float(estimate[-1])
+    doubts = []
+    if abs(correlation) > MAX_CORRELATION:
+        doubts.append(f"log N and log D correlate by {correlation:.2f}: their exponents can't be told apart")
+    return StepLaw(
+        of=of,
+        coefficient=float(2 ** (estimate[0] - a * middle[0] - b * middle[1])),
+        params_exponent=a,
+        tokens_exponent=b,
+        covariance=variance * inverse,
+        centre=(2 ** middle[0], 2 ** middle[1]),
+        scatter=math.sqrt(variance),
+        n_params_range=(float(n_params.min()), float(n_params.max())),
+        n_tokens_range=(float(n_tokens.min()), float(n_tokens.max())),
+        cells=pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, column: best, "off": off}),
+        warnings=tuple(doubts),
+    )

@@ -1,0 +1,260 @@
+"""Does the best learning rate stay the best when the model gets wider, or deeper? A verdict from grids at several sizes.
+
+The same is asked of any other hyperparameter whose scale is positive: its optimum is found in log2, as the rate's is.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from scaling.checks import losses, numbers, require_columns
+from scaling.errors import ScalingError
+from scaling.optima.optimum import Optimum, fit_optimum
+from scaling.presentation import Result, jsonable, lines
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Judgement = Literal["pass", "fail", "not enough evidence"]
+
+MAX_DRIFT = 0.5
+"""Octaves from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: muP −.38 and a
+loss of .004 nats by carrying the rate; standard parametrization −2.67 and more than .16 nats. For depth and for other
+hyperparameters the same bound is assumed; `regret_carried` says what the drift costs."""
+MAX_HALF_WIDTH = 1.0
+"""Octaves of the 90 % interval of the drift on either side, beyond which nothing was shown."""
+MIN_SIZES = 3
+MIN_SPAN = 4.0
+"""Least number of sizes, and least ratio of the largest to the smallest, from which a pass is given."""
+SIGNIFICANCE = 3.0
+"""Standard errors by which a larger model must be worse before it counts as worse."""
+LARGER = {"width": "wider", "depth": "deeper"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfer(Result):
+    """Whether the optimum moves with the size, and what it costs to carry the smallest size's value to the largest.
+
+    Attributes:
+        along: the scale that grows: `width`, `depth`, or another.
+        over: the hyperparameter whose optimum is followed: `rate`, or another.
+        rows: one column each for `along`, `over`, loss (NaN: diverged), seed.
+        optima: the optimum of each size, sizes ascending; their `rate` is the value of `over`.
+        drift_octaves: log2 optimum at the largest size minus at the smallest.
+        interval: 90 % interval of the drift, octaves.
+        regret_carried: relative loss given up at the largest size by the smallest size's optimum; NaN if the largest
+            size's optimum was not found.
+        larger_is_better: at every value of a size's parabola, the next larger model tested there is no worse beyond the
+            noise.
+        verdict: `fail` if the interval lies wholly outside ±MAX_DRIFT, or larger is worse; `pass` if the estimate lies
+            within, the interval is at most MAX_HALF_WIDTH either side, every optimum lies inside its tested values, and
+            there are MIN_SIZES sizes over a factor MIN_SPAN; otherwise `not enough evidence`.
+        reasons: why it is not a pass.
+    """
+
+    along: str
+    over: str
+    rows: pd.DataFrame = field(repr=False)
+    optima: dict[float, Optimum]
+    drift_octaves: float
+    interval: tuple[float, float]
+    regret_carried: float
+    larger_is_better: bool
+    verdict: Judgement
+    reasons: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is `pass`."""
+        return self.verdict == "pass"
+
+    @property
+    def half_width(self) -> float:
+        """Of the interval, octaves; infinite if nothing is known."""
+        return (self.interval[1] - self.interval[0]) / 2 if math.isfinite(self.interval[0]) else math.inf
+
+    def table(self) -> pd.DataFrame:
+        """One row per size: the best value and its log2 (named after `over`), stderr, curvature, loss, status."""
+        columns = ["rate", "log2_rate", "stderr", "curvature", "loss", "status"]
+        records = [[getattr(optimum, column) for column in columns] for optimum in self.optima.values()]
+        names = [self.over, f"log2_{self.over}", *columns[2:]]
+        return pd.DataFrame(records, columns=names, index=pd.Index(list(self.optima), name=self.along))
+
+    def plot(self) -> "go.Figure":
+        """Loss against the value, one curve per size, with the fitted optima (as in Tensor Programs V, fig. 1)."""
+        from scaling.optima.figures import draw_transfer, transfer_data
+
+        return draw_transfer(transfer_data(self), along=self.along, over=self.over)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, rows included, so that what was judged can be drawn again; `from_dict` restores it."""
+        names = ("along", "over", "drift_octaves", "regret_carried", "larger_is_better", "verdict")
+        rows = self.rows.astype(object).where(self.rows.notna(), None)
+        return {
+            **jsonable({name: getattr(self, name) for name in names}),
+            "interval": [x if math.isfinite(x) else None for x in self.interval],
+            "reasons": list(self.reasons),
+            "optima": [{self.along: size, **optimum.to_dict()} for size, optimum in self.optima.items()],
+            "rows": rows.to_dict("list"),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Transfer":
+        """The inverse of `to_dict`."""
+        along: str = data["along"]
+        low, high = data["interval"]
+        rows = pd.DataFrame(data["rows"])
+        floats = [along, data["over"], "loss"]
+        restored = {
+            "rows": rows.assign(**rows[floats].astype(np.float64)),
+            "optima": {
+                float(row[along]): Optimum.from_dict({name: value for name, value in row.items() if name != along})
+                for row in data["optima"]
+            },
+            "interval": (-math.inf if low is None else low, math.inf if high is None else high),
+            "regret_carried": math.nan if data["regret_carried"] is None else data["regret_carried"],
+            "reasons": tuple(data["reasons"]),
+        }
+        return cls(**(data | restored))
+
+    def __str__(self) -> str:
+        """The optima, the drift with its interval, the cost, the verdict."""
+        low, high = self.interval
+        about = lines(
+            {
+                "drift": f"{self.drift_octaves:+.2f} octaves, 90 % within {low:+.2f} to {high:+.2f}",
+                "carried": f"{self.regret_carried:.2%} of the largest {self.along}'s loss given up by the smallest's optimum",
+                larger(self.along): "is better" if self.larger_is_better else "is not better",
+                "verdict": "; ".join((self.verdict, *self.reasons)),
+            }
+        )
+        return f"{self.table().to_string(float_format='{:.4g}'.format)}\n{about}"
+
+
+def larger(along: str) -> str:
+    """The comparative of a scale: wider, deeper, or `larger` and its name."""
+    return LARGER.get(along, f"larger {along}")
+
+
+def values_of(over: str) -> str:
+    """The tested values of a hyperparameter in words."""
+    return "rates" if over == "rate" else f"values of {over}"
+
+
+def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate") -> Transfer:
+    """Fit the optimum of each size and judge how far it moves.
+
+    Args:
+        rows: one row per run: the columns `along` and `over` (as set at the base shape), both positive, `loss` (nats per
+            token; NaN if diverged) and, if several seeds were run, `seed`.
+        along: the column of the sizes, such as `width` or `depth`.
+        over: the column of the hyperparameter; its optimum is found in log2.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or there is one size only.
+        ScalingError: at some size fewer than three values have a finite loss.
+    """
+    if len({along, over, "loss", "seed"}) < 4:
+        raise ValueError(f"along and over must be two columns beside loss and seed, got {along!r} and {over!r}")
+    require_columns(rows, (along, over, "loss"))
+    table = pd.DataFrame({along: numbers(rows, along), over: numbers(rows, over), "loss": losses(rows)})
+    table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
+    if table[along].nunique() < 2:
+        raise ValueError(f"{along} must take at least 2 values, got {table[along].unique().tolist()}")
+
+    optima: dict[float, Optimum] = {}
+    for size, group in table.groupby(along):
+        try:
+            optima[float(size)] = fit_optimum(group[over], group["loss"], seeds=group["seed"].tolist())
+        except ScalingError as error:
+            raise ScalingError(f"{along} {size:g}: {error}".replace("rates", values_of(over))) from error
+    small, large = optima[min(optima)], optima[max(optima)]
+    drift = large.log2_rate - small.log2_rate
+    errors, dofs = (small.stderr, large.stderr), (small.dof, large.dof)
+    reach = half_width(errors, dofs)
+    interval = (drift - reach, drift + reach)
+    worse = _worse_when_larger(table, optima, along, over)
+    verdict, reasons = _judge(optima, drift, interval, worse, along, over)
+    return Transfer(
+        along=along,
+        over=over,
+        rows=table,
+        optima=optima,
+        drift_octaves=drift,
+        interval=interval,
+        regret_carried=float(large.regret(small.rate)),
+        larger_is_better=worse is None,
+        verdict=verdict,
+        reasons=reasons,
+    )
+
+
+def half_width(stderrs: tuple[float, float], dofs: tuple[float, float]) -> float:
+    """Of the 90 % interval of a difference: Student's t with Welch's degrees of freedom; infinite if one is unknown."""
+    from scipy.special import stdtrit
+
+    variances = np.array(stderrs) ** 2
+    if not np.isfinite(variances).all():
+        return math.inf
+    if not variances.any():
+        return 0.0
+    dof = variances.sum() ** 2 / (variances**2 / np.array(dofs)).sum()
+    return float(stdtrit(dof, 0.95) * math.sqrt(variances.sum()))
+
+
+def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along: str, over: str) -> str | None:
+    """The first value near a size's optimum at which the next larger model is worse beyond the noise, in words."""
+    by_value = table.groupby([along, over])["loss"].agg([("mean", lambda y: y.mean(skipna=False)), ("runs", "size")])
+    for small, large in itertools.pairwise(optima):
+        both = {"left_index": True, "right_index": True, "suffixes": ("_small", "_large")}
+        shared = by_value.loc[small].dropna().merge(by_value.loc[large], **both)
+        octave = np.log2(shared.index)
+        low, high = optima[small].used
+        for value, row in shared[(octave >= low) & (octave <= high)].iterrows():
+            variance = np.nan_to_num(optima[small].noise) ** 2 / row["runs_small"]
+            variance += np.nan_to_num(optima[large].noise) ** 2 / row["runs_large"]
+            gain = math.log(row["mean_small"] / row["mean_large"])  # NaN if the large model diverged
+            if not gain >= -SIGNIFICANCE * math.sqrt(variance):
+                losses_there = (
+                    f"{along} {large:g} ends at {row['mean_large']:.4f}, {along} {small:g} at {row['mean_small']:.4f}"
+                )
+                return f"{losses_there}, at {over} {value:.3g}"
+    return None
+
+
+def _judge(
+    optima: dict[float, Optimum],
+    drift: float,
+    interval: tuple[float, float],
+    worse: str | None,
+    along: str,
+    over: str,
+) -> tuple[Judgement, tuple[str, ...]]:
+    failures = []
+    if interval[0] > MAX_DRIFT or interval[1] < -MAX_DRIFT:
+        failures.append(f"the whole interval of the drift lies outside ±{MAX_DRIFT:g} octaves")
+    if worse:
+        failures.append(f"{larger(along)} is not better: {worse}")
+    if failures:
+        return "fail", tuple(failures)
+
+    missing = [
+        f"{along} {size:g}: no optimum inside the tested {values_of(over)} ({o.status})"
+        for size, o in optima.items()
+        if not o.inside
+    ]
+    if len(optima) < MIN_SIZES:
+        missing.append(f"{len(optima)} {along}s: need {MIN_SIZES}")
+    if (ratio := max(optima) / min(optima)) < MIN_SPAN:
+        missing.append(f"{along}s span {ratio:.3g}×: need {MIN_SPAN:g}×")
+    if abs(drift) > MAX_DRIFT:
+        missing.append(f"the drift is {drift:+.2f} octaves, but its interval reaches within ±{MAX_DRIFT:g}")
+    if (reach := (interval[1] - interval[0]) / 2) > MAX_HALF_WIDTH:
+        missing.append(
+            f"the drift is known to ±{reach:.2f} octaves only: need ±{MAX_HALF_WIDTH:g}; add seeds or {values_of(over)}"
+        )
+    return ("not enough evidence", tuple(missing)) if missing else ("pass", ())

@@ -1,0 +1,252 @@
+"""The verdict of a transfer check: every optimum that was followed along a scale, and the laws in the tokens."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.checks import numbers, require_columns
+from scaling.errors import ScalingError
+from scaling.optima.batch import BatchLaw, fit_batch_law
+from scaling.optima.evidence import COLUMNS, runs_to_decide
+from scaling.optima.horizon import HorizonLaw, fit_horizon_law
+from scaling.optima.transfer import MAX_DRIFT, Judgement, Transfer, fit_transfer
+from scaling.presentation import Result, lines
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+LAWS = ("horizon law", "batch law")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verdict(Result):
+    """Whether what is tuned small holds when large.
+
+    Attributes:
+        transfers: one for each scale and hyperparameter that was asked for, at the longest horizon of all its sizes; the first is
+            what `drift_octaves` and `interval` are of (in a study, the rate along the width).
+        n_tokens: the longest of these horizons, tokens.
+        horizons: tokens of each transfer's runs; as many as transfers.
+        horizon: the best rate against tokens, or None.
+        batch: the best batch against tokens, or None; None for both where no such grid was run.
+        missing: why a transfer or a law has no answer, by its name, such as `rate along depth` or `horizon law`.
+    """
+
+    transfers: tuple[Transfer, ...]
+    n_tokens: float
+    horizons: tuple[float, ...]
+    horizon: HorizonLaw | None = None
+    batch: BatchLaw | None = None
+    missing: dict[str, str]
+
+    @property
+    def verdict(self) -> Judgement:
+        """`fail` if any transfer failed, `pass` if all that were asked for passed, else `not enough evidence`."""
+        judgements = {transfer.verdict for transfer in self.transfers}
+        if "fail" in judgements:
+            return "fail"
+        return "pass" if judgements == {"pass"} and not self._unfitted else "not enough evidence"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is `pass`."""
+        return self.verdict == "pass"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is not a pass, those of a failure alone where there is one; each after the name of its transfer."""
+        failed = self.verdict == "fail"
+        told = [t for t in self.transfers if not failed or t.verdict == "fail"]
+        several = len(self.transfers) + len(self._unfitted) > 1
+        reasons = [f"{label(t)}: {reason}" if several else reason for t in told for reason in t.reasons]
+        return (*reasons, *(() if failed else (f"{name}: {reason}" for name, reason in self._unfitted.items())))
+
+    @property
+    def drift_octaves(self) -> float:
+        """Drift of the first transfer's optimum, octaves; NaN if it is not known."""
+        return self.transfers[0].drift_octaves if self.transfers else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 90 % interval, octaves."""
+        return self.transfers[0].interval if self.transfers else (-math.inf, math.inf)
+
+    @property
+    def wider_is_better(self) -> bool:
+        """Whether the larger model is no worse beyond the noise along every scale that was followed, at least one."""
+        return bool(self.transfers) and all(transfer.larger_is_better for transfer in self.transfers)
+
+    @cached_property
+    def next_runs(self) -> pd.DataFrame:
+        """What to run to decide, a row for each thing to add; see `evidence.runs_to_decide` for the columns."""
+        parts = [runs_to_decide(*each) for each in zip(self.transfers, self.horizons, strict=True)]
+        found = [part for part in parts if len(part)] if self.verdict == "not enough evidence" else []
+        return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=COLUMNS)
+
+    @property
+    def options(self) -> str:
+        """The settings of `next_runs` together, as options of the command line; empty where nothing is to be run."""
+        merged: dict[str, Any] = {}
+        for settings in self.next_runs["settings"]:
+            for key, value in settings.items():
+                merged[key] = sorted({*merged.get(key, []), *value}) if isinstance(value, list) else value
+        return " ".join(f"--set 'transfer.{key}={_toml(value)}'" for key, value in merged.items())
+
+    @property
+    def _unfitted(self) -> dict[str, str]:
+        return {name: reason for name, reason in self.missing.items() if name not in LAWS}
+
+    def table(self) -> pd.DataFrame:
+        """One row per transfer: along, over, drift_octaves, low, high, regret_carried, larger_is_better, verdict."""
+        names = ["along", "over", "drift_octaves", "low", "high", "regret_carried", "larger_is_better", "verdict"]
+        records = [
+            [t.along, t.over, t.drift_octaves, *t.interval, t.regret_carried, t.larger_is_better, t.verdict]
+            for t in self.transfers
+        ]
+        return pd.DataFrame(records, columns=names)
+
+    def plot(self) -> "go.Figure":
+        """Loss against the value, a panel for each transfer."""
+        from scaling.optima.figures import draw_verdict
+
+        return draw_verdict(self.transfers)
+
+    def plot_drifts(self) -> "go.Figure":
+        """The drift of each optimum with its interval, beside the band that a pass needs."""
+        from scaling.optima.figures import draw_drifts, drift_data
+
+        return draw_drifts(drift_data(self), MAX_DRIFT)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with what follows from it; `from_dict` restores it."""
+        low, high = (x if math.isfinite(x) else None for x in self.interval)
+        drift = self.drift_octaves
+        following = self.next_runs.astype(object)
+        return {
+            "verdict": self.verdict,
+            "reasons": list(self.reasons),
+            "drift_octaves": drift if math.isfinite(drift) else None,
+            "interval": [low, high],
+            "wider_is_better": self.wider_is_better,
+            "next_runs": following.where(following.notna(), None).to_dict("records"),
+            "options": self.options,
+            "n_tokens": self.n_tokens,
+            "horizons": list(self.horizons),
+            "transfers": [transfer.to_dict() for transfer in self.transfers],
+            "horizon": self.horizon and self.horizon.to_dict(),
+            "batch": self.batch and self.batch.to_dict(),
+            "missing": dict(self.missing),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Verdict":
+        """The inverse of `to_dict`."""
+        return cls(
+            transfers=tuple(map(Transfer.from_dict, data["transfers"])),
+            n_tokens=data["n_tokens"],
+            # Earlier versions wrote none: there the longest of all was taken for each.
+            horizons=tuple(data.get("horizons", [data["n_tokens"]] * len(data["transfers"]))),
+            horizon=data["horizon"] and HorizonLaw.from_dict(data["horizon"]),
+            batch=data["batch"] and BatchLaw.from_dict(data["batch"]),
+            missing=dict(data["missing"]),
+        )
+
+    def __str__(self) -> str:
+        """Every transfer, the laws in a line each, the verdict, and what to run to decide."""
+        several = len(self.transfers) > 1
+        parts = [f"{label(t)}\n{t}" if several else str(t) for t in self.transfers]
+        about = {name: reason for name, reason in self.missing.items() if name in LAWS}
+        if self.horizon:
+            law = self.horizon
+            about["horizon law"] = f"best rate ∝ D^{-law.exponent:.2f}, ± {law.stderr:.2f}, {law.status}"
+        if self.batch:
+            grows = self.batch
+            about["batch law"] = f"best batch ∝ D^{grows.exponent:.2f}, ± {grows.stderr:.2f}, {grows.status}"
+        if several or self._unfitted:
+            about["verdict"] = "; ".join((self.verdict, *self.reasons))
+        parts += [lines(about)] if about else []
+        for row in self.next_runs.to_dict("records"):
+            expected = f"±{row['half_width']:.2f} octaves expected" if row["half_width"] > 0 else "interval unknown"
+            enough = "" if row["decides"] else ", which may not decide"
+            cost = f"{row['new_runs']} runs, {row['n_tokens']:.3g} tokens"
+            parts.append(f"to decide {row['over']} along {row['along']}: {row['add']}; {cost}; {expected}{enough}")
+        if self.options:
+            parts.append(f"options  {self.options}")
+        return "\n".join(parts)
+
+
+def label(transfer: Transfer) -> str:
+    """Name of a transfer: `rate along width`."""
+    return f"{transfer.over} along {transfer.along}"
+
+
+def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Verdict:
+    """Judge every transfer at the longest horizon that all its sizes were trained at, and fit the laws in the tokens.
+
+    Args:
+        rows: one row per run and grid that it is part of. `along`: the scale of the grid, `width`, `depth` or `batch`;
+            `size`: where on it the run lies (of a batch: tokens); `over` and `value`: the hyperparameter that the grid
+            varies and its value, at the base shape; `n_tokens`; `loss` (nats per token; NaN if diverged); and, if several
+            seeds were run, `seed`. A run that is part of several grids has the same `run` in each, if that column is there.
+        optima: best rates fitted elsewhere, for the horizon law; see `fit_horizon_law`.
+
+    Raises:
+        ValueError: a column is missing or breaks its rule, or a grid has one size only.
+    """
+    require_columns(rows, ("along", "size", "over", "value", "n_tokens", "loss"))
+    rows = rows.assign(n_tokens=numbers(rows, "n_tokens"), seed=rows.get("seed", 0))
+    sized = rows[rows["along"] != "batch"]
+    if sized.empty:
+        raise ValueError(f"along must name a scale beside batch, got {sorted(rows['along'].unique())}")
+    transfers, horizons, missing = [], [], {}
+    longest = 0.0
+    for (along, over), grid in sized.groupby(["along", "over"], sort=False):
+        horizon = _longest_shared(grid)
+        longest = max(longest, horizon)
+        try:
+            at_longest = _named(grid[grid["n_tokens"] == horizon], along, over)
+            transfers.append(fit_transfer(at_longest, along=along, over=over))
+            horizons.append(horizon)
+        except ScalingError as error:
+            missing[f"{over} along {along}"] = str(error)
+    laws: dict[str, Any] = {}
+    rates = sized[sized["over"] == "rate"]
+    rates = rates.assign(
+        rate=rates["value"], group=[f"{a} {s:g}" for a, s in zip(rates["along"], rates["size"], strict=True)]
+    )
+    if "run" in rates:
+        rates = rates.drop_duplicates("run")
+    batches = rows[rows["along"] == "batch"].rename(columns={"size": "batch_tokens", "value": "rate"})
+    try:
+        laws["horizon"] = fit_horizon_law(rates, optima=optima) if len(rates) else None
+    except ScalingError as error:
+        missing["horizon law"] = str(error)
+    if len(batches):
+        try:
+            laws["batch"] = fit_batch_law(batches)
+        except ScalingError as error:
+            missing["batch law"] = str(error)
+    return Verdict(transfers=tuple(transfers), n_tokens=longest, horizons=tuple(horizons), missing=missing, **laws)
+
+
+def _longest_shared(grid: pd.DataFrame) -> float:
+    """The most tokens that every size of a grid was trained at; of no such, the most of all."""
+    sizes = grid.groupby("n_tokens")["size"].nunique()
+    shared = sizes[sizes == grid["size"].nunique()]
+    return float((shared if len(shared) else sizes).index.max())
+
+
+def _named(grid: pd.DataFrame, along: str, over: str) -> pd.DataFrame:
+    """The grid with its size and its value under their own names."""
+    return pd.DataFrame({along: grid["size"], over: grid["value"], "loss": grid["loss"], "seed": grid["seed"]})
+
+
+def _toml(value: Any) -> str:
+    """A number or a list as TOML has it, without spaces."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_toml, value))}]"
+    return repr(value.item() if isinstance(value, np.generic) else value)

@@ -1,0 +1,1 @@
+"""The loss along a training, from its learning-rate schedule."""

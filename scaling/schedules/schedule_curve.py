@@ -1,0 +1,100 @@
+"""A learning-rate schedule in the terms of the multi-power law, whose equation heads `scaling.schedules.schedule_law`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaling.arrays import Array
+
+MAX_KNOTS = 1000
+"""Changes of the rate that are told apart: more are thinned evenly."""
+WARMUP_KNOTS = 50
+"""Steps in which the warmup's rise is counted."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A schedule, and the places where its loss is wanted.
+
+    Attributes:
+        summed: S1 + S_W at the places, [K].
+        since: S_k at the places, [K, knots], 0 where the drop comes later.
+        drops: eta_{k−1} − eta_k, [knots].
+        log_rates: log eta_k, [knots].
+        peak: highest rate.
+    """
+
+    summed: Array
+    since: Array
+    drops: Array
+    log_rates: Array
+    peak: float
+
+    @classmethod
+    def of(cls, steps: Array, rates: Array, at: Array, warmup_steps: float) -> Curve:
+        """Between rows the rate is taken to be straight, and to drop half-way; it counts with its value after the drop.
+
+        Raises:
+            ValueError: the first row lies in the warmup, or its rate is 0.
+        """
+        order = np.argsort(steps, kind="stable")
+        steps, rates = steps[order], rates[order]
+        if steps[0] < warmup_steps:
+            raise ValueError(
+                f"step must be at least warmup_steps = {warmup_steps:g} from a run's first row on, got {steps[0]:g}"
+            )
+        if rates[0] == 0:
+            raise ValueError(
+                f"lr must be above 0 in a run's first row, where its warmup ends, got 0 at step {steps[0]:g}"
+            )
+        if len(steps) > MAX_KNOTS:
+            kept = np.unique(np.linspace(0, len(steps) - 1, MAX_KNOTS).astype(int))
+            steps, rates = steps[kept], rates[kept]
+        if warmup_steps > 0:
+            steps = np.concatenate([np.linspace(0, warmup_steps, WARMUP_KNOTS + 1), steps])
+            rates = np.concatenate([np.linspace(0, rates[0], WARMUP_KNOTS + 1), rates])
+        summed = np.cumsum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2)
+        summed = rates[0] * steps[0] + np.concatenate([[0.0], summed])
+        drops, middle = rates[:-1] - rates[1:], (summed[1:] + summed[:-1]) / 2
+        # A rate that ends at 0 counts with half of what it was: the law divides by it.
+        after = np.where(rates[1:] > 0, rates[1:], rates[:-1] / 2)
+        changes = (drops != 0) & (after > 0)
+        here = np.interp(at, steps, summed)
+        since = np.maximum(here[:, None] - middle[changes], 0.0)
+        return cls(here, since, drops[changes], np.log(after[changes]), float(rates.max()))
+
+    def linearise(self, theta: Array) -> tuple[Array, Array]:
+        """Loss [K] and its Jacobian [K, 7] for theta, the logarithms of (L0, A, alpha, B, C, beta, gamma)."""
+        level, scale, alpha, gain, c, beta, gamma = np.exp(theta)
+        powers = scale * self.summed**-alpha
+        x = c * np.exp(-gamma * self.log_rates) * self.since
+        kept = (1 + x) ** -beta
+        slope = beta * x * kept / (1 + x)  # of G by log x
+        loss_drop = gain * ((1 - kept) @ self.drops)
+        by_log_x = gain * (slope @ self.drops)
+        jacobian = np.stack(
+            [
+                np.full_like(powers, level),
+                powers,
+                -alpha * np.log(self.summed) * powers,
+                -loss_drop,
+                -by_log_x,
+                -gain * beta * ((np.log1p(x) * kept) @ self.drops),
+                gain * gamma * (slope @ (self.drops * self.log_rates)),
+            ],
+            axis=1,
+        )
+        return level + powers - loss_drop, jacobian
+
+
+def peak_and_depth(rates: Array) -> tuple[float, float]:
+    """The highest rate of a curve, and the least as a part of it.
+
+    Raises:
+        ValueError: the rate is 0 in every row.
+    """
+    if not (peak := float(rates.max())) > 0:
+        raise ValueError("lr must be above 0 in some row of a schedule, got 0 in all of them")
+    return peak, float(rates.min()) / peak

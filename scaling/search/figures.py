@@ -1,0 +1,194 @@
+"""Figures of a search, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, error_bars, log_axis
+from scaling.optima.optimum import MAX_EXCESS
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from scaling.search.importance import Importance
+    from scaling.search.response import ResponseSurface
+
+SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
+"""Of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
+_N_GRID = 49
+_STEP = 0.25  # per cent of the loss from contour to contour
+
+
+def importance_data(importance: "Importance") -> pd.DataFrame:
+    """One row per hyperparameter, most important first: hyperparameter, share, low, high, noise; series told, not told."""
+    table = importance.table.rename_axis("hyperparameter").reset_index()
+    series = np.where(table["told"], "told", "not told")
+    return table[["hyperparameter", "share", "low", "high", "noise"]].assign(series=series)
+
+
+def draw_importance(data: pd.DataFrame) -> "go.Figure":
+    """Bars with intervals, the most important on top; ticks mark what a column that means nothing reaches."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for name, label, colour in (("told", "told", COLOURS[2]), ("not told", "not told from noise", GREY)):
+        part = data[data["series"] == name]
+        if len(part):
+            figure.add_bar(
+                y=part["hyperparameter"],
+                x=part["share"],
+                error_x=error_bars(part, "share"),
+                orientation="h",
+                name=label,
+                marker_color=colour,
+            )
+    tick = {"symbol": "line-ns-open", "size": 14, "color": EDGE}
+    figure.add_scatter(
+        y=data["hyperparameter"], x=data["noise"], mode="markers", marker=tick, name="a shuffled column's"
+    )
+    figure.update_xaxes(title="share of the variance of log loss over the box", tickformat=".0%", rangemode="tozero")
+    figure.update_yaxes(categoryorder="array", categoryarray=data["hyperparameter"].tolist()[::-1])
+    return figure
+
+
+def pareto_data(
+    rows: pd.DataFrame, front: pd.DataFrame, cost: str = "compute_flops", loss: str = "loss"
+) -> pd.DataFrame:
+    """Series run (every finished run) and front (cost ascending): cost, loss."""
+    finished = rows[np.isfinite(rows[loss].astype(float))]
+    series = [of.assign(series=name) for name, of in (("run", finished), ("front", front))]
+    return pd.concat(
+        [of[[cost, loss, "series"]].rename(columns={cost: "cost", loss: "loss"}) for of in series], ignore_index=True
+    )
+
+
+def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
+    """Loss against cost, the cost logarithmic unless a run was free; the front is drawn as steps."""
+    import plotly.graph_objects as go
+
+    runs, front = (data[data["series"] == name] for name in ("run", "front"))
+    figure = go.Figure()
+    figure.add_scatter(x=runs["cost"], y=runs["loss"], mode="markers", name="runs", marker={"color": "grey", "size": 5})
+    steps = {"color": COLOURS[2], "shape": "hv"}
+    figure.add_scatter(x=front["cost"], y=front["loss"], mode="lines+markers", name="front", line=steps)
+    scale = log_axis(runs["cost"]) if (runs["cost"] > 0).all() else {}
+    figure.update_xaxes(title=COMPUTE if cost == "compute_flops" else cost.replace("_", " "), **scale)
+    figure.update_yaxes(title=LOSS)
+    return figure
+
+
+def response_data(
+    surface: "ResponseSurface",
+    scale: Mapping[str, float] | None = None,
+    over: tuple[str, str] | None = None,
+    level: float = 0.9,
+) -> pd.DataFrame:
+    """Series surface (a grid), run, diverged, optimum at one scale: x_name, y_name, x, y, above, std, and ends of intervals.
+
+    `above` is in log loss and counted from the surface at its optimum; it levels off at 5 %, where all is told apart no
+    more. Coordinates that are not shown are the optimum's on the grid, and their own in the runs. Of a scale with many runs
+    those are shown that the surface holds.
+
+    Args:
+        surface: the fitted surface.
+        scale: whose runs and optimum; may be left out where the box has none.
+        over: numeric coordinates, for x and y; by default the box's first two.
+        level: of the optimum's intervals.
+
+    Raises:
+        ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
+    """
+    names = list(surface.box.bounds)
+    chosen = list(over) if over else names[:2]
+    if len(chosen) != 2 or len(set(chosen)) < 2 or not set(chosen) <= set(names):
+        told = ", ".join(names) or "none"
+        raise ValueError(
+            f"over must name two of the box's numeric coordinates ({told}), got {', '.join(chosen) or 'none'}"
+        )
+    (x, y), here = chosen, dict(scale or {})
+    best = surface.optimum(scale, level=level)
+    axes = [np.linspace(*surface.box.bounds[name], _N_GRID) for name in chosen]
+    grid = pd.DataFrame(dict(zip(chosen, (values.ravel() for values in np.meshgrid(*axes)), strict=True)))
+    points = pd.concat([grid, pd.DataFrame([best.point])[[x, y]]], ignore_index=True)
+    points = points.assign(
+        **{name: [value] * len(points) for name, value in best.point.items() if name not in chosen}, **here
+    )
+    mean, std = surface.predict(points)
+    table = points[[x, y]].rename(columns={x: "x", y: "y"}).assign(above=mean - mean[-1], std=std, series="surface")
+    table.loc[table.index[-1], "series"] = "optimum"
+    for name, (low, high) in best.intervals.items():
+        if name in chosen:
+            axis = "xy"[chosen.index(name)]
+            table.loc[table.index[-1], [f"{axis}_low", f"{axis}_high"]] = low, high
+    octaves = surface.box.octaves(pd.DataFrame([here]))[0]
+    told_runs = surface.process.data
+    own = np.flatnonzero([np.allclose(octaves, surface.cells[c], rtol=0, atol=1e-8) for c in told_runs.cell])
+    runs = surface.box.decode(told_runs.u[own])[[x, y]].rename(columns={x: "x", y: "y"})
+    series = np.where(told_runs.w[own] < MAX_EXCESS, "run", "diverged")
+    table = pd.concat([table, runs.assign(above=told_runs.w[own] - mean[-1], series=series)], ignore_index=True)
+    return table.assign(x_name=x, y_name=y, level=level)
+
+
+def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> "go.Figure":
+    """Contours of the loss over two hyperparameters, the runs, and the optimum with its intervals.
+
+    `titles` are of the axes, with the units, by coordinate; without one, its name is the title.
+    """
+    import plotly.graph_objects as go
+
+    surface, best = (data[data["series"] == name] for name in ("surface", "optimum"))
+    z = 100 * surface.pivot_table(index="y", columns="x", values="above")
+    figure = go.Figure()
+    figure.add_contour(
+        x=z.columns,
+        y=z.index,
+        z=z,
+        customdata=100 * surface.pivot_table(index="y", columns="x", values="std"),
+        zmin=0,
+        zmax=100 * MAX_EXCESS,
+        contours={"start": _STEP, "end": 100 * MAX_EXCESS - _STEP, "size": _STEP},
+        line={"width": 0.5, "color": "rgba(255, 255, 255, 0.5)"},
+        colorscale=SCALE,
+        colorbar={"title": {"text": "loss above the<br>optimum's (%)"}, "y": 0.4, "len": 0.8},
+        hovertemplate="%{x:.4g}, %{y:.4g}<br>%{z:.2f} ± %{customdata:.2f} % above the optimum<extra></extra>",
+    )
+    for name, label, symbol in (("run", "runs", "circle"), ("diverged", "diverged runs", "x")):
+        part = data[data["series"] == name]
+        if len(part):
+            edge = {"color": "white", "width": 0.7}
+            figure.add_scatter(
+                x=part["x"],
+                y=part["y"],
+                mode="markers",
+                name=label,
+                marker={"color": "grey", "size": 7, "symbol": symbol, "line": edge},
+                text=[f"{100 * above:.2f} % above the optimum" for above in part["above"]] if name == "run" else label,
+                hoverinfo="x+y+text",
+            )
+    bars = {
+        f"error_{axis}": {
+            "array": best[f"{axis}_high"] - best[axis],
+            "arrayminus": best[axis] - best[f"{axis}_low"],
+            "color": "white",
+        }
+        for axis in ("x", "y")
+    }
+    star = {"symbol": "star", "size": 14, "color": "white", "line": {"color": "#444444", "width": 1}}
+    figure.add_scatter(
+        x=best["x"],
+        y=best["y"],
+        mode="markers",
+        marker=star,
+        name=f"optimum, {100 * best['level'].item():g} % intervals",
+        **bars,
+    )
+    for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
+        name = data[f"{axis}_name"].iloc[0]
+        own = f"log2 of {name[5:]}" if name.startswith("log2_") else name
+        low, high = data[axis].min(), data[axis].max()
+        margin = 0.02 * (high - low)  # else runs on the bounds are cut in half
+        update(title=(titles or {}).get(name, own), range=[low - margin, high + margin])
+    figure.update_layout(showlegend=True)
+    return figure

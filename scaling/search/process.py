@@ -1,0 +1,237 @@
+"""The Gaussian process of `basin`, conditioned on runs, and the fit of its hyperparameters."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scaling.arrays import Array, Integers
+from scaling.search.basin import (
+    LEVEL,
+    Layout,
+    Points,
+    Shape,
+    covariance_of,
+    matern,
+    quadratic,
+    quadratic_slopes,
+    shape_of,
+    squared_distances,
+    stray_variance,
+)
+
+MISFIT = 0.1
+"""Standard deviation of a run's misfit per unit of w: far up a wall nothing is told about the floor."""
+NOWHERE = 1e10
+"""Stands for an infinite objective, with which the optimiser can't reckon."""
+EXACT = 1e-6
+"""Standard deviation that stands for none."""
+MAX_STEPS = 40
+FARTHEST, DRIFT_FARTHEST = 4.0, 10.0
+"""Steps of the optimiser, and how many prior standard deviations it may go: in a narrow box the drift is large."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Observations:
+    """What is conditioned on.
+
+    Attributes:
+        u: encoded hyperparameters, [n, q]; numeric ones first, then categories as one-hot columns.
+        s: log2 of the scales, [n, k].
+        cell: number of the scale of each, [n], from 0.
+        w: log loss above the best of its cell, [n].
+        exact: whether w is to be taken as free of noise, [n].
+    """
+
+    u: Array
+    s: Array
+    cell: Integers
+    w: Array
+    exact: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Process:
+    """The process conditioned on observations, for fixed hyperparameters `theta`."""
+
+    layout: Layout
+    data: Observations
+    theta: Array
+
+    @classmethod
+    def fit(cls, data: Observations, layout: Layout) -> "Process":
+        """At the hyperparameters of largest posterior density; below three observations at the prior's centre."""
+        from scipy.optimize import minimize
+
+        mean, spread = layout.prior
+        if len(data.w) < 3:
+            return cls(layout=layout, data=data, theta=mean)
+
+        def objective(t: Array) -> tuple[float, Array]:
+            try:
+                value, gradient = negative_log_density(mean + spread * t, data, layout)
+            except np.linalg.LinAlgError:  # rounding has left no covariance: the line search shall step back
+                return NOWHERE, np.zeros_like(t)
+            return value, gradient * spread
+
+        reach = np.full(len(mean), FARTHEST)
+        reach[5 + layout.n_lengths :] = DRIFT_FARTHEST
+        found = minimize(
+            objective,
+            np.zeros(len(mean)),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=np.column_stack([-reach, reach]),
+            options={"maxiter": MAX_STEPS, "ftol": 1e-6},
+        )
+        return cls(layout=layout, data=data, theta=mean + spread * found.x)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The hyperparameters in their own units."""
+        return shape_of(self.theta, self.layout)
+
+    def and_exactly(self, u: Array, s: Array, cell: Integers) -> "Process":
+        """Conditioned as well on runs that are under way, as if they had ended where they are expected to."""
+        if not len(u):
+            return self
+        data, (expected, _) = self.data, self.predict(u, s, cell)
+        return replace(
+            self,
+            data=Observations(
+                u=np.concatenate([data.u, u]),
+                s=np.concatenate([data.s, s]),
+                cell=np.concatenate([data.cell, cell]),
+                w=np.concatenate([data.w, expected]),
+                exact=np.concatenate([data.exact, np.ones(len(u), dtype=bool)]),
+            ),
+        )
+
+    def predict(self, u: Array, s: Array, cell: Integers) -> tuple[Array, Array]:
+        """Mean and standard deviation of w without noise, [m]."""
+        mean, features, variance = self._prior_at(u, s)
+        if not len(self.data.w):
+            return mean, np.sqrt(variance)
+        factor, weights, _ = self._factored
+        cross = self._covariance(u, s, cell, features)
+        half = _solve_lower(factor, cross.T)
+        return mean + cross @ weights, np.sqrt(np.maximum(variance - (half**2).sum(0), 1e-14))
+
+    def joint(self, u: Array, s: Array, cell: Integers) -> tuple[Array, Array]:
+        """Mean [m] and covariance [m, m] of w without noise."""
+        mean, features, _ = self._prior_at(u, s)
+        z = u - s @ self.shape.drift.T
+        covariance = covariance_of(self.shape, (z, s, cell, features), (z, s, cell, features), self.layout)
+        if not len(self.data.w):
+            return mean, covariance
+        factor, weights, _ = self._factored
+        cross = self._covariance(u, s, cell, features)
+        half = _solve_lower(factor, cross.T)
+        return mean + cross @ weights, covariance - half.T @ half
+
+    @cached_property
+    def uncertainty(self) -> Array:
+        """Covariance of `theta` by Laplace's approximation, in units of the prior's deviations, [p, p]."""
+        mean, spread = self.layout.prior
+        if len(self.data.w) < 3:
+            return np.eye(len(mean))
+        step = 1e-3
+        rows = []
+        for direction in np.eye(len(mean)) * spread * step:
+            _, above = negative_log_density(self.theta + direction, self.data, self.layout)
+            _, below = negative_log_density(self.theta - direction, self.data, self.layout)
+            rows.append((above - below) * spread / (2 * step))
+        values, vectors = np.linalg.eigh((np.array(rows) + np.array(rows).T) / 2)
+        # The prior alone has a Hessian of one; where the likelihood bends down at a bound, the prior is what is known.
+        return np.asarray((vectors / np.maximum(values, 1.0)) @ vectors.T)
+
+    def redrawn(self, generator: np.random.Generator) -> "Process":
+        """The same observations under hyperparameters drawn from their approximate posterior."""
+        _, spread = self.layout.prior
+        step = generator.multivariate_normal(np.zeros(len(spread)), self.uncertainty, method="eigh")
+        return replace(self, theta=self.theta + spread * step)
+
+    @cached_property
+    def _factored(self) -> tuple[Array, Array, Points]:
+        from scipy.linalg import cho_solve
+
+        data, shape = self.data, self.shape
+        z = data.u - data.s @ shape.drift.T
+        features, mean = quadratic(z, data.s, shape.basin, self.layout)
+        at = (z, data.s, data.cell, features)
+        covariance = covariance_of(shape, at, at, self.layout)
+        covariance[np.diag_indices(len(z))] += _scatter(data, shape.noise)
+        factor = np.linalg.cholesky(covariance)
+        return np.asarray(factor), np.asarray(cho_solve((factor, True), data.w - mean)), at
+
+    def _prior_at(self, u: Array, s: Array) -> tuple[Array, Array, Array]:
+        z = u - s @ self.shape.drift.T
+        features, mean = quadratic(z, s, self.shape.basin, self.layout)
+        t = z[:, : self.layout.n_numeric] - 0.5
+        own = LEVEL**2 + stray_variance(self.shape.basin) * (t**2).sum(1)
+        return mean, features, (features**2).sum(1) + self.shape.shared**2 + self.shape.own**2 + own
+
+    def _covariance(self, u: Array, s: Array, cell: Integers, features: Array) -> Array:
+        z = u - s @ self.shape.drift.T
+        return covariance_of(self.shape, (z, s, cell, features), self._factored[2], self.layout)
+
+
+def negative_log_density(theta: Array, data: Observations, layout: Layout) -> tuple[float, Array]:
+    """−log p(w, theta) up to a constant, and its gradient, [p]; one Cholesky factor and one inverse."""
+    from scipy.linalg.lapack import dpotri
+
+    shape = shape_of(theta, layout)
+    n, first_drift = len(data.w), 5 + layout.n_lengths
+    z = data.u - data.s @ shape.drift.T
+    features, mean = quadratic(z, data.s, shape.basin, layout)
+    scaled = z / shape.lengths
+    correlation, correlation_slope = matern(squared_distances(scaled, scaled))
+    apart = squared_distances(data.s, data.s) / shape.reach**2
+    near = np.exp(-apart / 2)
+    amplitude = shape.shared**2 + shape.own**2 * near
+    t = z[:, : layout.n_numeric] - 0.5
+    same = data.cell[:, None] == data.cell
+    strays = stray_variance(shape.basin) * same
+    covariance = features @ features.T + correlation * amplitude + LEVEL**2 * same + strays * (t @ t.T)
+    covariance[np.diag_indices(n)] += _scatter(data, shape.noise)
+    factor = np.linalg.cholesky(covariance)
+    inverse = dpotri(factor, lower=1)[0]
+    inverse = np.tril(inverse) + np.tril(inverse, -1).T
+    weights = inverse @ (data.w - mean)
+    centre, spread = layout.prior
+    off = (theta - centre) / spread
+    value = (data.w - mean) @ weights / 2 + np.log(np.diag(factor)).sum() + off @ off / 2
+
+    # Backwards from the covariance: slope = d value / d covariance.
+    slope = (inverse - np.outer(weights, weights)) / 2
+    gradient = np.zeros_like(theta)
+    gradient[0] = 2 * shape.noise**2 * np.diag(slope)[~data.exact].sum()
+    to_features = 2 * slope @ features
+    by_stray = slope * strays
+    gradient[1] = (to_features * features).sum() - weights @ mean + (by_stray * (t @ t.T)).sum()
+    by_process = slope * correlation
+    by_own = by_process * near
+    gradient[2] = 2 * shape.shared**2 * by_process.sum()
+    gradient[3] = 2 * shape.own**2 * by_own.sum()
+    gradient[first_drift - 1] = shape.own**2 * (by_own * apart).sum()
+    by_distance = slope * amplitude * correlation_slope
+    laplacian = by_distance.sum(1)[:, None] * scaled - by_distance @ scaled
+    gradient[4 : first_drift - 1] = np.bincount(layout.groups, -4 * (scaled * laplacian).sum(0))
+    to_z = 4 * laplacian / shape.lengths
+    to_z[:, : layout.n_numeric] += (
+        quadratic_slopes(z, data.s, shape.basin, layout, to_features, weights) + 2 * by_stray @ t
+    )
+    gradient[first_drift:] = -(to_z[:, : layout.n_numeric].T @ data.s).ravel()
+    return float(value), gradient + off / spread
+
+
+def _scatter(data: Observations, noise: float) -> Array:
+    """Variance of each observation about the process, [n]."""
+    return np.where(data.exact, EXACT**2, noise**2 + (MISFIT * data.w) ** 2)
+
+
+def _solve_lower(factor: Array, right: Array) -> Array:
+    from scipy.linalg import solve_triangular
+
+    return np.asarray(solve_triangular(factor, right, lower=True, check_finite=False))

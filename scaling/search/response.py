@@ -1,0 +1,317 @@
+"""How loss responds to hyperparameters across scales: what smaller runs tell of larger ones, and what to try next.
+
+Losses enter as log loss above the best of their scale, clipped (`excess`); what is fitted to them is told in `basin`, how
+in `process`, and what is tried next in `acquisition`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from scaling.arrays import Array, Integers
+from scaling.checks import losses, require_columns
+from scaling.presentation import Result, lines
+from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
+from scaling.search.excess import clipped_excess, most_telling
+from scaling.search.process import Observations, Process
+from scaling.search.search_box import Point, SearchBox
+from scaling.threads import single_threaded
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+NEAR = 0.01
+"""Nothing is tried that the surface itself takes to be this much worse (of log loss) than its minimum.
+
+Of .005, .01, .02 and no limit, .01 was chosen on Step Law's grid (tests/benchmarks/search_replay.py)."""
+PRIOR_WEIGHT = 10.0
+"""Strength of a user's prior: after n runs of the scale its logarithm counts PRIOR_WEIGHT / (n + 1) (the decay of piBO,
+2204.11051; ten is assumed)."""
+N_DRAWS, N_FUNCTIONS, N_CANDIDATES = 24, 16, 256
+"""Hyperparameters drawn for an optimum's interval, functions drawn for each, points at which each is looked at."""
+
+LogPrior = Callable[[pd.DataFrame], NDArray[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseOptimum(Result):
+    """The best point at one scale, as far as the surface knows.
+
+    Attributes:
+        point: a value for each coordinate.
+        intervals: equal-tailed interval of each numeric coordinate of the optimum, over posterior draws of the surface.
+        level: their probability.
+        choice_probabilities: for each category, how often each of its values was the best in those draws.
+        at_edge: numeric coordinates whose optimum lies on the box's bound: the box should be wider there.
+        n_here: finite runs at this very scale; 0: all is extrapolated.
+    """
+
+    point: Point
+    intervals: dict[str, tuple[float, float]]
+    level: float
+    choice_probabilities: dict[str, dict[Any, float]]
+    at_edge: tuple[str, ...]
+    n_here: int
+
+    def __str__(self) -> str:
+        """Point and interval of each coordinate."""
+        told = {}
+        for name, value in self.point.items():
+            if name in self.intervals:
+                low, high = self.intervals[name]
+                told[name] = f"{value:.4g}, {self.level:.0%} interval [{low:.4g}, {high:.4g}]"
+            else:
+                told[name] = f"{value} ({self.choice_probabilities[name][value]:.0%})"
+        edge = f", at the box's edge in {', '.join(self.at_edge)}" if self.at_edge else ""
+        return lines(told | {"runs at this scale": f"{self.n_here}{edge}"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResponseSurface(Result):
+    """Log loss over the box and over scales, fitted to all runs at once by `fit_response`.
+
+    Attributes:
+        box: coordinates and scales.
+        n_runs: runs that were told, diverged ones among them.
+        process: what was fitted.
+        centre: mean log2 of the scales, [k].
+        cells: scales [C, k], log2, in the order of the process's cell numbers.
+        n_finite: finite runs of each scale.
+    """
+
+    box: SearchBox
+    n_runs: int
+    process: Process
+    centre: Array
+    cells: Array
+    n_finite: tuple[int, ...]
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of log loss from run to run."""
+        return self.process.shape.noise
+
+    @property
+    def drift(self) -> pd.DataFrame:
+        """How far the optimum moves per doubling of each scale: numeric coordinates × scales, in their own units."""
+        widths = np.array([high - low for low, high in self.box.bounds.values()])
+        moved = self.process.shape.drift[: len(widths)] * widths[:, None]
+        return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.scales))
+
+    @single_threaded
+    def predict(self, points: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean and standard deviation, [n] each, of log loss above the best run told at the same scale, without noise.
+
+        Clipped smoothly at 5 % (`excess`), and below 0 where better is expected. Where nothing was told at a scale its
+        level is unknown, and the deviation says so: there only differences mean something.
+
+        Args:
+            points: the box's coordinates and scales.
+
+        Raises:
+            ValueError: a column is missing or a value breaks its rule.
+        """
+        s = self.box.octaves(points)
+        return self.process.predict(self.box.encode(points), s - self.centre, self._cells_of(s))
+
+    @single_threaded
+    def optimum(self, scale: Mapping[str, float] | None = None, *, level: float = 0.9) -> ResponseOptimum:
+        """The best point at a scale, told or not, with an interval over the surface's own uncertainty.
+
+        The interval holds what runs leave open in the drift, the basin's shape and the noise, and how far a cell's optimum
+        strays from a straight drift (`basin.STRAY`); not that the drift might bend. On Step Law's grid nine in ten was 15
+        of 16 for the rate and 13 of 16 for the batch, told all smaller cells; 15 of 17 for either, told all others. `STRAY`
+        was not fitted to that, but its size was known from the same table.
+
+        Raises:
+            ValueError: a scale is missing or not above 0, or the level is not between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+        s, cell = self._at(scale)
+        generator = np.random.default_rng(self.n_runs)
+        best = self._lowest(self.process, s, cell, generator)
+        drawn = self._drawn_optima(best, s, cell, generator)
+        tails = [(1 - level) / 2, (1 + level) / 2]
+        d, names = len(self.box.bounds), list(self.box.bounds)
+        low, high = self.box.decode(np.quantile(drawn, tails, axis=0))[names].to_numpy(np.float64)
+        choices = self.box.decode(drawn)
+        return ResponseOptimum(
+            point=self._point(best),
+            intervals={name: (float(low[i]), float(high[i])) for i, name in enumerate(names)},
+            level=level,
+            choice_probabilities={
+                name: {value: float(np.mean([one == value for one in choices[name]])) for value in values}
+                for name, values in self.box.choices.items()
+            },
+            at_edge=tuple(name for i, name in enumerate(names) if min(best[:d][i], 1 - best[:d][i]) < 1e-3),
+            n_here=self.n_finite[cell] if cell >= 0 else 0,
+        )
+
+    def plot_contours(
+        self,
+        scale: Mapping[str, float] | None = None,
+        over: tuple[str, str] | None = None,
+        titles: Mapping[str, str] | None = None,
+    ) -> "go.Figure":
+        """Contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
+        from scaling.search.figures import draw_response, response_data
+
+        return draw_response(response_data(self, scale, over), titles)
+
+    @single_threaded
+    def suggest(
+        self,
+        scale: Mapping[str, float] | None = None,
+        *,
+        pending: pd.DataFrame | None = None,
+        prior: LogPrior | None = None,
+        seed: int = 0,
+    ) -> Point:
+        """The point to try next at a scale.
+
+        Until the runs told and pending are two more than the coordinates, a Latin hypercube drawn by `seed`, or draws
+        from the prior. Then the largest expected improvement on the best that was tried at this scale, or where nothing
+        was, the surface's minimum; within `NEAR` of that minimum. The same arguments give the same point.
+
+        Args:
+            scale: the scale that is searched; may be left out where the box has none.
+            pending: points under way, with the scales as columns: they are taken to end where the surface expects.
+            prior: log density of points (a DataFrame of the coordinates), up to a constant; its weight decays.
+            seed: of the draws.
+
+        Raises:
+            ValueError: a scale or column is missing, or a value breaks its rule.
+        """
+        if pending is None or pending.empty:
+            pending = pd.DataFrame(columns=[*self.box.names, *self.box.scales], dtype=np.float64)
+        under_way = self.box.octaves(pending)
+        octaves = np.concatenate([self.box.octaves(pd.DataFrame([dict(scale or {})])), under_way])
+        s, cells = octaves - self.centre, self._cells_of(octaves)
+        process = self.process.and_exactly(self.box.encode(pending), s[1:], cells[1:])
+        s, cell, n_pending = s[0], cells[0], len(pending)
+        n = self.n_runs + n_pending
+        generator = np.random.default_rng([seed, n])
+        if n < (start := len(self.box.names) + 2):
+            if prior is not None:
+                drawn = self.box.place(generator.random((512, len(self.box.names))))
+                return self._point(drawn[np.argmax(self._logs(prior, drawn) + generator.gumbel(size=len(drawn)))])
+            design = latin_hypercube(start, len(self.box.names), np.random.default_rng(seed))
+            return self._point(self.box.place(design)[n])
+        return self._point(self._most_promising(process, s, cell, prior, generator))
+
+    def _most_promising(
+        self, process: Process, s: Array, cell: int, prior: LogPrior | None, generator: np.random.Generator
+    ) -> Array:
+        lowest = self._lowest(process, s, cell, generator)
+        tried = process.data.u[process.data.cell == cell]
+        if not len(tried) and prior is None:
+            return lowest
+        bottom = float(self._values(process, lowest[None], s, cell)[0][0])
+        incumbent = float(self._values(process, tried, s, cell)[0].min()) if len(tried) else bottom
+
+        def score(u: Array) -> Array:
+            mean, std = self._values(process, u, s, cell)
+            promise = log_expected_improvement(mean, std, incumbent)
+            if prior is not None:
+                promise = promise + PRIOR_WEIGHT / (len(tried) + 1) * self._logs(prior, u)
+            return np.where(mean <= bottom + NEAR, -promise, np.inf)
+
+        return minimise(score, self.box, generator, lowest[None])
+
+    def _lowest(self, process: Process, s: Array, cell: int, generator: np.random.Generator) -> Array:
+        """The encoded minimum of the mean."""
+        best = np.argsort(process.data.w, kind="stable")[:16]
+        start = np.clip(process.data.u[best], 0, 1) if len(best) else np.zeros((0, len(self.box.layout.groups)))
+        return minimise(lambda u: self._values(process, u, s, cell)[0], self.box, generator, start)
+
+    def _drawn_optima(self, best: Array, s: Array, cell: int, generator: np.random.Generator) -> Array:
+        """Encoded minima of functions drawn from the posterior, [draws, q]."""
+        n = N_CANDIDATES // 8
+        spreads = np.geomspace(0.01, 0.3, 4)
+        fixed = [best[None], *(around(best, spread, self.box, generator, n) for spread in spreads)]
+        out = []
+        for _ in range(N_DRAWS):
+            process = self.process.redrawn(generator)
+            lowest = self._lowest(process, s, cell, generator)
+            u = np.concatenate([*fixed, lowest[None], *(around(lowest, x, self.box, generator, n) for x in spreads)])
+            mean, covariance = process.joint(u, np.tile(s, (len(u), 1)), np.full(len(u), cell))
+            near = np.flatnonzero(mean <= mean.min() + NEAR)
+            values, vectors = np.linalg.eigh(covariance[np.ix_(near, near)])
+            root = vectors * np.sqrt(np.maximum(values, 0.0))
+            functions = mean[near] + generator.standard_normal((N_FUNCTIONS, len(near))) @ root.T
+            out.append(u[near[functions.argmin(axis=1)]])
+        return np.concatenate(out)
+
+    def _values(self, process: Process, u: Array, s: Array, cell: int) -> tuple[Array, Array]:
+        return process.predict(u, np.tile(s, (len(u), 1)), np.full(len(u), cell))
+
+    def _logs(self, prior: LogPrior, u: Array) -> Array:
+        return np.asarray(prior(self.box.decode(u)), np.float64)
+
+    def _point(self, u: Array) -> Point:
+        return {str(name): value for name, value in self.box.decode(u[None]).to_dict("records")[0].items()}
+
+    def _at(self, scale: Mapping[str, float] | None) -> tuple[Array, int]:
+        octaves = self.box.octaves(pd.DataFrame([dict(scale or {})]))
+        return octaves[0] - self.centre, int(self._cells_of(octaves)[0])
+
+    def _cells_of(self, octaves: Array) -> Integers:
+        """Number of each row's scale; below 0, one for each, where nothing was told."""
+        _, number = np.unique(octaves.round(9), axis=0, return_inverse=True) if octaves.shape[1] else ((), 0)
+        out = np.broadcast_to(-1 - np.asarray(number).ravel(), len(octaves)).copy()
+        for number_told, told in enumerate(self.cells):
+            out[np.isclose(octaves, told, rtol=0, atol=1e-8).all(axis=1)] = number_told
+        return out
+
+    @cached_property
+    def _drift_lines(self) -> dict[str, str]:
+        return {
+            name: ", ".join(f"{value:+.2f} per doubling of {scale}" for scale, value in row.items())
+            for name, row in self.drift.iterrows()
+        }
+
+    def __str__(self) -> str:
+        """Drift of each optimum, noise, size."""
+        told = self._drift_lines if self.box.scales else {}
+        runs = f"{self.n_runs} at {len(self.cells)} scales, {self.n_runs - sum(self.n_finite)} diverged"
+        return lines(told | {"noise": f"{self.noise:.2%} of the loss", "runs": runs})
+
+
+@single_threaded
+def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
+    """Fit the surface to the runs of all scales; none at all is allowed, and gives what is assumed beforehand.
+
+    Args:
+        rows: the box's coordinates and scales, and `loss` (nats per token; NaN or infinite if diverged).
+        box: what is searched. Runs outside its bounds are learnt from too.
+
+    Raises:
+        ValueError: a column is missing or a value breaks its rule.
+    """
+    if rows.empty:
+        rows = pd.DataFrame(columns=[*box.names, *box.scales, "loss"], dtype=np.float64)
+    require_columns(rows, ("loss",))
+    u, octaves, log_loss = box.encode(rows), box.octaves(rows), np.log(losses(rows))
+    cells, cell = np.unique(octaves.round(9), axis=0, return_inverse=True) if len(rows) else (octaves, np.zeros(0, int))
+    if len(rows) and not box.scales:
+        cells, cell = np.zeros((1, 0)), np.zeros(len(rows), int)
+    w = clipped_excess(log_loss, cell)
+    kept = most_telling(w, cell)
+    centre = octaves[kept].mean(axis=0) if len(rows) else np.zeros(len(box.scales))
+    data = Observations(
+        u=u[kept], s=octaves[kept] - centre, cell=cell[kept], w=w[kept], exact=np.zeros(len(kept), dtype=bool)
+    )
+    return ResponseSurface(
+        box=box,
+        n_runs=len(rows),
+        process=Process.fit(data, box.layout),
+        centre=centre,
+        cells=cells,
+        n_finite=tuple(int(np.isfinite(log_loss[cell == i]).sum()) for i in range(len(cells))),
+    )

@@ -1,0 +1,128 @@
+"""Where a search looks: bounds of numbers, choices of categories, and which columns are scales."""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.checks import numbers, require_columns
+from scaling.search.basin import DRIFT_SPREAD, Layout
+
+Point = dict[str, Any]
+"""A value for each coordinate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchBox:
+    """Coordinates of a search, each on the scale on which its effect is even: log2 of a rate or of a batch, a fraction.
+
+    Attributes:
+        bounds: lowest and highest value of each numeric coordinate.
+        choices: the values of each category.
+        scales: columns that tell a run's scale, e.g. n_params and n_tokens; above 0, and known before the run.
+        drift: how far a numeric coordinate's optimum is expected to move per doubling of a scale, before any run: mean and
+            standard deviation in the coordinate's own unit. Where nothing is stated, none ± `DRIFT_SPREAD` box widths.
+
+    Raises:
+        ValueError: there is no coordinate, a name occurs twice, bounds don't rise, a category has no two choices, or a drift
+            is of no such coordinate or scale, or not a finite mean with a deviation above 0.
+    """
+
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Hashable, ...]] = field(default_factory=dict)
+    scales: tuple[str, ...] = ()
+    drift: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the rules."""
+        names = (*self.names, *self.scales)
+        if not self.names or len(set(names)) < len(names):
+            raise ValueError(f"a box needs coordinates, each name once, got {', '.join(names) or 'none'}")
+        for name, (low, high) in self.bounds.items():
+            if not (math.isfinite(low) and math.isfinite(high) and low < high):
+                raise ValueError(f"bounds of {name} must be finite and rise, got {low!r} and {high!r}")
+        for name, values in self.choices.items():
+            if len(set(values)) < max(2, len(values)):
+                raise ValueError(f"choices of {name} must be two or more different ones, got {values!r}")
+        for name, by_scale in self.drift.items():
+            for scale, (mean, spread) in by_scale.items():
+                if name not in self.bounds or scale not in self.scales:
+                    raise ValueError(f"drift must be of a numeric coordinate with a scale, got {name} with {scale}")
+                if not (math.isfinite(mean) and 0 < spread < math.inf):
+                    raise ValueError(
+                        f"drift of {name} with {scale} must be finite, its deviation above 0, got {mean!r} ± {spread!r}"
+                    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Numeric coordinates, then categories."""
+        return (*self.bounds, *self.choices)
+
+    @property
+    def layout(self) -> Layout:
+        """Which encoded column is what."""
+        groups = list(range(len(self.bounds)))
+        for number, values in enumerate(self.choices.values(), start=len(groups)):
+            groups += [number] * len(values)
+        drifts = tuple(
+            self._drift(name, scale, high - low) for name, (low, high) in self.bounds.items() for scale in self.scales
+        )
+        return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=len(self.scales), drifts=drifts)
+
+    def _drift(self, name: str, scale: str, width: float) -> tuple[float, float]:
+        """What is expected of one drift, in box widths."""
+        if scale not in (stated := self.drift.get(name, {})):
+            return 0.0, DRIFT_SPREAD
+        mean, spread = stated[scale]
+        return mean / width, spread / width
+
+    def encode(self, points: pd.DataFrame) -> Array:
+        """Unit cube for numbers (points outside the box lie outside of it), 0 or √½ for categories, [n, q].
+
+        Raises:
+            ValueError: a column is missing, a number is not finite, or a category has another value.
+        """
+        require_columns(points, self.names)
+        columns = [
+            (numbers(points, name, minimum=-math.inf) - low) / (high - low) for name, (low, high) in self.bounds.items()
+        ]
+        for name, values in self.choices.items():
+            given = list(points[name])
+            if strange := [value for value in given if value not in values]:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, values))}, got {strange[0]!r}")
+            # At √½ two different categories are one apart.
+            columns += [np.array([math.sqrt(0.5) * (value == one) for value in given], np.float64) for one in values]
+        return np.column_stack(columns)
+
+    def decode(self, u: Array) -> pd.DataFrame:
+        """The inverse of `encode`; the largest of a category's columns tells its value."""
+        columns: dict[str, Any] = {
+            name: low + u[:, i] * (high - low) for i, (name, (low, high)) in enumerate(self.bounds.items())
+        }
+        first = len(self.bounds)
+        for name, values in self.choices.items():
+            columns[name] = [values[i] for i in u[:, first : first + len(values)].argmax(axis=1)]
+            first += len(values)
+        return pd.DataFrame(columns)
+
+    def place(self, unit: Array) -> Array:
+        """Encoded points [n, q] from a number in [0, 1] for each coordinate, [n, names]."""
+        n = len(self.bounds)
+        parts = [np.clip(unit[:, :n], 0.0, 1.0)]
+        for i, values in enumerate(self.choices.values(), start=n):
+            chosen = np.minimum((np.clip(unit[:, i], 0, 1) * len(values)).astype(np.int64), len(values) - 1)
+            parts.append(math.sqrt(0.5) * np.eye(len(values))[chosen])
+        return np.hstack(parts)
+
+    def octaves(self, rows: pd.DataFrame) -> Array:
+        """log2 of the scales, [n, k].
+
+        Raises:
+            ValueError: a column is missing, or a scale is not above 0.
+        """
+        require_columns(rows, self.scales)
+        return np.column_stack([np.log2(numbers(rows, name)) for name in self.scales] or [np.zeros((len(rows), 0))])

@@ -1,0 +1,81 @@
+"""The chunked loss against the plain one: values, gradients, and what stands in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from proxy_models.architecture import memory
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.training.precision import autocast
+from tests.proxy_models.peak_memory import peak_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.1, 1e-2)])
+def test_loss_and_gradients_are_the_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, smoothing: float, z_loss: float
+) -> None:
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 7 * 50)  # 24 positions in chunks of 7, 7, 7 and 3
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 6, 16, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(50, 16, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(50, (4, 6), generator=generator)
+    plain = whole_cross_entropy(hidden @ weight.t(), targets, label_smoothing=smoothing, z_loss=z_loss)
+    chunked = chunked_cross_entropy(hidden, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
+    torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=1e-6)
+    for here, there in zip(
+        torch.autograd.grad(3 * chunked, (hidden, weight)),
+        torch.autograd.grad(3 * plain, (hidden, weight)),
+        strict=True,
+    ):
+        assert here.dtype == dtype
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+
+
+def of_decoder(model: Decoder, precision: str, sequences: Tensor) -> tuple[float, list[Tensor]]:
+    with autocast(precision, torch.device("cpu")):  # type: ignore[arg-type]
+        loss = training_loss(model, sequences)
+    return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
+def test_a_decoder_s_loss_is_chunked_where_its_logits_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, tied: bool, precision: str, tolerance: float
+) -> None:
+    model = Decoder(ModelConfig(d_model=32, n_layers=1, context_length=16, tied=tied, label_smoothing=0.1, z_loss=1e-3))
+    sequences = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 8 * 16 * 256)
+    asked: list[int] = []
+    model.readout.register_forward_hook(lambda *_: asked.append(1))
+    whole, gradients = of_decoder(model, precision, sequences)
+    evaluated = next_token_loss(model, sequences).item()
+    assert len(asked) == 2
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 8 * 16 * 256 - 1)
+    loss, chunked = of_decoder(model, precision, sequences)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    for here, there in zip(chunked, gradients, strict=True):
+        assert float(torch.dist(here, there)) <= tolerance * float(there.norm())
+    assert next_token_loss(model, sequences).item() == pytest.approx(evaluated, rel=1e-6)
+    assert len(asked) == 2, "the readout put out whole logits"
+
+
+def test_logits_never_stand_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(d_model=16, n_layers=1, context_length=64, vocab_size=8000)
+    model, sequences = Decoder(config), torch.zeros(8, 65, dtype=torch.int64)
+    logits = 4 * 8 * 64 * config.vocab_size
+
+    def step() -> None:
+        training_loss(model, sequences).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+
+    step()
+    whole = peak_bytes(step)
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 16 * config.vocab_size)
+    chunked = peak_bytes(step)
+    assert whole > 2 * logits
+    assert chunked < logits / 3

@@ -1,0 +1,156 @@
+"""The estimate against what autograd and the optimizer really keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.memory import (
+    Checkpointing,
+    Sharding,
+    activation_bytes,
+    largest_micro_batch,
+    training_memory,
+)
+from proxy_models.architecture.parametrization import OptimizerName, parametrize
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Precision
+from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.precision import autocast
+from tests.proxy_models.peak_memory import peak_bytes
+
+SEQUENCES = 4
+
+
+def kept_by_autograd(config: ModelConfig, precision: Precision) -> int:
+    """Bytes of the distinct storages that a forward pass keeps, weights and buffers left out."""
+    model = Decoder(config)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor  # held, so that its address is not given away again
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, autocast(precision, torch.device("cpu")):
+        loss = training_loss(model, torch.zeros(SEQUENCES, config.context_length + 1, dtype=torch.int64))
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of qk-norm in bf16
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_what_autograd_keeps(variant: dict[str, Any], precision: Precision) -> None:
+    config = ModelConfig(d_model=64, n_layers=3, context_length=64, **variant)
+    expected = activation_bytes(config, SEQUENCES, precision)
+    if config.norm == "rmsnorm":
+        # Unlike the fused one of a GPU, a CPU's RMSNorm keeps its normalised input too.
+        n_norms = config.n_layers * (1 if config.parallel else 2) + 1
+        expected += 4 * SEQUENCES * config.context_length * config.d_model * n_norms
+    if config.positions == "alibi":
+        # Nor is a CPU's attention fused where a bias is added: it keeps its weights and its inputs, all in fp32.
+        width, time = config.d_model, config.context_length
+        copies = 0 if precision == "fp32" else 3 * width
+        expected += SEQUENCES * time * config.n_layers * (4 * config.n_heads * time + 2 * copies)
+    if config.qk_norm:
+        heads = config.n_heads + config.n_kv_heads
+        expected += 4 * SEQUENCES * config.context_length * heads * config.head_dim * config.n_layers
+    assert kept_by_autograd(config, precision) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_weights_gradients_and_moments_are_those_of_a_real_step(name: OptimizerName) -> None:
+    config = ModelConfig(d_model=64, n_layers=2, context_length=16, biases=True)
+    model = Decoder(config)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=16).resolve(1600)
+    optimizer = make_optimizer(model, parametrize(config, config, optimizer=name), recipe)
+    training_loss(model, torch.zeros(1, 17, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    estimate = training_memory(config, micro_batch=1, optimizer=name)
+    assert estimate.parameters == sum(p.nbytes for p in model.parameters())
+    assert estimate.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert estimate.optimizer == sum(moment.nbytes for moment in moments)
+    assert estimate.gathered == 0
+
+
+def test_sharding_cuts_what_it_says() -> None:
+    config = ModelConfig(d_model=64, n_layers=8)
+    kinds: tuple[Sharding, ...] = ("none", "zero2", "full", "hybrid")
+    whole, zero2, zero3, hybrid = (
+        training_memory(config, micro_batch=1, sharding=kind, world_size=4) for kind in kinds
+    )
+    one = training_memory(config, micro_batch=1)
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (one.parameters, one.gradients, one.optimizer)
+    for cut in (zero2, zero3):
+        assert (cut.parameters, cut.gradients, cut.optimizer) == (
+            one.parameters // 4,
+            one.gradients // 4,
+            one.optimizer // 4,
+        )
+    assert (one.gathered, whole.gathered, zero2.gathered) == (0, one.parameters, one.parameters)
+    groups = config.n_params_by_group
+    block = (groups["attention"] + groups["mlp"] + groups["norms"]) // 8
+    assert zero3.gathered == 4 * (groups["embedding"] + groups["readout"] + block)
+    in_bf16 = training_memory(config, micro_batch=1, sharding="full", world_size=4, precision="bf16")
+    assert zero3.gathered == in_bf16.gathered
+    assert zero3 == hybrid
+    assert whole.activations == zero2.activations == zero3.activations
+
+
+def test_checkpointing_and_low_precision_keep_less() -> None:
+    config = ModelConfig(d_model=64, n_layers=8)
+    plain = activation_bytes(config, 2)
+    assert activation_bytes(config, 2, "bf16") < plain
+    assert activation_bytes(config, 2, checkpointing="full") < plain / 3
+    assert (
+        activation_bytes(config, 2, checkpointing="full")
+        < activation_bytes(config, 2, checkpointing="selective")
+        < plain
+    )
+    assert activation_bytes(config, 4) == 2 * plain
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("none", 0.1), ("selective", 0.15), ("full", 0.15)])
+def test_the_estimate_of_each_checkpointing_is_near_the_measured_peak(kind: Checkpointing, tolerance: float) -> None:
+    config = ModelConfig(d_model=64, n_layers=8, context_length=128, norm="layernorm")
+    model, sequences = Decoder(config), torch.zeros(SEQUENCES, 129, dtype=torch.int64)
+    for block in model.blocks:
+        block.checkpointing = kind  # type: ignore[assignment]
+
+    def step() -> None:
+        training_loss(model, sequences).backward()  # type: ignore[no-untyped-call]
+
+    step()  # its gradients stay, so that only activations are counted
+    assert peak_bytes(step) == pytest.approx(activation_bytes(config, SEQUENCES, checkpointing=kind), rel=tolerance)
+
+
+def test_chunked_logits_are_not_kept() -> None:
+    config = ModelConfig(d_model=64, n_layers=1, vocab_size=50_000)
+    one, two = (activation_bytes(config, size) for size in (16, 32))
+    assert two - one < 4 * 16 * config.context_length * config.vocab_size / 10
+
+
+def test_the_largest_micro_batch_divides_the_share_and_fits() -> None:
+    config = ModelConfig(d_model=64, n_layers=2)
+    limit = training_memory(config, micro_batch=5).total
+    assert largest_micro_batch(config, 24, limit=limit) == 4
+    assert largest_micro_batch(config, 24, limit=limit, checkpointing="full") > 4
+    assert largest_micro_batch(config, 24, limit=1) == 1
+
+
+def test_bad_arguments_are_refused() -> None:
+    config = ModelConfig(d_model=64, n_layers=1)
+    with pytest.raises(ValueError, match="micro_batch must be at least 1, got 0"):
+        training_memory(config, micro_batch=0)
+    with pytest.raises(ValueError, match="optimizer must be one of adamw, .*, got 'sgd'"):
+        training_memory(config, micro_batch=1, optimizer="sgd")
+    assert "GiB a device" in str(training_memory(config, micro_batch=1))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.parametrization import parametrize
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+
+BASE = ModelConfig(d_model=32, n_layers=1)
+NUMERICS = Numerics(model=replace(BASE, d_model=64), base=BASE, corpus_key="abc", seed=0, evaluation_tokens=1024)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": replace(BASE, d_model=128)},
+        {"base": replace(BASE, d_model=16)},
+        {"corpus_key": "abd"},
+        {"seed": 1},
+        {"evaluation_tokens": 2048},
+        {"scheme": "standard"},
+        {"depth_exponent": 0.5},
+        {"decay_scaling": "sublayer_gain"},
+        {"precision": "bf16"},
+        {"guard": GuardSettings()},
+        {"stages_by_fraction": True},
+        {"semantics": 0},
+    ],
+    ids=lambda change: str(next(iter(change))),
+)
+def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
+    assert replace(NUMERICS, **change).key != NUMERICS.key
+
+
+@pytest.mark.parametrize("guard", [None, GuardSettings(action="rewind", window=9)])
+def test_numerics_and_their_key_survive_json(guard: GuardSettings | None) -> None:
+    numerics = replace(NUMERICS, guard=guard)
+    again = Numerics.from_dict(json.loads(json.dumps(numerics.to_dict())))
+    assert again == numerics
+    assert again.key == numerics.key
+
+
+def test_a_run_has_a_key_of_its_own_only_where_stages_end_at_fractions_of_it() -> None:
+    assert NUMERICS.for_run(4096) is NUMERICS
+    NUMERICS.require_length(10**9)
+    curriculum = replace(NUMERICS, stages_by_fraction=True)
+    assert len({curriculum.key, curriculum.for_run(4096).key, curriculum.for_run(8192).key}) == 3
+    curriculum.for_run(4096).require_length(4096)
+    with pytest.raises(ValueError, match="a run of 4096 tokens, which can't be trained to 4128"):
+        curriculum.for_run(4096).require_length(4128)
+    with pytest.raises(ValueError, match=r"set its length by for_run\(n_tokens\)"):
+        curriculum.require_length(32)
+    with pytest.raises(ValueError, match="run_tokens is for a corpus whose stages end at fractions .* got 4096"):
+        replace(NUMERICS, run_tokens=4096)
+
+
+def test_the_table_is_of_this_shape_and_scheme() -> None:
+    standard = replace(NUMERICS, scheme="standard", depth_exponent=0.5)
+    assert standard.parametrization("adamw") == parametrize(standard.model, BASE, scheme="standard", depth_exponent=0.5)
+    gain = replace(NUMERICS, decay_scaling="sublayer_gain")
+    assert gain.parametrization("adamw") == parametrize(gain.model, BASE, decay_scaling="sublayer_gain")

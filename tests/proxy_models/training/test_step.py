@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics, Precision
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.state import capture, restore
+from proxy_models.training.step import Stepper, step_seed
+
+MODEL = ModelConfig(d_model=32, n_layers=2, context_length=16, label_smoothing=0.1, z_loss=1e-3)
+NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="none", seed=0, evaluation_tokens=0)
+RECIPE = Hyperparameters(learning_rate=0.01, batch_tokens=7 * 16).resolve(100 * 7 * 16)
+
+
+def batch(number: int = 0) -> Tensor:
+    return torch.randint(256, (7, 17), generator=torch.Generator().manual_seed(number))
+
+
+def stepper(numerics: Numerics = NUMERICS, **options: Any) -> Stepper:
+    module = Decoder(numerics.model)
+    initialize(module, numerics.parametrization(RECIPE.optimizer), RECIPE, seed=numerics.seed)
+    return Stepper(
+        module, make_optimizer(module, numerics.parametrization(RECIPE.optimizer), RECIPE), numerics, RECIPE, **options
+    )
+
+
+def take(one: Stepper, number: int = 0, sequences: Tensor | None = None) -> tuple[float, float]:
+    chosen = batch(number) if sequences is None else sequences
+    loss, norm = one.step(chosen, number=number, tokens=number * 112, rate_factor=1.0)
+    return float(loss), float(norm)
+
+
+def weights(one: Stepper) -> dict[str, Tensor]:
+    return capture(one.module, one.optimizer)
+
+
+def test_another_optimizer_goes_on_with_the_weights_and_without_moments_in_the_snapshot_too() -> None:
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=2)
+    one = stepper(replace(NUMERICS, guard=guard))
+    for number in range(4):
+        take(one, number)
+    before, remembered = weights(one), one.memory()
+    recipe = RECIPE.swapped("muon", 0.02)
+    table = NUMERICS.parametrization("muon")
+    one.go_on_under(recipe, make_optimizer(one.module, table, recipe))
+    assert one.parametrization == table
+    assert weights(one).keys() == {name for name in before if name.startswith("weight/")}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items())
+    kept = {name for name in remembered if name == "guard" or name.startswith("good/weight/")}
+    assert one.memory().keys() == kept < remembered.keys()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 6, 7, 50])
+def test_micro_batches_sum_to_the_whole_batch_also_where_the_last_is_shorter(micro_batch: int) -> None:
+    whole, parts = stepper(), stepper(micro_batch=micro_batch)
+    assert take(parts) == pytest.approx(take(whole), rel=1e-5)
+    for name, tensor in weights(whole).items():
+        if name.startswith("exp_avg/"):
+            torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-3, atol=1e-7)
+
+
+def test_the_loss_of_a_step_is_the_training_loss() -> None:
+    one = stepper()
+    with torch.no_grad():
+        expected = float(training_loss(one.module, batch()))
+    assert take(one)[0] == expected
+
+
+def test_random_numbers_are_a_function_of_seed_tokens_and_rank() -> None:
+    assert (
+        len({step_seed(*place) for place in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 1), (0, 1, 11))}) == 6
+    )
+    random = replace(NUMERICS, model=replace(MODEL, mlp_dropout=0.5), base=replace(MODEL, mlp_dropout=0.5))
+    torch.manual_seed(1)
+    first = take(stepper(random))
+    torch.manual_seed(2)
+    assert take(stepper(random)) == first
+    sequences = batch()
+    assert take(stepper(random), 1, sequences) != first
+    assert take(stepper(random, rank=1)) != first
+    with_other_seed = stepper(random)
+    with_other_seed._seed = 5
+    assert take(with_other_seed) != first
+
+
+class Faulty:
+    """The training loss, times `scale`: 1000 makes a spike of the next step, NaN breaks it."""
+
+    scale = 1.0
+
+    def __call__(self, module: Decoder, sequences: Tensor) -> Tensor:
+        return training_loss(module, sequences) * self.scale
+
+
+def guarded(precision: Precision = "fp32", **settings: Any) -> tuple[Stepper, Faulty]:
+    """A stepper that has taken 12 quiet steps."""
+    fault = Faulty()
+    guard = GuardSettings(**{"window": 8, "threshold": 30.0, "max_spikes": 1, "snapshot_every": 5, **settings})
+    one = stepper(replace(NUMERICS, guard=guard, precision=precision), loss=fault)
+    for number in range(12):
+        take(one, number)
+    assert not one.spikes
+    return one, fault
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_spike_is_left_out_as_if_it_had_not_been() -> None:
+    one, fault = guarded()
+    before = weights(one)
+    fault.scale = 1000.0
+    loss, _ = take(one, 12)
+    assert [(spike.step, spike.quantity, spike.value) for spike in one.spikes] == [(12, "loss", loss)]
+    assert one.divergence is None
+    assert same(weights(one), before)
+    assert all(parameter.grad is None for parameter in one.parameters)
+    fault.scale = 1.0
+    take(one, 13)
+    untroubled, _ = guarded()
+    take(untroubled, 13)
+    assert same(weights(one), weights(untroubled))
+
+
+def test_repeated_spikes_are_divergence() -> None:
+    one, fault = guarded()
+    fault.scale = 1000.0
+    for number in (12, 13):
+        assert one.divergence is None
+        take(one, number)
+    assert one.divergence is not None
+    assert (one.divergence.step, len(one.spikes)) == (13, 1)
+    assert one.divergence.reason.startswith("2 spikes within 8 steps")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_no_number_is_divergence_and_changes_nothing(precision: Precision) -> None:
+    one, fault = guarded(precision)
+    before = weights(one)
+    fault.scale = float("nan")
+    take(one, 12)
+    assert one.divergence is not None
+    assert one.divergence.reason == "the training loss is nan at step 12"
+    assert same(weights(one), before)
+
+
+def test_rewinding_puts_the_last_snapshot_back() -> None:
+    one, fault = guarded(action="rewind")
+    fault.scale = 1000.0
+    take(one, 12)
+    assert [spike.action for spike in one.spikes] == ["rewind"]
+    at_snapshot = stepper()
+    for number in range(10):
+        take(at_snapshot, number)
+    assert same(weights(one), weights(at_snapshot))
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_guarded_stepper_goes_on_from_what_it_remembers(action: str) -> None:
+    one, fault = guarded(action=action)
+    other, other_fault = guarded(action=action)
+    for number in range(3):  # what the other must forget
+        take(other, 12 + number)
+    restore(other.module, other.optimizer, weights(one))
+    other.remember(one.memory())
+    for number, scale in ((12, 1000.0), (13, 1.0), (14, 1000.0)):
+        fault.scale = other_fault.scale = scale
+        assert take(one, number) == take(other, number)
+    assert one.spikes == other.spikes
+    assert one.divergence == other.divergence is not None
+    assert same(weights(one), weights(other))
+
+
+def test_fp16_that_overflows_at_every_scale_is_divergence() -> None:
+    def overflowing(module: Decoder, sequences: Tensor) -> Tensor:
+        return training_loss(module, sequences) * 1e38
+
+    one = stepper(replace(NUMERICS, precision="fp16"), loss=overflowing)
+    before = weights(one)
+    numbers = iter(range(100))
+    while one.divergence is None:
+        take(one, next(numbers))
+    assert "overflow fp16 at every loss scale" in one.divergence.reason
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(one).items() if name in before)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 2])
+def test_shares_that_differ_by_a_sequence_sum_to_the_whole_batch_in_equally_many_passes(
+    micro_batch: int | None,
+) -> None:
+    passes = 0
+
+    def counted(module: Decoder, sequences: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return training_loss(module, sequences)
+
+    whole = stepper()
+    expected = float(whole.step(batch(), number=0, tokens=0, rate_factor=1.0)[0])
+    parts, counts = [], set()
+    for rank, share in enumerate(torch.tensor_split(batch(), 3)):  # 3, 2 and 2 sequences
+        one, passes = stepper(micro_batch=micro_batch, rank=rank, ranks=3, loss=counted), 0
+        parts.append(float(one.step(share, number=0, tokens=0, rate_factor=1.0, of=7)[0]))
+        counts.add(passes)
+    assert sum(parts) / 3 == pytest.approx(expected, rel=1e-6)
+    assert len(counts) == 1, "all gather weights in each pass"

@@ -1,0 +1,448 @@
+"""Everything here is compared bit for bit: a result is known by what determines it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from proxy_models.architecture.config import ModelFamily
+from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.batches import TokenStream, evaluation_sequences
+from proxy_models.data.corpus import Corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import Segment, branch, chain, stem
+from proxy_models.training.averaging import ExponentialAverage, LastCheckpoints
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.metrics import Observation
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.training.state import TrainState
+from proxy_models.training.step import step_seed
+from proxy_models.training.trainer import SegmentResult, Trainer
+
+BATCH = 4 * 32
+N_TOKENS = 40 * BATCH
+AssertSame = Callable[[SegmentResult, SegmentResult], None]
+
+
+def train_chain(trainer: Trainer, numerics: Numerics, segments: tuple[Segment, ...]) -> list[SegmentResult]:
+    results: list[SegmentResult] = []
+    for segment in segments:
+        results.append(trainer.train(numerics, segment, results[-1].state if results else None))
+    return results
+
+
+def test_training_is_the_loop_written_out(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 10 * BATCH)
+    result = trainer.train(replace(numerics, seed=3), segment)
+    model, recipe = Decoder(numerics.model), segment.recipe
+    initialize(model, numerics.parametrization("adamw"), recipe, seed=3)
+    optimizer = make_optimizer(model, numerics.parametrization("adamw"), recipe)
+    stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=3)
+    losses = []
+    for step in range(10):
+        loss = next_token_loss(model, stream.batch(step * BATCH, BATCH))
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip(model.parameters(), recipe.clip_norm)
+        set_rates(optimizer, segment.phase.factor(step * BATCH, BATCH))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert result.train_losses.tolist() == losses
+    assert result.state is not None
+    for name, parameter in model.named_parameters():
+        assert torch.equal(result.state.tensors[f"weight/{name}"], parameter.detach()), name
+    with torch.no_grad():
+        evaluated = next_token_loss(model, evaluation_sequences(trainer.corpus.validation, 32, 16 * 32))
+    assert result.loss == pytest.approx(evaluated.item(), rel=1e-6)
+
+
+def test_it_learns(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
+    stable, annealed = train_chain(trainer, numerics, chain(hyperparameters, N_TOKENS))
+    assert stable.train_losses[0] > 5
+    assert stable.loss is not None
+    assert annealed.loss is not None
+    assert annealed.loss < stable.loss < 3.5
+
+
+def test_a_branch_from_a_rung_is_the_run_planned_for_that_length(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    rung = 17 * BATCH
+    n_tokens = hyperparameters.annealed_tokens(rung)
+    planned = train_chain(trainer, numerics, branch(recipe, rung, n_tokens))[-1]
+    # The stem in pieces, on past the rung, and the branch from the state that was kept there.
+    first = trainer.train(numerics, stem(recipe, 5 * BATCH))
+    piece = replace(stem(recipe, rung), start=5 * BATCH)
+    at_rung = trainer.train(numerics, piece, first.state, averaged=True)
+    trainer.train(numerics, replace(stem(recipe, 25 * BATCH), start=rung), at_rung.state)
+    assert_same(trainer.train(numerics, branch(recipe, rung, n_tokens)[1], at_rung.state), planned)
+
+
+def dropping(numerics: Numerics) -> Numerics:
+    """The same with every kind of randomness, and a loss of its own for training."""
+    model = replace(
+        numerics.model,
+        attention_dropout=0.1,
+        mlp_dropout=0.1,
+        embedding_dropout=0.1,
+        stochastic_depth=0.2,
+        label_smoothing=0.1,
+        z_loss=1e-4,
+    )
+    return replace(numerics, model=model, base=model)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "change"),
+    [
+        ("cosine", {}),
+        ("exponential", {"random": True}),
+        ("step", {"precision": "bf16"}),
+        ("linear", {"precision": "fp16"}),
+        (
+            "linear",
+            {"guard": GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=3)},
+        ),
+        ("linear", {"ramp": True}),
+    ],
+    ids=["plain", "random", "bf16", "fp16", "guarded", "ramp"],
+)
+def test_resuming_from_disk_is_the_uninterrupted_run(
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    corpus: Corpus,
+    tmp_path: Path,
+    schedule: Any,
+    change: dict[str, Any],
+    assert_same: AssertSame,
+) -> None:
+    if change.pop("random", False):
+        numerics = dropping(numerics)
+    ramp: dict[str, Any] = {"batch_doublings": 2, "batch_ramp_tokens": 8 * BATCH} if change.pop("ramp", False) else {}
+    numerics = replace(numerics, **change)
+    # With the guard: so high a rate, and so touchy, that some of the twenty steps are left out.
+    learning_rate = 0.3 if numerics.guard else 0.01
+    (whole,) = chain(replace(hyperparameters, learning_rate=learning_rate, schedule=schedule, **ramp), 20 * BATCH)
+    uninterrupted = trainer.train(numerics, whole)
+    assert (len(uninterrupted.spikes) > 0) == bool(numerics.guard)
+    half = trainer.train(numerics, replace(whole, end=7 * BATCH))
+    assert half.state is not None
+    half.state.save(tmp_path / "states" / "half.pt")
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["half.pt"]
+    state = TrainState.load(tmp_path / "states" / "half.pt")
+    torch.manual_seed(1234)  # the process that goes on is in another state
+    resumed = Trainer(corpus, compile=False).train(numerics, replace(whole, start=7 * BATCH), state)
+    assert_same(resumed, uninterrupted)
+    assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
+    assert half.spikes + resumed.spikes == uninterrupted.spikes
+
+
+def test_training_minimises_the_training_loss_and_evaluation_is_next_token_loss_without_dropout(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    random = dropping(numerics)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    result = trainer.train(random, stem(recipe, BATCH))
+    assert torch.equal(torch.get_rng_state(), before)
+    model = Decoder(random.model)
+    initialize(model, random.parametrization(recipe.optimizer), recipe, seed=0)
+    stream = TokenStream(tokens=trainer.corpus.train, context_length=32, seed=0)
+    torch.manual_seed(step_seed(0, 0, 0))
+    assert result.train_losses[0] == training_loss(model, stream.batch(0, BATCH)).item()
+    assert result.state is not None
+    model.load_state_dict(
+        {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}
+    )
+    model.eval()
+    with torch.no_grad():
+        expected = next_token_loss(model, evaluation_sequences(trainer.corpus.validation, 32, 16 * 32)).item()
+    assert result.loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_learn_like_fp32_and_are_not_it(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, precision: Any
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 20 * BATCH)
+    exact, rounded = (trainer.train(replace(numerics, precision=p), segment) for p in ("fp32", precision))
+    assert rounded.train_losses == pytest.approx(exact.train_losses, rel=0.02)
+    assert rounded.loss != exact.loss
+
+
+def test_micro_batches_train_the_same_run(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 10 * BATCH)
+    whole = trainer.train(numerics, segment)
+    for micro_batch in (1, 3):  # 4 sequences: 1 + 1 + 1 + 1 and 3 + 1
+        parts = Trainer(corpus, compile=False, micro_batch=micro_batch).train(numerics, segment)
+        assert parts.train_losses == pytest.approx(whole.train_losses, rel=1e-4)
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
+    with pytest.raises(ValueError, match="micro_batch must be at least 1 sequence, got 0"):
+        Trainer(corpus, micro_batch=0)
+
+
+def test_a_batch_ramp_sees_every_sequence_once_in_order(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    batch = TokenStream.batch
+
+    def note(stream: TokenStream, tokens_seen: int, batch_tokens: int) -> torch.Tensor:
+        seen.append((tokens_seen, batch_tokens))
+        return batch(stream, tokens_seen, batch_tokens)
+
+    monkeypatch.setattr(TokenStream, "batch", note)
+    ramp = replace(hyperparameters, batch_doublings=2, batch_ramp_tokens=4 * BATCH)
+    result = trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
+    assert [size for _, size in seen] == [32] * 8 + [64] * 4 + [128] * 2
+    assert [tokens for tokens, _ in seen[1:]] == result.curve.tokens[:-1].tolist()
+    with pytest.raises(ValueError, match="must be a multiple of context_length=32, got 16"):
+        ramp = replace(ramp, batch_doublings=3)
+        trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
+
+
+def test_other_averages_are_evaluated_beside_the_last_weights(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    three, last = LastCheckpoints(n=3, every_tokens=BATCH), LastCheckpoints(n=1, every_tokens=BATCH)
+    slow = ExponentialAverage(half_life_tokens=4 * BATCH)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True, averages=(three, last, slow))
+    # The last three of twenty steps are the last 15 %.
+    assert result.average_losses[three] == pytest.approx(result.averaged_loss, rel=1e-6)
+    assert result.average_losses[last] == result.loss
+    assert result.average_losses[slow] > result.average_losses[three]
+    plain = trainer.train(numerics, stem(recipe, 20 * BATCH))
+    assert_same(replace(result, averaged_loss=None), plain)
+    late = replace(stem(recipe, 30 * BATCH), start=20 * BATCH)
+    with pytest.raises(ValueError, match="begins at 0 tokens, before the segment's start at 2560$"):
+        trainer.train(numerics, late, result.state, averages=(slow,))
+    with pytest.raises(ValueError, match="every_tokens must be a multiple of batch_tokens=128, got 100"):
+        trainer.train(numerics, late, result.state, averages=(LastCheckpoints(n=2, every_tokens=100),))
+
+
+def test_observing_a_run_leaves_it_as_it_is(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
+    observation = Observation(evaluate_every_tokens=4 * BATCH, layers_every_tokens=6 * BATCH)
+    random = dropping(numerics)
+    watched = trainer.train(random, segment, observation=observation)
+    plain = trainer.train(random, segment)
+    assert_same(watched, plain)
+    assert np.array_equal(watched.train_losses, plain.train_losses)
+    curve = watched.curve
+    assert curve.tokens.tolist() == [BATCH * (n + 1) for n in range(12)]
+    assert (np.flatnonzero(np.isfinite(curve.val_loss)) + 1).tolist() == [4, 8, 12]
+    assert curve.val_loss[-1] == watched.loss
+    assert (curve.grad_norm > 0).all()
+    assert curve.rate_factor.tolist() == [segment.rate_factor(BATCH * n) for n in range(12)]
+    assert (np.diff(curve.seconds) > 0).all()
+    layers = curve.layers
+    assert set(layers["tokens"]) == {6 * BATCH, 12 * BATCH}
+    assert set(layers["quantity"]) == {"activation", "update"}
+    updates = layers[(layers["quantity"] == "update") & (layers["name"] == "readout.weight")]
+    # AdamW's steps are of the size of the rate.
+    assert updates["rms"].to_numpy() == pytest.approx(0.01, rel=0.5)
+
+
+def test_an_interrupted_step_leaves_nothing_behind(
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_same: AssertSame,
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 4 * BATCH)
+    expected = trainer.train(numerics, segment)
+
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("proxy_models.training.step.clip", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(numerics, segment)
+    assert_same(trainer.train(numerics, segment), expected)
+
+
+def test_the_guard_ends_a_run_at_once_and_leaves_a_quiet_one_alone(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    guarded = replace(numerics, guard=GuardSettings())
+    segment = stem(hyperparameters.resolve(200 * BATCH), 40 * BATCH)
+    quiet = trainer.train(guarded, segment)
+    assert quiet.spikes == ()
+    assert quiet.loss == trainer.train(numerics, segment).loss
+    loud = stem(replace(hyperparameters, learning_rate=1e30).resolve(200 * BATCH), 40 * BATCH)
+    result = trainer.train(guarded, loud)
+    assert result.divergence is not None
+    assert (result.state, result.loss) == (None, None)
+    assert len(result.train_losses) == result.divergence.step + 1 < 10
+
+
+def test_a_state_is_not_changed_by_going_on_from_it(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    first, second = chain(hyperparameters, 20 * BATCH)
+    state = trainer.train(numerics, first, averaged=True).state
+    assert state is not None
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    trainer.train(numerics, second, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
+
+
+def test_a_reused_trainer_is_a_fresh_one(
+    family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters, corpus: Corpus, assert_same: AssertSame
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 12 * BATCH)
+    fresh = Trainer(corpus, compile=False).train(numerics, segment, averaged=True)
+    used = Trainer(corpus, compile=False)
+    other = replace(
+        hyperparameters, learning_rate=0.1, init_scale=2.0, embedding_multiplier=3.0, output_multiplier=0.1, beta2=0.5
+    )
+    loud = stem(other.resolve(N_TOKENS), 5 * BATCH)
+    used.train(numerics, loud)
+    used.train(replace(numerics, model=family.at(width=64, depth=1), seed=3), loud)
+    used.train(numerics, stem(replace(other, learning_rate=1e30).resolve(N_TOKENS), 3 * BATCH))
+    for number in range(5):  # more shapes than stay warm
+        used.train(replace(numerics, model=family.at(width=16, depth=number + 1)), stem(loud.recipe, BATCH))
+        assert_same(used.train(numerics, segment, averaged=True), fresh)
+
+
+def test_seed_and_base_change_the_run(
+    trainer: Trainer, family: ModelFamily, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    segment = stem(hyperparameters.resolve(N_TOKENS), 3 * BATCH)
+    others = [numerics, replace(numerics, seed=1), replace(numerics, base=family.at(width=16))]
+    assert len({trainer.train(other, segment).loss for other in others}) == 3
+
+
+def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
+) -> None:
+    # 15 % of 20 steps: the weights after steps 18, 19 and 20.
+    recipe = hyperparameters.resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
+    model = Decoder(numerics.model)
+    initialize(model, numerics.parametrization("adamw"), recipe, seed=0)
+    ends = [trainer.train(numerics, stem(recipe, n * BATCH)).state for n in (18, 19, 20)]
+    weights = [{n: t for n, t in state.tensors.items() if n.startswith("weight/")} for state in ends if state]
+    model.load_state_dict({n.removeprefix("weight/"): sum(w[n] for w in weights) / 3 for n in weights[0]})
+    with torch.no_grad():
+        expected = next_token_loss(model, evaluation_sequences(trainer.corpus.validation, 32, 16 * 32)).item()
+    assert result.averaged_loss == pytest.approx(expected, rel=1e-6)
+    assert result.averaged_loss != pytest.approx(result.loss, rel=1e-4)
+    # Asking for the average leaves the run as it is.
+    plain = trainer.train(numerics, stem(recipe, 20 * BATCH))
+    assert_same(replace(result, averaged_loss=None), plain)
+
+
+def test_on_step_hears_of_progress(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
+    heard: list[tuple[int, float]] = []
+    result = trainer.train(
+        numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *told: heard.append(told)
+    )
+    assert [tokens for tokens, _ in heard] == [32 * BATCH, 40 * BATCH]
+    assert [loss for _, loss in heard] == result.train_losses[[31, 39]].tolist()
+
+
+@pytest.fixture(scope="module")
+def mixed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    root = tmp_path_factory.mktemp("mixed")
+    (root / "digits").mkdir()
+    for number in range(40):
+        (root / "digits" / f"{number}.txt").write_text(" ".join(str(number * n) for n in range(200)))
+    sources = {"words": Source(path=corpus.manifest["source"]["path"]), "digits": Source(path=str(root / "digits"))}
+    mixture = Mixture.constant({"words": 0.75, "digits": 0.25})
+    return write_mixture(root / "tokens", sources, mixture, validation_fraction=0.25)
+
+
+def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_the_loss(
+    mixed: Corpus, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    trainer = Trainer(mixed, compile=False)
+    numerics = replace(numerics, corpus_key=mixed.key)
+    segment = stem(hyperparameters.resolve(N_TOKENS), 10 * BATCH)
+    result = trainer.train(numerics, segment, averaged=True)
+    assert result.state is not None
+    model = Decoder(numerics.model)
+    initialize(model, numerics.parametrization("adamw"), segment.recipe, seed=0)
+    model.load_state_dict(
+        {n.removeprefix("weight/"): t for n, t in result.state.tensors.items() if n.startswith("weight/")}
+    )
+    assert result.source_losses.keys() == {"words", "digits"}
+    for name, files in mixed.sources.items():
+        with torch.no_grad():
+            expected = next_token_loss(model, evaluation_sequences(files.validation, 32, 8 * 32)).item()
+        assert result.source_losses[name] == pytest.approx(expected, rel=1e-6)
+    parts = result.source_losses
+    assert result.loss == 0.75 * parts["words"] + 0.25 * parts["digits"]
+    assert parts["words"] != pytest.approx(parts["digits"], rel=0.01)
+    loud = stem(replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS), BATCH)
+    assert trainer.train(numerics, loud).source_losses == {}
+
+
+def test_one_source_alone_has_no_losses_by_source(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    assert trainer.train(numerics, stem(hyperparameters.resolve(N_TOKENS), BATCH)).source_losses == {}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion", "adafactor", "muon"])
+def test_every_optimizer_learns_and_resumes_bit_for_bit(
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    optimizer: OptimizerName,
+    tmp_path: Path,
+    assert_same: AssertSame,
+) -> None:
+    rate = 0.05 if optimizer == "adafactor" else 0.003
+    (whole,) = chain(replace(hyperparameters, schedule="cosine", optimizer=optimizer, learning_rate=rate), 30 * BATCH)
+    uninterrupted = trainer.train(numerics, whole)
+    assert uninterrupted.train_losses[-5:].mean() < uninterrupted.train_losses[:5].mean() - 0.3
+    half = trainer.train(numerics, replace(whole, end=7 * BATCH))
+    assert half.state is not None
+    half.state.save(tmp_path / "half.pt")
+    resumed = trainer.train(numerics, replace(whole, start=7 * BATCH), TrainState.load(tmp_path / "half.pt"))
+    assert_same(resumed, uninterrupted)
+
+
+def test_what_an_error_left_in_a_warm_model_does_not_reach_the_next_training(
+    trainer: Trainer,
+    numerics: Numerics,
+    hyperparameters: Hyperparameters,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_same: AssertSame,
+) -> None:
+    (segment,) = chain(replace(hyperparameters, schedule="linear"), 5 * BATCH)
+    expected = trainer.train(numerics, segment)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "proxy_models.training.step.clip", interrupted
+        )  # after backward, before the gradients are dropped
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(numerics, segment)
+    assert_same(trainer.train(numerics, segment), expected)

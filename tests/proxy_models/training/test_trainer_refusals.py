@@ -1,0 +1,118 @@
+"""How a training ends without a loss, and what is refused before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxy_models.architecture.config import ModelFamily
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import stem
+from proxy_models.training.guard import Divergence
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
+from proxy_models.training.trainer import Trainer
+
+BATCH = 4 * 32
+N_TOKENS = 40 * BATCH
+
+
+def test_a_rate_out_of_all_measure_is_a_divergence_and_no_loss(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True)
+    assert (result.state, result.loss, result.averaged_loss) == (None, None, None)
+    finite = np.isfinite(result.train_losses)
+    assert isinstance(result.divergence, Divergence)
+    assert result.divergence.step == finite.argmin() > 0
+    assert result.divergence.reason == f"the training loss is nan at step {result.divergence.step}"
+
+
+def test_a_divergence_names_its_step_in_the_run_and_ends_the_training(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(200 * BATCH)
+    state = trainer.train(numerics, stem(recipe, 3 * BATCH)).state
+    assert state is not None
+    state.tensors["weight/readout.weight"][0, 0] = float("nan")
+    segment = replace(stem(recipe, 150 * BATCH), start=3 * BATCH)
+    result = trainer.train(numerics, segment, state)
+    assert result.divergence == Divergence(step=3, reason="the training loss is nan at step 3")
+    assert len(result.train_losses) == 32  # and not 147
+
+
+def test_a_last_step_that_breaks_the_model_is_a_divergence(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = replace(hyperparameters, learning_rate=1e30).resolve(N_TOKENS)
+    result = trainer.train(numerics, stem(recipe, BATCH))
+    assert np.isfinite(result.train_losses).all()
+    assert result.divergence == Divergence(step=1, reason="the validation loss is not finite")
+    assert result.loss is None
+
+
+def test_a_state_of_another_position_is_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
+    late = replace(stem(recipe, 20 * BATCH), start=10 * BATCH)
+    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 640"):
+        trainer.train(numerics, late, state)
+    with pytest.raises(ValueError, match="the segment starts at 1280 tokens but the state ends at 0"):
+        trainer.train(numerics, late)
+
+
+def test_a_state_trained_under_another_table_is_refused_also_from_disk(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, family: ModelFamily, tmp_path: Path
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 5 * BATCH)).state
+    assert state is not None
+    state.save(tmp_path / "state.pt")
+    assert TrainState.load(tmp_path / "state.pt").parametrization == numerics.parametrization("adamw")
+    later = replace(stem(recipe, 10 * BATCH), start=5 * BATCH)
+    rebased = replace(numerics, base=family.at(width=16))
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 1.0 there and 2.0"
+    ):
+        trainer.train(rebased, later, TrainState.load(tmp_path / "state.pt"))
+    other = replace(later, recipe=replace(recipe, optimizer="lion"))
+    with pytest.raises(ValueError, match="another parametrization: optimizer is adamw there and lion here"):
+        trainer.train(numerics, other, state)
+
+
+def test_rungs_too_near_to_each_other_to_average_between_are_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    state = trainer.train(numerics, stem(recipe, 18 * BATCH)).state
+    with pytest.raises(ValueError, match=r"begins at 2176 tokens, before .* 2304: rungs must lie .* factor 1.18 apart"):
+        trainer.train(numerics, replace(stem(recipe, 20 * BATCH), start=18 * BATCH), state, averaged=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"corpus_key": "other"}, "the run is of corpus other, this trainer holds"),
+        ({"evaluation_tokens": 10**9}, "the validation split of .* tokens has"),
+    ],
+)
+def test_numerics_that_this_trainer_can_not_serve_are_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, change: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=rule):
+        trainer.train(replace(numerics, **change), stem(hyperparameters.resolve(N_TOKENS), BATCH))
+
+
+def test_a_batch_of_parts_of_sequences_is_refused(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    recipe = replace(hyperparameters, batch_tokens=48).resolve(480)
+    with pytest.raises(ValueError, match="batch_tokens must be a multiple of context_length=32, got 48"):
+        trainer.train(numerics, stem(recipe, 48))

@@ -1,0 +1,143 @@
+"""A backtest sees only what lies below its cut, and counts what its intervals hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import Chinchilla, Joint, Kaplan, Law, RepeatedData, ScalingError, backtest, fit
+from scaling.fits.forecast import DEFAULT
+from scaling.fits.law_figures import backtest_data
+
+Ladder = Callable[..., pd.DataFrame]
+
+
+@pytest.fixture
+def runs(ladder: Ladder) -> pd.DataFrame:
+    return ladder(noise=0.004)
+
+
+def test_what_lies_above_the_cut_does_not_tell(runs: pd.DataFrame) -> None:
+    flops = runs["n_params"] * runs["n_tokens"]
+    above = flops >= flops.max() / 10
+    wild = runs.assign(loss=np.where(above, 3.0, runs["loss"]))
+    tables = [backtest(rows, n_params_convention="total", cuts=[10]).predictions for rows in (runs, wild)]
+    np.testing.assert_array_equal(tables[0]["predicted"], tables[1]["predicted"])
+    assert set(tables[0]["n_params"] * tables[0]["n_tokens"]) == set(flops[above])
+
+
+def test_it_says_what_the_fit_below_the_cut_would_have_said(runs: pd.DataFrame) -> None:
+    found = backtest(runs, n_params_convention="total", cuts=[10], forms=[Chinchilla()])
+    flops = runs["n_params"] * runs["n_tokens"]
+    below = fit(runs[flops < flops.max() / 10], n_params_convention="total")
+    for row in found.predictions.to_dict("records"):
+        target = row["n_params"], row["n_tokens"]
+        if row["method"] == DEFAULT:
+            forecast = below.forecast(*target)
+            assert row["predicted"] == pytest.approx(forecast.loss, rel=1e-9)
+            assert (row["low_0.9"], row["high_0.9"]) == pytest.approx((forecast.low, forecast.high), rel=1e-9)
+            assert row["supported"] == forecast.supported
+        else:
+            assert row["predicted"] == pytest.approx(float(below.predict(*target)), rel=1e-9)
+
+
+def test_the_table_counts(runs: pd.DataFrame) -> None:
+    found = backtest(runs, n_params_convention="total", cuts=[10], forms=[Kaplan()])
+    table = found.table().set_index("method")
+    part = found.predictions[found.predictions["method"] == "kaplan"]
+    error = np.abs(np.log(part["predicted"] / part["loss"]))
+    assert table.loc["kaplan", "mean_error"] == pytest.approx(100 * error.mean())
+    top = part["compute_flops"] >= part["compute_flops"].max() / 2
+    assert table.loc["kaplan", "top_error"] == pytest.approx(100 * error[top].mean())
+    inside = (part["low_0.95"] <= part["loss"]) & (part["loss"] <= part["high_0.95"])
+    assert table.loc["kaplan", "coverage_0.95"] == pytest.approx(inside.mean())
+    assert table.loc[DEFAULT, "mean_error"] < table.loc["kaplan", "mean_error"]
+    assert "kaplan" in str(found)
+
+
+def test_a_true_form_is_covered_about_as_often_as_it_says(ladder: Ladder, planted: Law) -> None:
+    found = [
+        backtest(ladder(0.004, seed), n_params_convention="total", cuts=[10], forms=[Chinchilla()]).predictions
+        for seed in range(8)
+    ]
+    pooled = pd.concat(found)
+    covered = pooled["loss"].between(pooled["low_0.9"], pooled["high_0.9"]).groupby(pooled["method"]).mean()
+    assert covered[DEFAULT] > 0.9
+    assert covered["chinchilla"] > 0.7
+
+
+def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
+    found = backtest(runs, n_params_convention="total", cuts=[10, 1000])
+    assert set(found.too_few) == {1000}
+    assert "need at least" in found.too_few[1000]
+    assert "C < Cmax/1000: need at least" in str(found)
+    with pytest.raises(ValueError, match="cuts must be above 1"):
+        backtest(runs, n_params_convention="total", cuts=[0.5])
+
+
+def test_a_form_that_depends_on_more_is_compared_where_the_runs_tell_it(runs: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="missing column unique_tokens"):
+        backtest(runs, n_params_convention="total", cuts=[10], forms=[RepeatedData()])
+    repeated = runs.assign(unique_tokens=runs["n_tokens"])
+    found = backtest(repeated, n_params_convention="total", cuts=[5], forms=[RepeatedData(), Chinchilla()])
+    alone = backtest(runs, n_params_convention="total", cuts=[5], forms=Chinchilla()).predictions
+    of = {method: part["predicted"].to_numpy() for method, part in found.predictions.groupby("method")}
+    for method, part in alone.groupby("method"):
+        np.testing.assert_allclose(of[str(method)], part["predicted"])
+    assert np.abs(np.log(of["repeated"] / of["chinchilla"])).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": Joint()}, r"backtest has no option form: forms are given as forms=\[…\]"),
+        ({"n_bootstrap": 10}, "backtest has no option n_bootstrap"),
+        (
+            {"forms": [Joint]},
+            r"form must be a form with its parentheses, such as Joint\(\), got <class .*Joint\(\) is meant",
+        ),
+    ],
+)
+def test_options_that_are_none_are_named(runs: pd.DataFrame, options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        backtest(runs, n_params_convention="total", **options)  # type: ignore[arg-type]
+
+
+class Broken(Kaplan):
+    """A form with a fault of its own."""
+
+    name = "broken"
+
+    def loss(self, values: Any, rows: Any) -> Any:
+        raise ValueError("a fault of the form's own")
+
+
+def test_only_too_few_runs_are_listed_by_cut(runs: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="a fault of the form's own"):
+        backtest(runs, n_params_convention="total", cuts=[10], forms=[Broken()])
+
+
+def test_without_a_cut_there_is_no_figure(runs: pd.DataFrame) -> None:
+    with pytest.raises(ScalingError, match="there is nothing to draw: no cut leaves enough runs"):
+        backtest(runs, n_params_convention="total", cuts=[1000]).plot()
+
+
+def test_figure(runs: pd.DataFrame) -> None:
+    figure = backtest(runs, n_params_convention="total", cuts=[5, 10], forms=[]).plot()
+    shown = {(trace.name, trace.yaxis) for trace in figure.data}
+    assert {("90 % interval", "y"), ("90 % interval", "y2")} <= shown
+    assert figure.layout.yaxis.title.text == "measured above<br>forecast (%)"
+
+
+def test_figure_s_runs_are_within_where_they_lie_between_the_ends(runs: pd.DataFrame) -> None:
+    runs = runs.copy()
+    runs.loc[runs.index[-1], "loss"] *= 1.2
+    found = backtest(runs, n_params_convention="total", cuts=[5], forms=[])
+    data = backtest_data(found)
+    assert (data["within"] == data["error"].between(data["error_low"], data["error_high"])).all()
+    np.testing.assert_allclose(data["predicted"] * (1 + data["error"] / 100), data["loss"])
+    (outside,) = (trace for trace in found.plot().data if trace.name == "outside")
+    assert outside.y.max() == pytest.approx(data["error"].max())
+    assert data["error"].max() > 10, "the run that was made a fifth worse"

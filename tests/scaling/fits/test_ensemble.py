@@ -1,0 +1,102 @@
+"""The fits behind a forecast: exact where the law is true, stable against single rows, and steady under another order."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import Joint, Law, ScalingError, fit
+from scaling.fits.ensemble import fit_ensemble
+
+Ladder = Callable[..., pd.DataFrame]
+TARGET = (1e9, 2e10)
+
+
+def with_stems(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs.assign(stem=range(len(runs)))
+
+
+def test_without_noise_every_variant_says_the_truth(ladder: Ladder, planted: Law) -> None:
+    found = fit_ensemble(with_stems(ladder()))
+    truth = float(planted.loss(*TARGET))
+    for name, law in found.variants.items():
+        assert law.loss(*TARGET) == pytest.approx(truth, rel=3e-4), name
+    assert len(found.variants) == 5
+    assert found.residual < 1e-4
+    assert float(found.form_spread(*TARGET)) < 3e-4
+
+
+def test_two_wild_rows_hardly_move_it(ladder: Ladder, planted: Law) -> None:
+    runs = with_stems(ladder(noise=0.002))
+    calm = fit_ensemble(runs)
+    runs.loc[[3, 11], "loss"] *= 1.2
+    wild = fit_ensemble(runs)
+    assert abs(float(wild.log_loss(*TARGET) - calm.log_loss(*TARGET))) < 0.01
+    assert wild.residual > 5 * calm.residual, "that the rows disagree is not hidden"
+
+
+def test_shape_is_that_of_the_targets(ladder: Ladder) -> None:
+    found = fit_ensemble(with_stems(ladder(noise=0.003)))
+    sizes = np.array([[1e8], [1e9]]), np.array([1e10, 2e10, 4e10])
+    for of in (found.log_loss, found.form_spread, found.draw_spread):
+        assert of(*sizes).shape == (2, 3)
+        assert of(*sizes)[1, 1] == pytest.approx(float(of(1e9, 2e10)), rel=1e-12)
+
+
+def test_far_from_usual_ratios_there_is_a_variant_less(ladder: Ladder) -> None:
+    runs = with_stems(ladder(noise=0.003)).assign(n_tokens=lambda t: 40 * t["n_tokens"])
+    assert len(fit_ensemble(runs).variants) == 4
+
+
+def test_a_forecast_is_the_same_whatever_form_the_law_has(ladder: Ladder) -> None:
+    runs = ladder(noise=0.003)
+    one, other = (fit(runs, n_params_convention="total", n_bootstrap=2, form=form) for form in (None, Joint()))
+    said = [(f.loss, f.low, f.high) for f in (one.forecast(*TARGET), other.forecast(*TARGET))]
+    assert said[0] == said[1]
+    assert one.forecast(*TARGET).law_loss == one.predict(*TARGET) != other.predict(*TARGET)
+
+
+def test_a_law_of_more_than_n_and_d_has_no_tested_forecast(ladder: Ladder) -> None:
+    from tests.scaling.forms.test_forms import Own
+
+    class WithUnique(Own):
+        columns = ("n_params", "n_tokens", "unique_tokens")
+
+    runs = ladder(noise=0.003).assign(unique_tokens=1e12)
+    result = fit(runs, n_params_convention="total", n_bootstrap=2, form=WithUnique())
+    with pytest.raises(ScalingError, match="own depends on n_params, n_tokens, unique_tokens"):
+        result.forecast(*TARGET)
+
+
+def test_noisy_rows_weigh_less_where_their_noise_is_told(ladder: Ladder, planted: Law) -> None:
+    """Half of the runs at .1 %, half at 5 %: told which, the forecast is nearer the truth and its interval narrower."""
+    told, untold, widths = [], [], []
+    truth = float(planted.loss(*TARGET))
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        runs = ladder().assign(noise=np.where(rng.permutation(20) < 10, 0.05, 0.001))
+        runs["loss"] *= np.exp(runs["noise"] * rng.standard_normal(20))
+        with_, without = (
+            fit(rows, n_params_convention="total", n_bootstrap=2).forecast(*TARGET)
+            for rows in (runs, runs.drop(columns="noise"))
+        )
+        told.append(abs(np.log(with_.loss / truth)))
+        untold.append(abs(np.log(without.loss / truth)))
+        widths.append(with_.log_scale / without.log_scale)
+    assert np.mean(told) < 0.5 * np.mean(untold)
+    assert max(widths) < 1
+
+
+def test_too_few_rows_for_its_fits_are_refused(ladder: Ladder) -> None:
+    runs = ladder().iloc[[0, 3, 5, 10, 12, 19]]
+    with pytest.raises(ScalingError, match=r"need at least 7 distinct \(N, D\), got 6"):
+        fit(runs, n_params_convention="total", n_bootstrap=2).forecast(*TARGET)
+
+
+def test_the_mean_is_a_law_of_its_own(ladder: Ladder) -> None:
+    found = fit_ensemble(with_stems(ladder(noise=0.003)))
+    best = found.law.allocate(1e21)
+    assert best.loss == pytest.approx(np.exp(float(found.log_loss(best.n_params, best.n_tokens))), rel=1e-12)
+    assert found.law.compute_for(best.loss).compute_flops == pytest.approx(1e21, rel=1e-6)
+    assert Law.from_dict(found.law.to_dict(), form=found.law.form) == found.law

@@ -1,0 +1,180 @@
+"""Forecast intervals: the measured formula, its coverage where the form is true, and its declared support."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from scaling import Forecast, Law, ScalingFit, fit
+from scaling.fits.forecast import interval_factor
+
+Ladder = Callable[..., pd.DataFrame]
+
+
+@pytest.fixture
+def result(ladder: Ladder) -> ScalingFit:
+    return fit(ladder(noise=0.003), n_params_convention="total", n_bootstrap=100)
+
+
+def test_factor_goes_through_the_measured_values() -> None:
+    assert interval_factor(0.90) == pytest.approx(1.93, abs=1e-12)
+    assert interval_factor(0.95) == pytest.approx(2.39, abs=0.005)
+    for level in (0, 1):
+        with pytest.raises(ValueError, match=f"level must lie between 0 and 1, got {level}"):
+            interval_factor(level)
+
+
+def test_scale_of_a_noise_free_fit_is_its_floor_and_the_extrapolation(ladder: Ladder) -> None:
+    """Without noise r = p = 0, so s² = .0053² + (.0089·h/W)²."""
+    exact = fit(ladder(), n_params_convention="total", n_bootstrap=20)
+    low, high = exact.compute_range
+    inside = exact.forecast(1e8, 2e9)
+    beyond = exact.forecast(1e9, 2e10)
+    assert inside.log_scale == pytest.approx(0.0053, rel=1e-4)
+    steps = math.log10(beyond.compute_flops / high) / math.log10(high / low)
+    assert beyond.log_scale == pytest.approx(math.hypot(0.0053, 0.0089 * steps), rel=1e-4)
+    assert beyond.high / beyond.loss == pytest.approx(math.exp(1.93 * beyond.log_scale))
+    assert beyond.loss / beyond.low == pytest.approx(math.exp(1.93 * beyond.log_scale))
+
+
+def test_every_term_of_the_scale_has_its_measured_coefficient(result: ScalingFit) -> None:
+    """s² = .0053² + .50·r² + .99·p² + .70·q² + (.0089·h/W)², with noise and above the largest run."""
+    target = 1e9, 1e11
+    low, high = result.compute_range
+    steps = math.log10(6 * 1e20 / high) / math.log10(high / low)
+    p, q = float(result.ensemble.draw_spread(*target)), float(result.ensemble.form_spread(*target))
+    terms = [0.0053**2, 0.50 * result.ensemble.residual**2, 0.99 * p**2, 0.70 * q**2, (0.0089 * steps) ** 2]
+    assert result.forecast(*target).log_scale == pytest.approx(math.sqrt(sum(terms)), rel=1e-9)
+    assert min(terms) > 1e-4 * sum(terms)  # none is lost in the others
+
+
+def test_intervals_grow_with_level_and_distance(result: ScalingFit) -> None:
+    near, far = result.forecast(3e8, 6e9), result.forecast(2e9, 4e10)
+    assert far.log_scale > near.log_scale
+    assert result.forecast(3e8, 6e9, level=0.95).high > near.high
+    assert far.extrapolation == pytest.approx(far.compute_flops / result.compute_range[1])
+
+
+def test_a_forecast_that_the_fitted_form_contradicts_is_not_supported(result: ScalingFit) -> None:
+    """The variants share a form: that they agree says nothing where another one lies far away."""
+    target = 3e8, 6e9
+    law = replace(result.law, parameters={**result.law.parameters, "E": 1.1 * result.law["E"]})
+    assert result.forecast(*target).supported
+    assert result.forecast(*target).loss == replace(result, law=law).forecast(*target).loss
+    (reason,) = replace(result, law=law).forecast(*target).reasons
+    other = float(law.loss(*target))
+    assert reason.startswith(
+        f"the law fitted (chinchilla) alone says {other:.4g}, {other / result.forecast(*target).loss - 1:+.0%}, "
+        "more than 1.5 half-widths of the 90% interval away"
+    )
+    assert f"{other:.4f} by the fitted form alone" in str(replace(result, law=law).forecast(*target))
+    assert "by the fitted form alone" not in str(replace(result.forecast(*target), law_loss=None))
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_the_fitted_form_may_lie_one_and_a_half_half_widths_beside_the_forecast(result: ScalingFit, side: int) -> None:
+    target = 3e8, 6e9
+    usual = result.forecast(*target)
+    half_width = math.log(usual.high / usual.loss)
+
+    def with_law_at(half_widths: float) -> Forecast:
+        beside = usual.loss * math.exp(side * half_widths * half_width)
+        moved = result.law["E"] + beside - float(result.law.loss(*target))
+        law = replace(result.law, parameters={**result.law.parameters, "E": moved})
+        return replace(result, law=law).forecast(*target)
+
+    assert with_law_at(1.49).supported
+    assert not with_law_at(1.51).supported
+
+
+def test_coverage_where_the_form_is_true(ladder: Ladder, planted: Law) -> None:
+    """The measured scale allows for misfit, so it must cover a true surface more often than its nominal 90 %."""
+    target = 1e9, 2e10
+    hits = 0
+    for seed in range(30):
+        forecast = fit(ladder(0.003, seed), n_params_convention="total", n_bootstrap=50).forecast(*target)
+        hits += forecast.low <= float(planted.loss(*target)) <= forecast.high
+    assert hits >= 27
+
+
+def test_held_out_decade_of_the_reference_problem(reference: pd.DataFrame) -> None:
+    """Fitted to C < Cmax/10, the 90 % interval holds most of the losses above, and the mean error is about 1 %."""
+    compute = reference["n_params"] * reference["n_tokens"]
+    held_out = reference[compute > compute.max() / 10]
+    result = fit(reference.drop(held_out.index), n_params_convention="total")
+    forecasts = [result.forecast(row.n_params, row.n_tokens) for row in held_out.itertuples()]
+    error = [abs(f.loss / loss - 1) for f, loss in zip(forecasts, held_out["loss"], strict=True)]
+    covered = [f.low <= loss <= f.high for f, loss in zip(forecasts, held_out["loss"], strict=True)]
+    assert sum(error) / len(error) < 0.0125
+    assert sum(covered) / len(covered) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("n_params", "n_tokens", "reason"),
+    [
+        (1e10, 2e11, "decades of compute above the largest run: tested to 1.75"),
+        (5e8, 2.5e9 - 1, "tokens per parameter: tested within 2× of the runs' 10 to 80"),
+        (1e8, 1.7e10, "tokens per parameter"),
+        (1e6, 2e7, "below the smallest run's"),
+    ],
+)
+def test_unsupported_targets_say_why(result: ScalingFit, n_params: float, n_tokens: float, reason: str) -> None:
+    forecast = result.forecast(n_params, n_tokens)
+    assert not forecast.supported
+    assert reason in "; ".join(forecast.reasons)
+    assert "unsupported" in str(forecast)
+
+
+@pytest.mark.parametrize("decades", [1.74, 1.76])
+def test_the_declared_support_ends_1_75_decades_above_the_largest_run(result: ScalingFit, decades: float) -> None:
+    high = result.compute_range[1]
+    told = "; ".join(
+        result.forecast(math.sqrt(high * 10**decades / 120), math.sqrt(high * 10**decades / 120) * 20).reasons
+    )
+    brought = (
+        f"{decades:.2f} decades of compute above the largest run: tested to 1.75; a run of {high * 10**0.01:.2g} FLOPs"
+    )
+    assert (brought in told) == (decades > 1.75)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "brought"), [(4.9, "runs at 9.8 would"), (5.1, ""), (159.0, ""), (161.0, "runs at 80.5 would")]
+)
+def test_the_declared_support_ends_twice_beyond_the_runs_tokens_per_parameter(
+    result: ScalingFit, ratio: float, brought: str
+) -> None:
+    reasons = [reason for reason in result.forecast(1e8, 1e8 * ratio).reasons if "tokens per parameter" in reason]
+    assert [brought in reason for reason in reasons] == ([True] if brought else [])
+
+
+def test_what_is_below_the_smallest_run_is_told_and_the_smallest_run_is_not(result: ScalingFit) -> None:
+    low = result.compute_range[0]
+    for flops, below in ((1.01 * low, False), (0.99 * low, True)):
+        told = "; ".join(result.forecast(math.sqrt(flops / 120), math.sqrt(flops / 120) * 20).reasons)
+        assert ("lie below the smallest run's" in told) == below
+
+
+def test_supported_inside(result: ScalingFit) -> None:
+    forecast = result.forecast(1e9, 2e10)
+    assert forecast.supported
+    assert "90% within" in str(forecast)
+
+
+def test_a_doubtful_fit_supports_nothing(ladder: Ladder) -> None:
+    small = fit(ladder(noise=0.003).iloc[:14], n_params_convention="total", n_bootstrap=20)
+    assert not small.forecast(1e8, 2e9).supported
+
+
+def test_bad_target(result: ScalingFit) -> None:
+    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got 0"):
+        result.forecast(1e9, 0)
+    with pytest.raises(ValueError, match="n_params must be finite and above 0, got '7B'"):
+        result.forecast("7B", 1e11)  # type: ignore[arg-type]
+
+
+def test_round_trip(result: ScalingFit) -> None:
+    forecast = result.forecast(1e10, 2e12)
+    assert Forecast.from_dict(json.loads(json.dumps(forecast.to_dict(), allow_nan=False))) == forecast

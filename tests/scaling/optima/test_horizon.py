@@ -1,0 +1,213 @@
+"""The horizon law: planted exponents, what the prior does, and where the law ends."""
+
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scaling import HorizonLaw, ScalingError, fit_horizon_law
+from scaling.optima.horizon import OPTIMUM_SCATTER
+
+
+def sweep(
+    exponent: float = 0.27,
+    budgets: Sequence[float] = (1e9, 2e9, 4e9),
+    offsets: Sequence[float] = (0.0,),
+    noise: float = 0.0,
+    seed: int = 0,
+    n_rates: int = 7,
+) -> pd.DataFrame:
+    """Optimum at 2^(−7 + offset) for 2e9 tokens; log loss rises 2 % one octave off, as measured on small models."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        (width, n_tokens, 2.0**x, math.exp(1 + 0.02 * (x - at) ** 2 + noise * rng.standard_normal()))
+        for width, offset in zip((64, 128, 256), offsets, strict=False)
+        for n_tokens in budgets
+        for at in [-7 + offset - exponent * math.log2(n_tokens / 2e9)]
+        for x in np.linspace(-9.5, -4.5, n_rates)
+    ]
+    return pd.DataFrame(rows, columns=["width", "n_tokens", "rate", "loss"])
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.27, 0.6])
+def test_planted_exponent_is_recovered_without_prior(exponent: float) -> None:
+    law = fit_horizon_law(sweep(exponent), prior=None)
+    assert law.exponent == law.raw_exponent == pytest.approx(exponent, abs=1e-8)
+    assert law.rate(2e9) == pytest.approx(2**-7)
+    assert law.rate(2e10) == pytest.approx(2**-7 * 10**-exponent)
+    assert law.curvature == pytest.approx(0.04)
+
+
+def test_groups_share_the_exponent_and_keep_their_offsets() -> None:
+    law = fit_horizon_law(sweep(0.3, offsets=(-0.2, 0.0, 0.2)))
+    assert law.raw_exponent == pytest.approx(0.3, abs=1e-8)
+    assert law.offsets == pytest.approx({"64": -0.2, "128": 0.0, "256": 0.2}, abs=1e-8)
+    assert law.rate(2e9) == pytest.approx(2**-7)
+
+
+def test_the_prior_steadies_noisy_small_grids() -> None:
+    """7 rates, 2 budgets over 4×, noise .5 % of the loss: exponents stay sane, nearer the truth than raw ones."""
+    laws = [fit_horizon_law(sweep(0.3, (1e9, 4e9), noise=0.005, seed=seed)) for seed in range(40)]
+    used, raw = np.array([law.exponent for law in laws]), np.array([law.raw_exponent for law in laws])
+    assert used.min() > 0.1
+    assert used.max() < 0.5
+    assert used.std() < raw.std()
+    assert raw.std() < laws[0].raw_stderr
+
+
+def test_the_prior_is_weighed_by_its_precision() -> None:
+    law = fit_horizon_law(sweep(0.5), prior=(0.3, 0.15))
+    data, prior = law.raw_stderr**-2, 0.15**-2
+    assert law.exponent == pytest.approx((data * 0.5 + prior * 0.3) / (data + prior))
+    assert law.stderr == pytest.approx((data + prior) ** -0.5)
+
+
+def test_interval_covers_the_planted_rate_and_grows_with_distance() -> None:
+    law = fit_horizon_law(sweep(0.27, noise=0.003))
+    for n_tokens in (2e9, 1e11):
+        low, high = law.interval(n_tokens)
+        assert low < 2**-7 * (n_tokens / 2e9) ** -0.27 < high
+    near, far = law.interval(2e9), law.interval(1e11)
+    assert far[1] / far[0] > 1.5 * near[1] / near[0]
+
+
+def test_regret_is_what_fit_filters_by() -> None:
+    law = fit_horizon_law(sweep(0.3), prior=None)
+    assert law.regret(law.rate(1e10), 1e10) == pytest.approx(0)
+    np.testing.assert_allclose(law.regret(law.rate(1e10) * np.array([2, 0.5]), 1e10), math.expm1(0.02))
+
+
+def test_extrapolation_is_capped_and_flagged() -> None:
+    law = fit_horizon_law(sweep(0.3))
+    assert law.supported_range == pytest.approx((1e7, 4e11))
+    assert law.supports(4e11)
+    assert not law.supports(4.1e11)
+    assert law.rate(4e13) == law.rate(4e11) < law.rate(4e10)
+
+
+def test_optima_outside_their_grids_are_listed_and_not_used() -> None:
+    rows = sweep(0.3)
+    beyond = sweep(0.3, budgets=(1e13,))
+    beyond["loss"] = np.exp(1 + 0.02 * (np.log2(beyond["rate"]) + 12) ** 2)
+    law = fit_horizon_law(pd.concat([rows, beyond], ignore_index=True), prior=None)
+    assert law.exponent == pytest.approx(0.3, abs=1e-8)
+    assert law.n_tokens_range == (1e9, 4e9)
+    assert law.optima["used"].tolist() == [True, True, True, False]
+    assert "1e+13 tokens: not used: edge" in "; ".join(law.warnings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "warning"),
+    [
+        (sweep(budgets=(1e9, 4e9)), "2 token budgets: at least 3"),
+        (sweep(budgets=(1e9, 1.5e9, 2e9)), "the token budgets span 2×: at least 4×"),
+        (sweep(-0.7, budgets=(1e9, 4e9, 1.6e10)), "contradicts the prior 0.1 ± 0.2: is the batch fixed?"),
+    ],
+)
+def test_doubts(rows: pd.DataFrame, warning: str) -> None:
+    law = fit_horizon_law(rows)
+    assert law.status == "doubtful"
+    assert warning in "; ".join(law.warnings)
+
+
+def test_a_good_sweep_is_not_doubtful() -> None:
+    assert fit_horizon_law(sweep(noise=0.003)).status == "ok"
+
+
+def test_a_grid_that_diverged_is_listed_and_not_used() -> None:
+    rows = sweep(0.3)
+    rows.loc[rows["n_tokens"] == 4e9, "loss"] = np.nan
+    law = fit_horizon_law(rows, prior=None)
+    assert law.exponent == pytest.approx(0.3, abs=1e-8)
+    assert "4e+09 tokens: not used: fewer than three finite rates" in "; ".join(law.warnings)
+    restored = HorizonLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
+    pd.testing.assert_frame_equal(restored.optima, law.optima)
+
+
+def test_no_usable_answer() -> None:
+    with pytest.raises(ScalingError, match="an optimum inside the tested rates at two token budgets of one group"):
+        fit_horizon_law(sweep(budgets=(1e9,)))
+    with pytest.raises(ScalingError, match="the noise is unknown: add a rate or a seed"):
+        fit_horizon_law(sweep(n_rates=3))
+
+
+def rung_optima(exponent: float, seed: int, stderr: float = 0.1) -> pd.DataFrame:
+    """A search's optima at four lengths, an octave apart and .7 octaves below the grids', with their error and their scatter."""
+    rng = np.random.default_rng([seed, 1])
+    octaves = np.arange(-3.0, 1.0)
+    error = math.hypot(stderr, OPTIMUM_SCATTER) * rng.standard_normal(4)
+    at = -7.7 - exponent * octaves + error
+    return pd.DataFrame({"group": "sweep", "n_tokens": 4e9 * 2**octaves, "log2_rate": at, "stderr": stderr})
+
+
+def test_optima_fitted_elsewhere_tell_the_exponent_better_and_nothing_of_the_level() -> None:
+    """40 planted sets: two budgets over 4×, noise .3 % of the loss, every optimum with its scatter."""
+    grids = [
+        pd.concat(
+            sweep(
+                0.3, (n,), [OPTIMUM_SCATTER * np.random.default_rng([seed, i]).standard_normal()], 0.003, 2 * seed + i
+            )
+            for i, n in enumerate((1e9, 4e9))
+        )
+        for seed in range(40)
+    ]
+    alone = [fit_horizon_law(rows, prior=None) for rows in grids]
+    both = [fit_horizon_law(rows, prior=None, optima=rung_optima(0.3, seed)) for seed, rows in enumerate(grids)]
+    assert all(b.raw_stderr < 0.8 * a.raw_stderr for a, b in zip(alone, both, strict=True))
+    found = np.array([law.raw_exponent for law in both])
+    assert found.std() < np.std([law.raw_exponent for law in alone])
+    assert found.mean() == pytest.approx(0.3, abs=3 * found.std() / math.sqrt(40))
+    z = [(law.raw_exponent - 0.3) / law.raw_stderr for law in both]
+    assert np.sqrt(np.mean(np.square(z))) < 1.2
+    levels = np.log2([float(law.rate(2e9)) for law in both])
+    assert levels.mean() == pytest.approx(-7, abs=0.1), "the search's optima lie .7 octaves lower"
+    assert np.mean([law.offsets["sweep"] for law in both]) == pytest.approx(-0.4, abs=0.1)  # .7 less .3 at 2e9 tokens
+
+
+def test_a_grid_of_one_budget_gives_the_level_and_the_search_the_exponent() -> None:
+    law = fit_horizon_law(sweep(0.3, budgets=(4e9,), noise=0.001), optima=rung_optima(0.3, 0, stderr=0.01))
+    assert law.exponent == pytest.approx(0.3, abs=0.15)
+    assert law.rate(4e9) == pytest.approx(2**-7.3, rel=0.05)
+    assert law.optima["status"].tolist() == ["ok"] + 4 * ["given"]
+    restored = HorizonLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
+    pd.testing.assert_frame_equal(restored.optima, law.optima)
+
+
+def test_optima_fitted_elsewhere_are_held_to_their_rules() -> None:
+    given = rung_optima(0.3, 0)
+    with pytest.raises(ValueError, match="stderr must be finite and above 0, got inf"):
+        fit_horizon_law(sweep(), optima=given.assign(stderr=math.inf))
+    with pytest.raises(ValueError, match="missing column stderr"):
+        fit_horizon_law(sweep(), optima=given.drop(columns="stderr"))
+    with pytest.raises(ValueError, match="no grid's of the rows, got 64 in both"):
+        fit_horizon_law(sweep(), optima=given.assign(group=64))
+    rising = sweep().assign(loss=lambda rows: rows["rate"] ** 0.1)
+    with pytest.raises(ScalingError, match="no grid has an optimum inside the tested rates, so the level is not known"):
+        fit_horizon_law(rising, optima=given)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got -1"):
+        fit_horizon_law(sweep().assign(n_tokens=-1.0))
+    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got 0"):
+        fit_horizon_law(sweep()).rate(0)
+    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 2"):
+        fit_horizon_law(sweep()).interval(1e9, 2)
+    with pytest.raises(ValueError, match="the prior's standard deviation must be finite and above 0, got 0"):
+        fit_horizon_law(sweep(), prior=(0.3, 0))
+    with pytest.raises(ValueError, match="the prior's mean must be finite, got nan"):
+        fit_horizon_law(sweep(), prior=(math.nan, 0.1))
+    with pytest.raises(ValueError, match="width must be named in every row, got 21 empty values"):
+        fit_horizon_law(sweep().assign(width=math.nan))
+
+
+def test_round_trip_and_str() -> None:
+    law = fit_horizon_law(pd.concat([sweep(noise=0.003), sweep(budgets=(8e9,), n_rates=3)]))
+    restored = HorizonLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
+    assert restored.to_dict() == law.to_dict()
+    pd.testing.assert_frame_equal(restored.optima, law.optima)
+    assert restored.interval(1e11) == law.interval(1e11)
+    assert "data alone" in str(law)
