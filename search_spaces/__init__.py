@@ -31,7 +31,7 @@ from search_spaces.narrow import Narrowed, narrow
 from search_spaces.prior import Prior
 from search_spaces.simplex import Simplex
 from search_spaces.space import Config, Space
-from search_spaces.transferability import TRANSFERABILITY, Axis, Transfer, Transferability, transferability
+from search_spaces.transferability import TRANSFERABILITY, Axis, Transferability, TransferClass, transferability
 from search_spaces.weights import Weights
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
     "Simplex",
     "Space",
     "SpaceError",
-    "Transfer",
+    "TransferClass",
     "Transferability",
     "Uniform",
     "Value",

@@ -21,7 +21,7 @@ Axis: TypeAlias = Literal["horizon", "batch", "tokens_per_param"]
 """What a law runs over: tokens of the run, tokens of one optimizer step, tokens of the run per parameter."""
 
 
-class Transfer(StrEnum):
+class TransferClass(StrEnum):
     """How a tuned value gets from the proxy to the target."""
 
     UNDER_MUP = "under_mup"
@@ -47,13 +47,13 @@ class Transferability:
     """
 
     name: str
-    transfer: Transfer
+    transfer: TransferClass
     axes: tuple[Axis, ...] = ()
     reason: str
     source: str
 
     def __post_init__(self) -> None:
-        if (self.transfer is Transfer.BY_LAW) != bool(self.axes):
+        if (self.transfer is TransferClass.BY_LAW) != bool(self.axes):
             raise SpaceError(
                 f"{self.name}: by_law needs axes and no other class takes any, got {self.transfer}, {self.axes}"
             )
@@ -75,30 +75,36 @@ _FAMILY = "Part of the family that proxy and target belong to."
 _REGULARIZER = "How much regularization is best depends on the size of the model and on how often it sees its data."
 
 # Name, class, axes, reason, source.
-_ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
+_ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
     (
         "learning_rate",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("horizon", "batch"),
         "Under muP the optimum stays across width and depth; it falls with the horizon and moves with the batch.",
         "2203.03466, 2505.01618, 2409.19913, 2512.22382",
     ),
-    ("init_scale", Transfer.UNDER_MUP, (), "A factor on the rule table's initial standard deviations.", "2203.03466"),
+    (
+        "init_scale",
+        TransferClass.UNDER_MUP,
+        (),
+        "A factor on the rule table's initial standard deviations.",
+        "2203.03466",
+    ),
     (
         "zero_readout",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "Another start of the readout is another model at step 0; the rates were tuned with the proxy's.",
         "2203.03466",
     ),
-    ("embedding_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
-    ("output_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
-    ("attention_multiplier", Transfer.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
-    ("embedding_rate", Transfer.UNDER_MUP, (), _GROUP_RATE, "2407.05872, 2512.22382"),
-    ("output_rate", Transfer.UNDER_MUP, (), _GROUP_RATE, "2407.05872, 2512.22382"),
+    ("embedding_multiplier", TransferClass.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    ("output_multiplier", TransferClass.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    ("attention_multiplier", TransferClass.UNDER_MUP, (), _MULTIPLIER, "2203.03466"),
+    ("embedding_rate", TransferClass.UNDER_MUP, (), _GROUP_RATE, "2407.05872, 2512.22382"),
+    ("output_rate", TransferClass.UNDER_MUP, (), _GROUP_RATE, "2407.05872, 2512.22382"),
     (
         "weight_decay_tau",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("tokens_per_param",),
         "The best timescale B / (eta·lambda·D), a fraction of the run, was first found constant (2405.13698), then to"
         " follow a power law in tokens per parameter (2505.13738).",
@@ -106,34 +112,34 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
     ),
     (
         "weight_decay",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("horizon", "batch", "tokens_per_param"),
         "It acts through the timescale B / (eta·lambda·D), so its best value moves with all of these: search"
         " weight_decay_tau. Across width the rule table holds rate·decay of a matrix constant; 2510.15262 finds a decay"
         " that grows as the root of the width for AdamW (decay_scaling).",
         "2405.13698, 2505.13738, 2510.15262",
     ),
-    ("beta1", Transfer.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
-    ("beta2", Transfer.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
-    ("eps", Transfer.UNDER_MUP, (), "Scaled by the rule table as the gradients are.", "2505.01618, 2407.05872"),
-    ("warmup_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
-    ("warmup_tokens", Transfer.BY_LAW, ("horizon",), _LENGTH, "assumed"),
-    ("warmup_floor_tokens", Transfer.BY_LAW, ("horizon",), _LENGTH, "assumed"),
+    ("beta1", TransferClass.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
+    ("beta2", TransferClass.BY_LAW, ("batch",), _BETA, "2203.03466, 2512.22382"),
+    ("eps", TransferClass.UNDER_MUP, (), "Scaled by the rule table as the gradients are.", "2505.01618, 2407.05872"),
+    ("warmup_fraction", TransferClass.UNDER_MUP, (), _SHAPE, "assumed"),
+    ("warmup_tokens", TransferClass.BY_LAW, ("horizon",), _LENGTH, "assumed"),
+    ("warmup_floor_tokens", TransferClass.BY_LAW, ("horizon",), _LENGTH, "assumed"),
     (
         "warmup_steps",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("horizon", "batch"),
         "Steps are another length in tokens at another batch, and another fraction of a longer run.",
         "assumed",
     ),
-    ("cooldown_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
-    ("final_fraction", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
-    ("milestones", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
-    ("step_factor", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
-    ("cycles", Transfer.UNDER_MUP, (), _DECAY, "assumed"),
+    ("cooldown_fraction", TransferClass.UNDER_MUP, (), _SHAPE, "assumed"),
+    ("final_fraction", TransferClass.UNDER_MUP, (), _DECAY, "assumed"),
+    ("milestones", TransferClass.UNDER_MUP, (), _DECAY, "assumed"),
+    ("step_factor", TransferClass.UNDER_MUP, (), _DECAY, "assumed"),
+    ("cycles", TransferClass.UNDER_MUP, (), _DECAY, "assumed"),
     (
         "stages",
-        Transfer.UNDER_MUP,
+        TransferClass.UNDER_MUP,
         (),
         "Shares of the stable part and factors on the rate, the same at every horizon and width. Whether a course that a"
         " population found on a short run is a good one for a long run is not known: the ladder tells.",
@@ -141,106 +147,118 @@ _ROWS: tuple[tuple[str, Transfer, tuple[Axis, ...], str, str], ...] = (
     ),
     (
         "batch_tokens",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("horizon",),
         "The optimal and the critical batch follow the tokens of the run, not the size of the model.",
         "2505.13738",
     ),
     (
         "batch_doublings",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("horizon",),
         "They say how small the first batch is, against a batch_tokens that follows the tokens of the run.",
         "2505.13738",
     ),
-    ("batch_ramp_tokens", Transfer.BY_LAW, ("horizon",), _LENGTH, "assumed"),
+    ("batch_ramp_tokens", TransferClass.BY_LAW, ("horizon",), _LENGTH, "assumed"),
     (
         "batch_tokens_per_gpu",
-        Transfer.NEVER,
+        TransferClass.NEVER,
         (),
         "Training sees only the batch over all GPUs, and the target has another number of them: search batch_tokens.",
         "assumed",
     ),
     (
         "clip_norm",
-        Transfer.UNDER_MUP,
+        TransferClass.UNDER_MUP,
         (),
         "Kept constant by convention; the rule table has nothing on the norm of the whole gradient, so compare how many"
         " steps are clipped.",
         "assumed",
     ),
-    ("dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
-    ("attention_dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
-    ("mlp_dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
-    ("embedding_dropout", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
-    ("label_smoothing", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
-    ("stochastic_depth", Transfer.NEVER, (), _REGULARIZER, "2203.03466"),
-    ("z_loss", Transfer.NEVER, (), "Taken for a regularizer: there is no rule for its weight in the loss.", "assumed"),
-    ("optimizer", Transfer.MUST_MATCH, (), "Each has a rule set of its own; AdamW's is not reused.", "assumed"),
+    ("dropout", TransferClass.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("attention_dropout", TransferClass.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("mlp_dropout", TransferClass.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("embedding_dropout", TransferClass.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("label_smoothing", TransferClass.NEVER, (), _REGULARIZER, "2203.03466"),
+    ("stochastic_depth", TransferClass.NEVER, (), _REGULARIZER, "2203.03466"),
+    (
+        "z_loss",
+        TransferClass.NEVER,
+        (),
+        "Taken for a regularizer: there is no rule for its weight in the loss.",
+        "assumed",
+    ),
+    ("optimizer", TransferClass.MUST_MATCH, (), "Each has a rule set of its own; AdamW's is not reused.", "assumed"),
     (
         "swap_optimizer",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "A run that ends under another optimizer is another training; the second has a rule set of its own, too.",
         "assumed",
     ),
-    ("swap_fraction", Transfer.UNDER_MUP, (), _SHAPE, "assumed"),
+    ("swap_fraction", TransferClass.UNDER_MUP, (), _SHAPE, "assumed"),
     (
         "swap_learning_rate",
-        Transfer.BY_LAW,
+        TransferClass.BY_LAW,
         ("horizon", "batch"),
         "A rate at the base shape under the second optimizer's rules: it moves as learning_rate does.",
         "assumed",
     ),
     (
         "schedule",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "Rankings under one schedule do not carry over to another.",
         "measured here: Spearman .70 between final losses under WSD and under linear decay",
     ),
-    ("activation", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
-    ("norm", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
-    ("qk_norm", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
-    ("positions", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
-    ("rotary_fraction", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
-    ("parallel", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("activation", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("norm", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("qk_norm", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("positions", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("rotary_fraction", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("parallel", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     (
         "tied",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "A tied table has rules and rates of its own; the readout's are not reused.",
         "assumed",
     ),
-    ("biases", Transfer.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("biases", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     (
         "queries_per_kv",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "Keys and values grow with the width only where their ratio to the queries is kept.",
         "2203.03466",
     ),
-    ("mlp_ratio", Transfer.MUST_MATCH, (), "The MLP grows with the width only where the ratio is kept.", "2203.03466"),
+    (
+        "mlp_ratio",
+        TransferClass.MUST_MATCH,
+        (),
+        "The MLP grows with the width only where the ratio is kept.",
+        "2203.03466",
+    ),
     (
         "head_dim",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "The width grows in heads of one size, so that the scale of attention stays.",
         "2203.03466",
     ),
     (
         "width_depth_ratio",
-        Transfer.NEVER,
+        TransferClass.NEVER,
         (),
         "The loss depends on it so little (2001.08361) that a small model can't tell; what else is tuned transfers across"
         " both width and depth.",
         "2001.08361, 2505.01618",
     ),
-    ("context_length", Transfer.MUST_MATCH, (), "Another context is another task with another loss.", "assumed"),
-    ("tokenizer", Transfer.MUST_MATCH, (), "The loss is counted in its tokens.", "assumed"),
+    ("context_length", TransferClass.MUST_MATCH, (), "Another context is another task with another loss.", "assumed"),
+    ("tokenizer", TransferClass.MUST_MATCH, (), "The loss is counted in its tokens.", "assumed"),
     (
         "data_mixture",
-        Transfer.MUST_MATCH,
+        TransferClass.MUST_MATCH,
         (),
         "The optimum and the law belong to one mixture. That the better of several stays so at larger sizes is a hypothesis"
         " (2407.01492): check it there.",

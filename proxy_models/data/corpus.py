@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from proxy_models.content_key import content_key
 from proxy_models.data.exclusive import sole_writer
 from proxy_models.data.kept_tokenizer import (
     TrainingText,
@@ -40,6 +39,7 @@ from proxy_models.data.token_files import (
     write_token_files,
 )
 from proxy_models.data.tokenizer import BYTES, Tokenizer, TokenizerSettings, Tokens
+from proxy_models.hashing import content_key
 
 __all__ = [
     "EMBEDDED",

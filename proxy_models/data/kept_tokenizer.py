@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proxy_models.content_key import content_key
 from proxy_models.data.documents import in_validation, pieces
 from proxy_models.data.pass_progress import PassProgress
 from proxy_models.data.sources import CorpusError, Source, SourceFile
 from proxy_models.data.token_files import replace
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, train_bpe
+from proxy_models.hashing import content_key
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_MANIFEST = "tokenizer.manifest.json"

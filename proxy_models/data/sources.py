@@ -5,7 +5,6 @@ A source is named by a path and the kind of file that lies there. Reading its te
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sysconfig
@@ -13,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from proxy_models.hashing import file_sha256
 
 EMBEDDED = "python-stdlib"
 Kind = Literal["text", "jsonl", "parquet", "huggingface", "tokens"]
@@ -148,8 +149,7 @@ class Source:
                 if old and (old.bytes, old.modified_ns) == (found.st_size, found.st_mtime_ns):
                     digest = old.sha256
                 else:
-                    with path.open("rb") as content:
-                        digest = hashlib.file_digest(content, "sha256").hexdigest()
+                    digest = file_sha256(path)
             except OSError as error:
                 raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
             fingerprints.append(

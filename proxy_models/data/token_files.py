@@ -19,12 +19,12 @@ from typing import Any, Self, get_args
 
 import numpy as np
 
-from proxy_models.content_key import content_key
 from proxy_models.data.documents import Split
 from proxy_models.data.pass_progress import OnProgress
 from proxy_models.data.sources import CorpusError, Source, SourceFile, TokenDtype
 from proxy_models.data.tokenization import Block, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
+from proxy_models.hashing import content_key
 from proxy_models.whole_file import named, whole_file
 
 FORMAT = 2

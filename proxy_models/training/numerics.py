@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 from proxy_models.training.guard import GuardSettings
 
 SEMANTICS = 1

@@ -82,14 +82,15 @@ class CheckpointManifest(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.full_runs.checkpoint_folder import MANIFEST, PARAMETRIZATION, sha256
+        from muscale.full_runs.checkpoint_folder import MANIFEST, PARAMETRIZATION
+        from proxy_models.hashing import file_sha256
 
         self.checkpoint = folder / "tokens=8"
         self.checkpoint.mkdir()
         hashes = {}
         for name in (".metadata", PARAMETRIZATION, "__0_0.distcp"):
             (self.checkpoint / name).write_text(name)
-            hashes[name] = sha256(self.checkpoint / name)
+            hashes[name] = file_sha256(self.checkpoint / name)
         self.manifest = self.checkpoint / MANIFEST
         self.seeds = [json.dumps(hashes, indent=1).encode()]
 

@@ -22,7 +22,7 @@ from muscale.search.sweep import Sweep
 from muscale.store.ledger import Ledger
 from muscale.store.tables import metadata
 from muscale.study import Study
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 
 N_SWEEPS, N_RUNGS, N_SOURCES = 10, 10, 10
 SETTINGS = (

@@ -14,7 +14,7 @@ from search_spaces import (
     CATALOGUE,
     Choice,
     SpaceError,
-    Transfer,
+    TransferClass,
     architecture,
     batch,
     classic,
@@ -40,8 +40,8 @@ def test_every_name_of_every_ready_made_space_has_a_class(name: str) -> None:
 def test_a_search_under_mup_holds_hyperparameters_that_may_be_carried_over(name: str) -> None:
     space = ready_made(name)
     assert {transferability(hyperparameter).transfer for hyperparameter in space} == {
-        Transfer.UNDER_MUP,
-        Transfer.BY_LAW,
+        TransferClass.UNDER_MUP,
+        TransferClass.BY_LAW,
     }
     middle: dict[str, Any] = space.decode([0.5] * len(space))
     Hyperparameters(batch_tokens=512, **middle)
@@ -133,7 +133,7 @@ def test_every_sample_of_the_architecture_space_is_a_model() -> None:
 
 def test_a_mixture_is_made_for_its_sources() -> None:
     space = mixture(["web", "code", "books"], low={"code": 0.1}, natural={"web": 0.7, "code": 0.2, "books": 0.1})
-    assert transferability("data_mixture").transfer is Transfer.MUST_MATCH
+    assert transferability("data_mixture").transfer is TransferClass.MUST_MATCH
     weights = [dict(config["data_mixture"]) for config in space.sample(2_000, seed=0)]  # type: ignore[arg-type]
     assert all(mix["code"] >= 0.1 and sum(mix.values()) == pytest.approx(1) for mix in weights)
     # The largest standard deviation of a part is .25 · .5 or so; the mean of 2,000 is known to .006.

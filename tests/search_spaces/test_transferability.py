@@ -7,7 +7,7 @@ import pytest
 
 from proxy_models.architecture.config import DROPPED
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import TRANSFERABILITY, Axis, SpaceError, Transfer, Transferability, transferability
+from search_spaces import TRANSFERABILITY, Axis, SpaceError, Transferability, TransferClass, transferability
 
 # The arXiv ids that the rule table of the project cites, Kaplan et al. and RegMix.
 SOURCES = {
@@ -48,11 +48,11 @@ BY_LAW: dict[str, tuple[Axis, ...]] = {
 
 
 def test_the_classes_follow_the_rule_table() -> None:
-    listed = {Transfer.UNDER_MUP: UNDER_MUP, Transfer.MUST_MATCH: MUST_MATCH, Transfer.NEVER: NEVER}
+    listed = {TransferClass.UNDER_MUP: UNDER_MUP, TransferClass.MUST_MATCH: MUST_MATCH, TransferClass.NEVER: NEVER}
     classes = {name: transfer for transfer, names in listed.items() for name in names.split()}
     assert {name: entry.transfer for name, entry in TRANSFERABILITY.items()} == {
         **classes,
-        **dict.fromkeys(BY_LAW, Transfer.BY_LAW),
+        **dict.fromkeys(BY_LAW, TransferClass.BY_LAW),
     }
     assert {name: entry.axes for name, entry in TRANSFERABILITY.items() if entry.axes} == BY_LAW
 
@@ -67,12 +67,12 @@ def test_every_entry_has_a_reason_and_a_known_source(entry: Transferability) -> 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Hyperparameters)])
 def test_every_hyperparameter_of_training_has_a_class(name: str) -> None:
-    assert transferability(name).transfer is not Transfer.NEVER
+    assert transferability(name).transfer is not TransferClass.NEVER
 
 
 @pytest.mark.parametrize("name", [*DROPPED, "label_smoothing", "z_loss"])
 def test_every_regularizer_of_the_model_is_never_carried_over(name: str) -> None:
-    assert transferability(name).transfer is Transfer.NEVER
+    assert transferability(name).transfer is TransferClass.NEVER
 
 
 def test_no_name_stands_twice() -> None:
@@ -88,8 +88,8 @@ def test_an_unknown_name_is_refused_and_never_assumed() -> None:
         transferability("zzz")
 
 
-@pytest.mark.parametrize(("transfer", "axes"), [(Transfer.BY_LAW, ()), (Transfer.NEVER, ("horizon",))])
-def test_a_law_runs_over_axes_and_nothing_else_does(transfer: Transfer, axes: tuple[Axis, ...]) -> None:
+@pytest.mark.parametrize(("transfer", "axes"), [(TransferClass.BY_LAW, ()), (TransferClass.NEVER, ("horizon",))])
+def test_a_law_runs_over_axes_and_nothing_else_does(transfer: TransferClass, axes: tuple[Axis, ...]) -> None:
     with pytest.raises(SpaceError, match="x: by_law needs axes and no other class takes any"):
         Transferability(name="x", transfer=transfer, axes=axes, reason="It is.", source="assumed")
 

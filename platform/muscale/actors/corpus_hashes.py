@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.tokenizer import Tokenizer
+from proxy_models.hashing import file_sha256
 
 MOST_HASHED = 32 * 10**9
 """Bytes of tokens that are hashed again before a training: half a minute from a fast disk (assumed)."""
@@ -43,7 +43,7 @@ def changed_files(corpus: Corpus) -> tuple[list[str] | None, int]:
     n_bytes = sum(path.stat().st_size for path in files)
     if n_bytes > MOST_HASHED:
         return None, n_bytes
-    changed = [str(path.relative_to(corpus.folder)) for path, digest in files.items() if _sha256(path) != digest]
+    changed = [str(path.relative_to(corpus.folder)) for path, digest in files.items() if file_sha256(path) != digest]
     return [*changed, *_changed_tokenizer(corpus)], n_bytes
 
 
@@ -54,8 +54,3 @@ def _changed_tokenizer(corpus: Corpus) -> Sequence[str]:
         return []
     kept: Tokenizer = corpus.tokenizer()
     return [] if all(source.manifest["tokenizer"] == kept.key for source in texts) else ["tokenizer.json"]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

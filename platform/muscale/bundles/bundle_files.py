@@ -16,6 +16,7 @@ from typing import Any
 
 from muscale.errors import BundleError
 from muscale.plain import told_unreadable
+from proxy_models.hashing import file_sha256
 from scaling.presentation import Result
 
 MANIFEST = "manifest.json"
@@ -67,7 +68,7 @@ class Verification(Result):
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """List every file of a finished folder, beside some facts."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)} for name in names}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **facts, "files": files}, indent=1) + "\n")
 
 
@@ -91,12 +92,6 @@ def verify(path: str | Path) -> Verification:
         different=tuple(different),
         extra=tuple(sorted(present - files.keys() - {MANIFEST})),
     )
-
-
-def sha256(path: Path) -> str:
-    """The hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_manifest(folder: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
@@ -172,6 +167,6 @@ def _holds(folder: Path, name: str, entry: dict[str, Any]) -> bool:
     if _passes_link(folder, name) or not stat.S_ISREG(path.lstat().st_mode):
         return False
     try:
-        return bool(path.stat().st_size == entry["bytes"]) and sha256(path) == entry["sha256"]
+        return bool(path.stat().st_size == entry["bytes"]) and file_sha256(path) == entry["sha256"]
     except OSError:
         return False  # what can't be read can't be held to its hash

@@ -5,7 +5,6 @@ A folder `tokens=<n>` holds the state after n tokens and, written last, a manife
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muscale.errors import StageError
+from proxy_models.hashing import file_sha256
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
@@ -58,7 +58,7 @@ class CheckpointFolder:
 
 def seal_of(checkpoint: Path) -> str | None:
     """SHA-256 of the manifest of a checkpoint whose hashes hold: what tells it from any other; None of one that is not whole."""
-    return sha256(checkpoint / MANIFEST) if is_whole(checkpoint) else None
+    return file_sha256(checkpoint / MANIFEST) if is_whole(checkpoint) else None
 
 
 def tokens_of(checkpoint: Path) -> int:
@@ -104,7 +104,7 @@ def is_whole(checkpoint: Path) -> bool:
             return False
         # Names alone: a checkpoint has no folders, and nothing of it lies elsewhere.
         plain = all(Path(name).name == name and _is_plain(checkpoint / name) for name in manifest)
-        return plain and all(sha256(checkpoint / name) == digest for name, digest in manifest.items())
+        return plain and all(file_sha256(checkpoint / name) == digest for name, digest in manifest.items())
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -112,8 +112,3 @@ def is_whole(checkpoint: Path) -> bool:
 def _is_plain(path: Path) -> bool:
     """Whether it is a file itself: reading a pipe would wait for a writer."""
     return stat.S_ISREG(path.lstat().st_mode)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

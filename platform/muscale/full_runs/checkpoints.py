@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoint_folder import PARAMETRIZATION, CheckpointFolder, put_in_place, sha256, write_manifest
+from muscale.full_runs.checkpoint_folder import PARAMETRIZATION, CheckpointFolder, put_in_place, write_manifest
 from muscale.full_runs.ranks import barrier, from_first, rank, side_group
 from muscale.full_runs.stored_weights import PlainPlanner, RecordReader, told
 from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.hashing import file_sha256
 from proxy_models.training.metrics import passes
 from proxy_models.training.state import capture
 from proxy_models.training.step import GOOD, Stepper
@@ -90,13 +91,13 @@ class Checkpoints(CheckpointFolder):
     def _seal(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
         """Once the shards are written: each rank hashes its own; rank 0 writes the manifest, names the folder, drops the oldest."""
         shards.result()
-        hashes = _gathered({file.name: sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
+        hashes = _gathered({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
         if rank() != 0:
             return
         (unfinished / PARAMETRIZATION).write_text(json.dumps(table.to_dict(), indent=1))
         for file in sorted(unfinished.iterdir()):
             if file.name not in hashes:
-                hashes[file.name] = sha256(file)
+                hashes[file.name] = file_sha256(file)
         write_manifest(unfinished, hashes)
         put_in_place(unfinished, self.path(tokens))
         self._drop(tokens)

@@ -10,12 +10,12 @@ from muscale.full_runs.ancestry import Stretch
 from muscale.layout import CORPORA
 from muscale.settings import corpus as data
 from muscale.settings.corpus import CorpusSettings
-from proxy_models.content_key import content_key
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER
 from proxy_models.data.token_files import STATED
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
+from proxy_models.hashing import content_key
 
 SAME = "the tokens of a stage must be those of the run that it goes on from"
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from muscale.settings.explicit import REGULARIZERS
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import TRANSFERABILITY, Transfer
+from search_spaces import TRANSFERABILITY, TransferClass
 
 Rule = Literal["muP width", "muP depth", "horizon law", "batch law", "fixed", "explicit"]
 """What took a value from the proxy to the full run; several may have."""
@@ -51,7 +51,7 @@ class Carried:
     searched: bool = False
 
     @property
-    def transfer(self) -> Transfer | None:
+    def transfer(self) -> TransferClass | None:
         """Its class; None for a name that has none."""
         return TRANSFERABILITY[self.name].transfer if self.name in TRANSFERABILITY else None
 
@@ -59,7 +59,7 @@ class Carried:
     def is_silent(self) -> bool:
         """Whether it came from a smaller model although nothing says that it may."""
         stated = "explicit" in self.rules or self.value == 0
-        return not stated and (self.transfer is None or (self.transfer is Transfer.NEVER and self.searched))
+        return not stated and (self.transfer is None or (self.transfer is TransferClass.NEVER and self.searched))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -16,7 +16,7 @@ from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, find, now
 from proxy_models.architecture.memory import MemoryEstimate
 from scaling.presentation import Result
-from search_spaces import Transfer
+from search_spaces import TransferClass
 
 if TYPE_CHECKING:
     from proxy_models.coordinate_check import CoordinateCheck
@@ -221,7 +221,7 @@ def carried_line(carried: Iterable[Carried]) -> GateLine:
     same = [
         f"{one.name} = {one.value}"
         for one in every
-        if one.transfer is Transfer.NEVER and one.value and f"{one.name} = {one.value}" not in stated
+        if one.transfer is TransferClass.NEVER and one.value and f"{one.name} = {one.value}" not in stated
     ]
     parts = [f"{len(every) - len(stated) - len(same)} by rule or fixed"]
     parts += [f"explicit: {', '.join(stated)}"] if stated else []

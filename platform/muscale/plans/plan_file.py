@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from muscale.settings.contradictions import contradictions
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import StrictTable, lists_to_tuples, shown
 from muscale.settings.toml_file import read_toml
+from muscale.store.differing import first_difference
 from muscale.store.ledger import Ledger, find
 from proxy_models.whole_file import whole_file
 
@@ -178,16 +178,8 @@ def hash_of(values: _Contents) -> str:
     return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
-def first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any, Any] | None:
-    """Key, our value and theirs of the first value that is not exactly the same; None for one that is not there."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        pairs = [(str(key), ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
-    elif isinstance(ours, list) and isinstance(theirs, list):
-        pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(ours, theirs))]
-    else:
-        return None if _canonical(ours) == _canonical(theirs) else (place, ours, theirs)
-    found = (first_difference(a, b, f"{place}.{name}" if place else name) for name, a, b in pairs)
-    return next(filter(None, found), None)
+def _exactly_same(ours: Any, theirs: Any) -> bool:
+    return _canonical(ours) == _canonical(theirs)
 
 
 def _origin(found: _Contents, written: Sequence[_Contents]) -> _Contents | None:
@@ -201,7 +193,7 @@ def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
         return "the ledger has no file of this plan; run `muscale plan` to write one"
     origin = _origin(found, written)
     pair = (_fixed(written[0]), _fixed(found)) if origin is None else (origin, found)
-    key, was, now = first_difference(*pair) or ("nothing", None, None)
+    key, was, now = first_difference(*pair, _exactly_same) or ("nothing", None, None)
     told = f"{key} was edited: {_shown(was)} in the ledger, {_shown(now)} in the file"
     table, _, name = key.partition(".")
     if table == EDITABLE:

@@ -18,7 +18,7 @@ from muscale.search.lessons import differs_in
 from muscale.search.trial import WITH_COOLDOWN
 from muscale.settings.config import Stem, StudyConfig
 from muscale.store.lineage import Chain
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import branch

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
+from muscale.outside.imported_space import place_of
 from muscale.outside.results import is_outside, record_results, told_results
 from muscale.progress import Update
 from muscale.search.lessons import told_lessons
@@ -41,12 +43,18 @@ class SweepProgress:
 
 
 def taught(sweep: Sweep) -> Iterator[str]:
-    """Enter results from outside, and tell what of each teacher informs the searcher; others' runs speak at its begin."""
+    """Enter results from outside, and tell what of each teacher informs the searcher.
+
+    All are looked at when a sweep begins, and those that are named with the command always; of a sweep that has begun, a
+    teacher of the study file may be gone.
+    """
     begins = not sweep.record().rounds
     for source in sweep.teachers():
+        asked = begins or str(source) in sweep.learn_from
         if is_outside(source):
-            results = sweep.told_by(source)
-            record_results(sweep.ledger, sweep.key, source, results)
-            yield told_results(source, results)
-        elif begins:
+            if asked or Path(place_of(str(source))[0]).exists():
+                results = sweep.told_by(source)
+                record_results(sweep.ledger, sweep.key, source, results)
+                yield told_results(source, results)
+        elif asked:
             yield told_lessons(source, sweep.plan.defaults, sweep.config.sweep.space, sweep.numerics)

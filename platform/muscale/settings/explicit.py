@@ -10,7 +10,7 @@ import pydantic
 
 from proxy_models.architecture.config import DROPPED, ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import Transfer, transferability
+from search_spaces import TransferClass, transferability
 
 REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
 """Settings of the model that no rule carries; 0 is none of it."""
@@ -28,7 +28,7 @@ def checked(explicit: Mapping[str, Any]) -> dict[str, Any]:
         if name not in hints or name == "stages":
             known = ", ".join(sorted(set(hints) - {"stages"}))
             raise ValueError(f"explicit.{name}: not a value that a full run can state; those are {known}")
-        if (known_as := transferability(name)).transfer is Transfer.MUST_MATCH:
+        if (known_as := transferability(name)).transfer is TransferClass.MUST_MATCH:
             raise ValueError(
                 f"explicit.{name}: must be the proxies' own, or nothing tuned on them holds ({known_as.reason}), got {value!r}"
             )

@@ -1,8 +1,9 @@
-"""What two ledgers know differently: numbers are the same up to what machines differ in."""
+"""Where two trees of plain values differ, and when the numbers of two machines are the same."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ Conflict: TypeAlias = tuple[str, Any, Any]
 """What it is about, our value, theirs; None where there is none, as after a divergence."""
 
 
-def first_difference(ours: Any, theirs: Any, place: str = "") -> Conflict | None:
+def first_difference(ours: Any, theirs: Any, same: Callable[[Any, Any], bool], *, place: str = "") -> Conflict | None:
     """The first value of two JSON trees that is not the same, with its place in them; None where there is none."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         inner = [(str(key), ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
@@ -21,7 +22,9 @@ def first_difference(ours: Any, theirs: Any, place: str = "") -> Conflict | None
         inner = [(str(number), *pair) for number, pair in enumerate(zip_longest(ours, theirs))]
     else:
         return None if same(ours, theirs) else (place, ours, theirs)
-    differing = (first_difference(here, there, f"{place}.{name}" if place else name) for name, here, there in inner)
+    differing = (
+        first_difference(here, there, same, place=f"{place}.{name}" if place else name) for name, here, there in inner
+    )
     return next(filter(None, differing), None)
 
 

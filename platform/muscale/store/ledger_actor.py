@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from muscale.errors import StudyDirectoryError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.store.storage import P, SqliteStorage, Storage, T, persist
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 
 NAMESPACE = "muscale"
 _CALL_SECONDS = 60.0  # without an answer: the call is made again

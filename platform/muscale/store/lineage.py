@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from muscale.store.incidents import Mending
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.schedule import Constant, phase_from_dict, phase_to_dict
 from proxy_models.recipes.segments import Segment

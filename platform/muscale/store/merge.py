@@ -32,7 +32,7 @@ from muscale.store.open_ledger import read_place
 from muscale.store.postgresql import PostgresStorage
 from muscale.store.storage import copy_sqlite, read_only, sqlite_schema, sqlite_url
 from muscale.store.tables import REFUSALS, segments, trials
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 from proxy_models.training.numerics import Numerics
 from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
@@ -164,7 +164,7 @@ def _conflicts(table: str, ours: Sequence[dict[str, Any]], theirs: Sequence[dict
     known = {tuple(row[key] for key in keys): row for row in ours}
     for row in theirs if keys else ():
         name = tuple(row[key] for key in keys)
-        if name in known and (found := first_difference(_values(known[name]), _values(row))):
+        if name in known and (found := first_difference(_values(known[name]), _values(row), same)):
             place, here, there = found
             yield f"{' '.join((table.removesuffix('s'), *name))}: {place}", here, there
 

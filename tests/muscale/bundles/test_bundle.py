@@ -18,7 +18,7 @@ from torch import Tensor
 
 from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle, load_bundle
-from muscale.bundles.bundle_files import MANIFEST, sha256, verify
+from muscale.bundles.bundle_files import MANIFEST, verify
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
@@ -34,6 +34,7 @@ from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import write_corpus
 from proxy_models.data.tokenizer import BYTES, BytesTokenizer, TokenizerSettings
+from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant
 from proxy_models.recipes.segments import Segment, chain
@@ -158,8 +159,8 @@ def test_it_holds_everything_and_each_file_s_hash(case: Case) -> None:
     files = json.loads((case.bundle / MANIFEST).read_text())["files"]
     averaged = {parts.AVERAGED, parts.AVERAGING}
     assert files.keys() == WRITTEN | averaged | {"tokenizer/tokenizer.json", "tokenizer/tokenizer.manifest.json"}
-    assert all(entry["sha256"] == sha256(case.bundle / name) for name, entry in files.items())
-    assert found.digest == sha256(case.bundle / MANIFEST)
+    assert all(entry["sha256"] == file_sha256(case.bundle / name) for name, entry in files.items())
+    assert found.digest == file_sha256(case.bundle / MANIFEST)
 
 
 def test_its_weights_are_the_run_s_and_give_its_loss_without_the_study(case: Case, tmp_path: Path) -> None:
@@ -302,7 +303,7 @@ def tamper(bundle: Path, name: str, content: bytes) -> None:
     """Change a file and its hash, as somebody would who means it."""
     (bundle / name).write_bytes(content)
     manifest = json.loads((bundle / MANIFEST).read_text())
-    manifest["files"][name] = {"bytes": len(content), "sha256": sha256(bundle / name)}
+    manifest["files"][name] = {"bytes": len(content), "sha256": file_sha256(bundle / name)}
     (bundle / MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from muscale.bundles.bundle_files import MANIFEST, sha256, verify, write_manifest
+from muscale.bundles.bundle_files import MANIFEST, verify, write_manifest
 from muscale.errors import BundleError
+from proxy_models.hashing import file_sha256
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_whole_folder_passes(folder: Path) -> None:
     found = verify(folder)
     assert found.passed
-    assert (found.n_files, found.n_bytes, found.digest) == (2, 3, sha256(folder / MANIFEST))
+    assert (found.n_files, found.n_bytes, found.digest) == (2, 3, file_sha256(folder / MANIFEST))
     assert str(found).endswith(": whole")
 
 
@@ -84,7 +85,7 @@ def test_links_and_pipes_are_no_files_of_a_bundle(folder: Path, tmp_path: Path) 
 )
 def test_a_path_that_leaves_the_folder_or_is_not_plain_is_refused(folder: Path, name: str) -> None:
     (folder.parent / "outside").write_text("1")
-    entry = {"bytes": 1, "sha256": sha256(folder.parent / "outside")}
+    entry = {"bytes": 1, "sha256": file_sha256(folder.parent / "outside")}
     rewrite(folder, lambda manifest: manifest["files"].update({name: entry}))
     with pytest.raises(BundleError, match="must be named by a plain path below the bundle, got "):
         verify(folder)

@@ -13,7 +13,7 @@ from muscale.settings.explicit import REGULARIZERS, checked, model_with_explicit
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.stages import Stage
-from search_spaces import Transfer
+from search_spaces import TransferClass
 
 BASE = ModelConfig(d_model=32, n_layers=2, context_length=32)
 TUNED = Hyperparameters(learning_rate=0.01, batch_tokens=256)
@@ -118,7 +118,7 @@ def test_silent_is_what_was_searched_or_is_unknown_and_nobody_stated(
 ) -> None:
     one = Carried(**{"name": name, "value": 0.1, "rules": ("fixed",), "source": "trial 3", **changes})
     assert one.is_silent is silent
-    assert one.transfer is {"mlp_dropout": Transfer.NEVER, "learning_rate": Transfer.BY_LAW}.get(name)
+    assert one.transfer is {"mlp_dropout": TransferClass.NEVER, "learning_rate": TransferClass.BY_LAW}.get(name)
 
 
 def test_a_carried_value_survives_json() -> None:

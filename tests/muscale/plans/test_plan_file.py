@@ -7,12 +7,11 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
-from muscale.plans.plan_file import RECORD, SPIKE_KEYS, contents, first_difference, hash_of, path_of, read, text, write
+from muscale.plans.plan_file import RECORD, SPIKE_KEYS, contents, hash_of, path_of, read, text, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus, write_corpus
@@ -248,12 +247,3 @@ def test_what_can_t_be_stated_is_told_when_the_study_file_is_read(
 ) -> None:
     with pytest.raises(StudyFileError, match=message):
         StudyConfig.read(make_study(), [override])
-
-
-def test_differences_are_exact_and_named() -> None:
-    one: dict[str, Any] = {"a": {"b": [1.0, 2.0]}, "c": 1}
-    assert first_difference(one, one) is None
-    assert first_difference(one, {"a": {"b": [1.0, 2.0000001]}, "c": 1}) == ("a.b.1", 2.0, 2.0000001)
-    assert first_difference(one, {"a": {"b": [1.0]}, "c": 1}) == ("a.b.1", 2.0, None)
-    assert first_difference(one, one | {"d": True}) == ("d", None, True)
-    assert first_difference({"a": float("nan")}, {"a": float("nan")}) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy_models.content_key import content_key
+from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant, ScheduleName
 from proxy_models.recipes.segments import chain

@@ -1,0 +1,64 @@
+"""What informs a searcher is looked at when a sweep begins, and later only where it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from muscale import StageError, StudyDirectoryError
+from muscale.search.sweep import Sweep
+from muscale.search.sweep_progress import taught
+from muscale.store.ledger import Ledger
+from tests.muscale.planted_sweep import open_sweep
+
+MakeStudy = Callable[..., Path]
+RESULTS = "learning_rate,init_scale,loss\n0.01,1.0,2.5\n"
+
+
+@pytest.fixture
+def swept(make_study: MakeStudy) -> Iterator[Sweep]:
+    path = make_study()
+    ledger = Ledger(path.parent / "ledger.sqlite")
+    yield open_sweep(path, ledger)
+    ledger.close()
+
+
+def naming(sweep: Sweep, *files: str) -> Sweep:
+    """The sweep of a study file that names these."""
+    settings = sweep.config.sweep.model_copy(update={"learn_from": files})
+    return replace(sweep, config=sweep.config.model_copy(update={"sweep": settings}))
+
+
+def begin(sweep: Sweep) -> None:
+    sweep.record().begin_round("random", sweep.config.sweep.space)
+
+
+def test_a_sweep_that_begins_looks_at_every_teacher(swept: Sweep, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"gone\.csv"):
+        list(taught(naming(swept, "gone.csv")))
+    (tmp_path / "notes").write_text("no ledger")
+    with pytest.raises(StudyDirectoryError, match="notes"):
+        list(taught(naming(swept, str(tmp_path / "notes"))))
+
+
+def test_a_teacher_of_the_study_file_may_be_gone_once_the_sweep_has_begun(swept: Sweep) -> None:
+    sweep = naming(swept, "results.csv")
+    results = swept.ledger.directory / "results.csv"
+    results.write_text(RESULTS)
+    assert [line[:9] for line in taught(sweep)] == ["1 results"]
+    begin(sweep)
+    assert [line[:9] for line in taught(sweep)] == ["1 results"], "results that are still there may have grown"
+    results.unlink()
+    assert list(taught(sweep)) == []
+
+
+def test_what_is_named_with_the_command_is_always_looked_at(swept: Sweep, tmp_path: Path) -> None:
+    begin(swept)
+    (tmp_path / "notes").write_text("no ledger")
+    with pytest.raises(StudyDirectoryError, match="notes"):
+        list(taught(replace(swept, learn_from=(str(tmp_path / "notes"),))))
+    with pytest.raises(StageError, match=r"gone\.csv"):
+        list(taught(replace(swept, learn_from=(str(tmp_path / "gone.csv"),))))
