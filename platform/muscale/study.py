@@ -611,7 +611,9 @@ class Study(Result):
 
     def merge(self, source: str | Path) -> MergeResult:
         """Add what another ledger of the same study knows: a directory, or an SQLite file."""
-        return merge(self.ledger, Path(source))
+        from muscale.recorded import readers
+
+        return merge(self.ledger, Path(source), readers())
 
     def report(self) -> Path:
         """Write the page of everything that is known so far, and return its path; it starts no training."""

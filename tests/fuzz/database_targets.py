@@ -6,12 +6,15 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.fuzz.planned_study import planned_study
 from tests.fuzz.target import Target
 
 if TYPE_CHECKING:
+    from muscale import Plan
     from search_spaces import Space
 
 
@@ -62,7 +65,9 @@ class MergedLedger(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.file, self.empty = (folder.with_name(f"{folder.name}-{name}.sqlite") for name in ("theirs", "empty"))
-        write_ledgers(self.file, self.empty)
+        _, _, study, plan = planned_study(folder)
+        study.close()
+        write_ledgers(self.file, self.empty, plan)
         self.ours = folder.with_name(f"{folder.name}-ours")
         self.ours.mkdir()
         self.seeds = [small(self.file)]
@@ -80,6 +85,7 @@ class MergedLedger(Target):
         return super().__call__(data)
 
     def read(self, path: Path) -> object:
+        from muscale.recorded import readers
         from muscale.search.lessons import runs_of
         from muscale.store.ledger import Ledger
         from muscale.store.merge import merge
@@ -88,9 +94,9 @@ class MergedLedger(Target):
         ledger = Ledger(self.ours / "ledger.sqlite")
         try:
             told = [str(runs_of(path)), str(calibrate(ledger, [path]))]
-            found = merge(ledger, path)
+            found = merge(ledger, path, readers())
             ledger.record_result("after", "a merge", {})
-            told += [str(found), json.dumps(found.to_dict()), str(ledger.runs()), str(merge(ledger, path))]
+            told += [str(found), json.dumps(found.to_dict()), str(ledger.runs()), str(merge(ledger, path, readers()))]
             return "".join(told).encode()
         finally:
             ledger.close()
@@ -135,10 +141,10 @@ def write_optuna_study(path: Path) -> Space:
     return Space({"learning_rate": LogUniform(low=0.004, high=0.03), "norm": Choice(values=("pre", "post"))})
 
 
-def write_ledgers(theirs: Path, empty: Path) -> None:
+def write_ledgers(theirs: Path, empty: Path, plan: Plan) -> None:
     """Two ledgers of one study: of each kind of row one or two, and one that knows nothing yet."""
+    from muscale.plans.planning import register
     from muscale.store.ledger import Ledger
-    from muscale.store.tables import forecasts
     from tests.muscale.store.test_merge import IDENTITY, add_run, add_sweep
     from tests.muscale.watching.test_calibration import RUN
 
@@ -149,9 +155,8 @@ def write_ledgers(theirs: Path, empty: Path) -> None:
             add_run(ledger, 0, 2.0)
             add_run(ledger, 1, None)
             add_sweep(ledger, "a sweep", 2.0)
-            payload = {"forecast": {"log_scale": 0.02}}
-            ledger.insert(forecasts, plan=RUN.plan, loss=2.0, low=1.9, high=2.1, level=0.9, payload=payload)
-            ledger.record_result("promotion", RUN.plan, RUN.to_dict())
+            register(plan, ledger)
+            ledger.record_result("promotion", plan.key, replace(RUN, plan=plan.key).to_dict())
         ledger.close()
 
 

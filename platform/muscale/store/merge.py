@@ -13,17 +13,19 @@ import shutil
 import socket
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast
 
 import sqlalchemy as sa
 
 from muscale.errors import StudyDirectoryError, first_line
 from muscale.layout import CURVES, LEDGER, STATES
 from muscale.store import foreign_rows, foreign_sqlite
+from muscale.store.cancels import STUDY, TRIAL
 from muscale.store.differing import Conflict, first_difference, same, shown
 from muscale.store.ledger import Ledger, differences, find, insert_once
 from muscale.store.lineage import segment_from_dict
@@ -43,6 +45,7 @@ _KNOWN_BY = {"results": ("stage", "key"), "forecasts": ("plan",)}  # whose other
 _OF_A_SWEEP = ("rounds", "trials", "rungs", "decisions")
 
 Read = Callable[..., Any]  # a storage's `read`
+Readers: TypeAlias = Mapping[str, Callable[[dict[str, Any]], object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +88,14 @@ class MergeResult(Result):
         return "\n".join(lines)
 
 
-def merge(ledger: Ledger, source: Path) -> MergeResult:
+def merge(ledger: Ledger, source: Path, readers: Readers = MappingProxyType({})) -> MergeResult:
     """Add what another ledger of the same study knows.
 
     Args:
         ledger: Ours.
         source: Another study's directory, or its SQLite file.
+        readers: What reads the payload of a stage's results, and of "forecasts"; a source that has one which can't be read so
+            is refused.
 
     Raises:
         StudyDirectoryError: If the source is no ledger, has another schema, holds what no ledger does, or is another study's:
@@ -111,15 +116,18 @@ def merge(ledger: Ledger, source: Path) -> MergeResult:
                 f"{name}: the ledger is another study's: its corpus has the same name, but other text: key "
                 f"{', '.join(sorted(here))} here but {', '.join(sorted(there))} there"
             )
+        plain = {table: read(find, table) for table in _PLAIN}
+        for table in _KNOWN_BY:
+            _require_readable(name, table, plain[table], readers)
+        known, sweeps = ledger.read(_sweeps), read(_sweeps)
+        plain["results"] = [row for row in plain["results"] if _is_knowledge(row, known)]
         added = dict.fromkeys(("segments", *_PLAIN, "sweeps", *_OF_A_SWEEP, "states", "curves"), 0)
         conflicts, refused = _merge_segments(ledger, read, directory, added)
-        for table in _PLAIN:
-            rows = [row for row in read(find, table) if row.get("key") not in refused]
+        for table, found in plain.items():
+            rows = [row for row in found if row.get("key") not in refused]
             conflicts += _conflicts(table, ledger.read(find, table), rows)
             for batch in _batches(rows):
                 added[table] += ledger.write(insert_once, table, batch)
-        known = ledger.read(_sweeps)
-        sweeps = read(_sweeps)
         for sweep in sorted(sweeps - known):
             its = _without(set(refused), {table: read(find, table, {"sweep": sweep}) for table in _OF_A_SWEEP})
             for table, count in ledger.write(_add_sweep, sweep, its).items():
@@ -156,6 +164,29 @@ def _merge_segments(
             new.append(row)
         added["segments"] += ledger.write(insert_once, "segments", new)
     return conflicts, refused
+
+
+def _require_readable(name: str, table: str, rows: Sequence[Mapping[str, Any]], readers: Readers) -> None:
+    """Refuse a source whose payloads are not what their stage writes; what nothing reads again may say anything."""
+    for row in rows:
+        kind = row.get("stage", table)
+        try:
+            readers.get(kind, bool)(row["payload"])
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            key = shown(row["key" if table == "results" else "plan"], none="")
+            raise StudyDirectoryError(
+                f"{name}: is no ledger of muscale's: {table}, {kind} {key}: must be as this version writes it, got "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+
+
+def _is_knowledge(row: Mapping[str, Any], known: Collection[str]) -> bool:
+    """Whether a result tells something here.
+
+    A request to end what a process has at work is meant for that process alone, but of a sweep that is taken over whole, those for
+    its trials go on standing.
+    """
+    return bool(row["stage"] != STUDY and not (row["stage"] == TRIAL and row["payload"]["sweep"] in known))
 
 
 def _conflicts(table: str, ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Iterator[Conflict]:
