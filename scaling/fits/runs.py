@@ -38,6 +38,8 @@ MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens."""
 RUN_NAMES = ("run", "run_name", "run_id")
 """Columns by which rows may share a training run where no `stem` says so."""
+LEAST_LOSS = 1e-30
+"""Far below any loss; a fit weighs rows by 1/loss², and sums of these have to fit into float64."""
 UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
 OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
 ASSUMED = {
@@ -178,6 +180,11 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
 
     table = {name: floats(name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}
     table["loss"] *= factor
+    if (small := open_ & (table["loss"] < LEAST_LOSS)).any():
+        first = int(np.argmax(small))
+        raise ValueError(
+            f"loss must be at least {LEAST_LOSS:g}, got {table['loss'][first]:g} in row {runs.index[first]!r}"
+        )
     stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
     if odd := [name for name in stem if not pd.api.types.is_hashable(name)]:
         raise ValueError(f"stem must name a training run in every row, got {odd[0]!r}")

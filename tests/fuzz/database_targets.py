@@ -14,7 +14,6 @@ from tests.fuzz.planned_study import planned_study
 from tests.fuzz.target import Target
 
 if TYPE_CHECKING:
-    from muscale import Plan
     from search_spaces import Space
 
 
@@ -65,9 +64,7 @@ class MergedLedger(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.file, self.empty = (folder.with_name(f"{folder.name}-{name}.sqlite") for name in ("theirs", "empty"))
-        _, _, study, plan = planned_study(folder)
-        study.close()
-        write_ledgers(self.file, self.empty, plan)
+        write_ledgers(self.file, self.empty)
         self.ours = folder.with_name(f"{folder.name}-ours")
         self.ours.mkdir()
         self.seeds = [small(self.file)]
@@ -141,13 +138,15 @@ def write_optuna_study(path: Path) -> Space:
     return Space({"learning_rate": LogUniform(low=0.004, high=0.03), "norm": Choice(values=("pre", "post"))})
 
 
-def write_ledgers(theirs: Path, empty: Path, plan: Plan) -> None:
+def write_ledgers(theirs: Path, empty: Path) -> None:
     """Two ledgers of one study: of each kind of row one or two, and one that knows nothing yet."""
     from muscale.plans.planning import register
     from muscale.store.ledger import Ledger
     from tests.muscale.store.test_merge import IDENTITY, add_run, add_sweep
     from tests.muscale.watching.test_calibration import RUN
 
+    _, _, study, plan = planned_study(theirs.with_suffix(""))
+    study.close()
     for path in (theirs, empty):
         ledger = Ledger(path)
         ledger.claim(IDENTITY, {})

@@ -103,6 +103,7 @@ def test_a_table_of_unannealed_rows_is_refused(ladder: Ladder) -> None:
     ("column", "value", "message"),
     [
         ("loss", float("nan"), r"loss must be finite and above 0, got nan in row 4 \(1 of 20 rows"),
+        ("loss", 1.17e-230, r"loss must be at least 1e-30, got 1.17e-230 in row 4"),
         ("n_params", 0.0, r"n_params must be finite and above 0, got 0 in row 4"),
         ("n_tokens", float("inf"), r"n_tokens must be finite and above 0, got inf in row 4"),
         ("regret", -0.1, r"regret must be finite and at least 0, got -0.1 in row 4"),
