@@ -5,9 +5,10 @@ INSTALLED := .venv/.installed
 
 .PHONY: study test check soak audit licences docs pictures wheel ci-system clean
 
+# Exit code 1 tells of a run that ended outside its forecast's interval, as one in ten should: a finding, no failure.
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
-	$(BIN)/muscale run runs/quickstart/study.toml
+	$(BIN)/muscale run runs/quickstart/study.toml || test $$? -eq 1
 
 test: check
 
