@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,6 +50,7 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         n_cpus = max(math.ceil(resources.workers * resources.cpus_per_worker), os.cpu_count() or 1)
         # Without "local", Ray would join any cluster of this machine, and then refuse a number of CPUs.
         local = {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
+        _make_token()
     try:
         connect(**local)
     except (
@@ -65,6 +68,23 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         yield
     finally:
         _leave(own=bool(local))
+
+
+def _make_token() -> None:
+    """Ray's token where there is none yet, for its owner's eyes alone; Ray would write one that all users of the machine may read."""
+    named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or any(os.environ.get(name) for name in named):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(OSError):  # there is one, or Ray says what is wrong with the place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch(0o600)
+        unfinished.write_text(secrets.token_hex(32))
+        try:
+            os.link(unfinished, path)
+        finally:
+            unfinished.unlink()
 
 
 def _leave(*, own: bool) -> None:

@@ -151,7 +151,7 @@ def _token() -> Finding:
         return Finding(what="token", status="ok", found=f"Ray's token authentication is on; token in {path}")
     if mode == "token" or named:
         found = f"Ray's token authentication is asked for, and there is no token in {path}"
-        return Finding(what="token", status="fail", found=found, do="ray get-auth-token --generate")
+        return Finding(what="token", status="fail", found=found, do="(umask 077; ray get-auth-token --generate)")
     return Finding(
         what="token", status="ok", found="no token yet; a Ray of one's own makes one, a cluster needs its token here"
     )

@@ -82,9 +82,11 @@ print("left")
     ],
 )
 def test_a_head_that_hangs_as_it_is_left_holds_nobody_up(
-    cluster: str, code: int, printed: list[str], told: str
+    tmp_path: Path, cluster: str, code: int, printed: list[str], told: str
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVES, cluster], capture_output=True, text=True, timeout=280)
+    env = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", LEAVES, cluster]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
     started = [int(pid) for line in done.stdout.splitlines() for pid in line.split()[1:]]
     for pid in started:
         with suppress(ProcessLookupError):  # of a cluster that is not its own, whose head hangs
@@ -92,3 +94,6 @@ def test_a_head_that_hangs_as_it_is_left_holds_nobody_up(
     assert done.returncode == code, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == printed
     assert told in done.stderr
+    token = tmp_path / ".ray" / "auth_token"  # of the first Ray that this home has seen
+    assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
+    assert list(token.parent.iterdir()) == [token]
