@@ -7,6 +7,7 @@
     Hyperparameters(…)                               what training is given at the base shape
     write_corpus(folder, source), Corpus.open(…)     tokens, and the batches that steps see
     Trainer(corpus).train(…)                         one segment of a run after another, in one warm process
+    coordinate_check(family, …)                      does every activation move by the same amount at every size? -> CoordinateCheck
 
 Torch is imported by what needs it: shapes, tables, hyperparameters and data do not.
 """
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
     from proxy_models.architecture.config import ModelConfig, ModelFamily
     from proxy_models.architecture.decoder import Decoder
     from proxy_models.architecture.parametrization import Parametrization, parametrization_of, parametrize
+    from proxy_models.coordinates.check import CoordinateCheck
+    from proxy_models.coordinates.measurement import coordinate_check
     from proxy_models.data.corpus import Corpus, write_corpus
     from proxy_models.recipes.hyperparameters import Hyperparameters
     from proxy_models.training.optimizer import initialize, make_optimizer
     from proxy_models.training.trainer import Trainer
 
 __all__ = [
+    "CoordinateCheck",
     "Corpus",
     "Decoder",
     "Hyperparameters",
@@ -33,6 +37,7 @@ __all__ = [
     "ModelFamily",
     "Parametrization",
     "Trainer",
+    "coordinate_check",
     "initialize",
     "make_optimizer",
     "module_shapes",
@@ -42,6 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CoordinateCheck": "coordinates.check",
     "Corpus": "data.corpus",
     "Decoder": "architecture.decoder",
     "Hyperparameters": "recipes.hyperparameters",
@@ -49,6 +55,7 @@ _HOMES = {
     "ModelFamily": "architecture.config",
     "Parametrization": "architecture.parametrization",
     "Trainer": "training.trainer",
+    "coordinate_check": "coordinates.measurement",
     "initialize": "training.optimizer",
     "make_optimizer": "training.optimizer",
     "module_shapes": "architecture.base_shapes",

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle, load_bundle
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
-    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation, evaluate_checkpoint
+    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
     from muscale.full_runs.continuation import Continuation
     from muscale.full_runs.continuing import Continued
+    from muscale.full_runs.evaluating import evaluate_checkpoint
     from muscale.full_runs.promotion import Promotion
     from muscale.full_runs.prospect import Prospect
     from muscale.full_runs.rehearsal import Rehearsal
@@ -71,7 +72,7 @@ _HOMES = {
     "StudyFileError": "errors",
     "SweepResult": "search.sweep_result",
     "Watch": "watching.watch",
-    "evaluate_checkpoint": "full_runs.checkpoint_evaluation",
+    "evaluate_checkpoint": "full_runs.evaluating",
     "load_bundle": "bundles.bundle",
 }
 

@@ -13,7 +13,7 @@ from muscale.plans.planning import Plan
 from muscale.store import cancels
 from muscale.store.lineage import segment_from_dict
 from muscale.watching import band
-from proxy_models.coordinate_check import CoordinateCheck
+from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.training.numerics import Numerics
 from scaling import Ablation, Verdict
 

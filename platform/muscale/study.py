@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from muscale.full_runs.prepared import Prepared
     from muscale.full_runs.prospect import Prospect
     from muscale.full_runs.rehearsal import Rehearsal
-    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.coordinates.check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
 

@@ -177,7 +177,7 @@ class RunRecord(Target):
         return self.folder
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.checkpoint_evaluation import _decoder
+        from muscale.full_runs.evaluating import _decoder
         from muscale.full_runs.run_description import RunDescription
 
         return _decoder(RunDescription.read(path), self.checkpoint)

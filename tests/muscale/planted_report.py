@@ -15,7 +15,7 @@ from muscale.plans.planning import make_plan
 from muscale.search.search_so_far import search_so_far
 from muscale.store.ledger import Ledger
 from muscale.watching.band import make_band
-from proxy_models.coordinate_check import CoordinateCheck
+from proxy_models.coordinates.check import CoordinateCheck
 from scaling import fit_verdict
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.planted import planted_fit, planted_horizon

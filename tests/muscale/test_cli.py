@@ -26,8 +26,11 @@ def test_help_imports_nothing_heavy() -> None:
     assert "promote" in done.stdout
 
 
-def test_a_study_is_read_without_what_trains() -> None:
-    code = "import sys, muscale.study; print(*{'torch', 'ray', 'lightning', 'optuna', 'wandb'} & sys.modules.keys())"
+def test_a_study_is_read_and_reported_without_what_trains() -> None:
+    code = (
+        "import sys, muscale.study, muscale.pages.contents; "
+        "print(*{'torch', 'ray', 'lightning', 'optuna', 'wandb'} & sys.modules.keys())"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 

@@ -78,7 +78,7 @@ def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, pa
     """Evaluate a checkpoint in a process of Ray's; the row that is to be recorded."""
     import torch
 
-    from muscale.full_runs.checkpoint_evaluation import evaluate_checkpoint
+    from muscale.full_runs.evaluating import evaluate_checkpoint
 
     require_same_package(package)
     torch.set_num_threads(threads)

@@ -32,7 +32,7 @@ from scaling import Verdict
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
-    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.coordinates.check import CoordinateCheck
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 

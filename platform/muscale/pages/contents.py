@@ -27,7 +27,7 @@ from muscale.store.tables import runs as run_table
 from muscale.store.tables import segments
 from muscale.watching.band import registered_band
 from muscale.watching.calibration import calibrate
-from proxy_models.coordinate_check import CoordinateCheck
+from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import MANIFEST, Corpus
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muscale.search.sweep_result import SweepResult
     from muscale.watching.band import Band
     from muscale.watching.calibration import Calibration
-    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.coordinates.check import CoordinateCheck
     from proxy_models.data.corpus import Corpus
     from scaling import ScalingFit, Verdict
 

@@ -19,7 +19,7 @@ from scaling.presentation import Result
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
-    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.coordinates.check import CoordinateCheck
 
 RECORD = "gate"
 """Stage of the ledger's results: every gate that a launch went through."""

@@ -12,12 +12,12 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 
 if TYPE_CHECKING:
-    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.coordinates.check import CoordinateCheck
 
 
 def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> CoordinateCheck | None:
     """The check as the ledger knows it."""
-    from proxy_models.coordinate_check import CoordinateCheck
+    from proxy_models.coordinates.check import CoordinateCheck
 
     known = ledger.result("check", _key(config, numerics))
     return CoordinateCheck.from_dict(known) if known else None
@@ -25,7 +25,7 @@ def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> Coor
 
 def run_check(config: StudyConfig, numerics: Numerics, ledger: Ledger, corpus: Corpus) -> CoordinateCheck:
     """Check the family on the corpus, and record it."""
-    from proxy_models.coordinate_check import coordinate_check
+    from proxy_models.coordinates.measurement import coordinate_check
 
     settings, optimizer = config.check, config.hyperparameters.optimizer
     result = coordinate_check(

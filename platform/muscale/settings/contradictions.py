@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.settings.explicit import model_with_explicit, with_explicit
 from muscale.settings.plan import BUDGETS
 from muscale.settings.shape import Shape
-from proxy_models.check_sizes import require_seeds, require_sizes
+from proxy_models.coordinates.sizes import require_seeds, require_sizes
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from search_spaces import Choice, Fixed, Ordinal, Space

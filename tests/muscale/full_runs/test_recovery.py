@@ -16,9 +16,9 @@ from torch import Tensor
 from muscale import json_lines
 from muscale.errors import EXIT_PREEMPTED, PreemptedError, StageError
 from muscale.full_runs import full_run, sharding
-from muscale.full_runs.checkpoint_evaluation import evaluate_checkpoint
 from muscale.full_runs.checkpoint_folder import CHECKPOINTS
 from muscale.full_runs.checkpoints import Checkpoints
+from muscale.full_runs.evaluating import evaluate_checkpoint
 from muscale.full_runs.full_run import FullRunModule, train
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.goodput import ATTEMPTS

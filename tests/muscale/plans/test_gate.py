@@ -31,7 +31,7 @@ from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import training_memory
-from proxy_models.coordinate_check import CoordinateCheck
+from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus, write_corpus
 from tests.muscale.conftest import write_text
 

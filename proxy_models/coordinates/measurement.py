@@ -1,0 +1,156 @@
+"""What the coordinate check measures: a few steps on one fixed batch, at several widths and depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor, nn
+
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.cross_entropy import whole_cross_entropy
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass, parametrize
+from proxy_models.coordinates.check import CoordinateCheck
+from proxy_models.coordinates.sizes import Axis, require_seeds, require_sizes
+from proxy_models.data.batches import training_stream
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
+from proxy_models.training.watching import rms, watching
+
+Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
+Key = tuple[str, str, str, int]  # module, kind, quantity, step  # module, kind, quantity, step
+
+
+def coordinate_check(
+    family: ModelFamily,
+    hyperparameters: Hyperparameters,
+    corpus: Corpus,
+    *,
+    widths: Sequence[int],
+    depths: Sequence[int] | None = None,
+    seeds: Sequence[int] = (0, 1),
+    n_steps: int = 5,
+    n_sequences: int = 4,
+    scheme: Scheme = "mup",
+    parametrization: Rule | None = None,
+) -> CoordinateCheck:
+    """Train on one fixed batch at every width for a few steps, fit activations against width; and the same for depth.
+
+    The rate is the peak rate from the first step on, without warmup and without weight decay; it should not lie above
+    the tuned optimum.
+
+    Args:
+        family: Its base is where the hyperparameters are tuned.
+        hyperparameters: Their rate, scales, betas and clipping are used.
+        corpus: Where the batch comes from.
+        widths: At least 4, spanning at least a factor of 8; trained at the base's depth.
+        depths: The same of depths, trained at the base's width; None leaves the check in depth out.
+        seeds: At least 2 seeds of the initial values.
+        n_steps: Optimizer steps.
+        n_sequences: Sequences in the batch.
+        scheme: "mup", or "standard" to see it fail.
+        parametrization: Makes the table of (config, base) instead of `parametrize` under `scheme`.
+
+    Raises:
+        ValueError: If there are too few widths, depths or seeds, the sizes span too little, or there is no step.
+    """
+    sizes: dict[Axis, Sequence[int]] = {"width": widths}
+    if depths is not None:
+        sizes["depth"] = depths
+    for axis, values in sizes.items():
+        require_sizes(axis, values)
+    require_seeds(seeds)
+    if n_steps < 1:
+        raise ValueError(f"n_steps must be at least 1, got {n_steps}")
+    table = parametrization or (
+        lambda config, base: parametrize(config, base, scheme=scheme, optimizer=hyperparameters.optimizer)
+    )
+    # Any long horizon: warmup, batch ramp and decay, which depend on it, are switched off.
+    n_tokens = 10_000 * hyperparameters.batch_tokens
+    plain = replace(hyperparameters, warmup_fraction=0.0, warmup_floor_tokens=0, batch_doublings=0, batch_ramp_tokens=0)
+    recipe = replace(plain.resolve(n_tokens), warmup_tokens=0, weight_decay=0.0)
+    stream = training_stream(corpus, family.base.context_length, seed=0, run_tokens=n_tokens)
+    sequences = stream.batch(0, n_sequences * family.base.context_length)
+    rows: list[dict[str, Any]] = []
+    for axis, values in sizes.items():
+        for size in sorted(set(values)):
+            config = family.at(**{axis: size})
+            made = table(config, family.base)
+            runs = [measure(config, made, recipe, sequences, seed=seed, n_steps=n_steps) for seed in seeds]
+            if axis == "depth":
+                runs = [_comparable_in_depth(run, size) for run in runs]
+            for key in runs[0]:
+                place = dict(zip(("module", "kind", "quantity", "step"), key, strict=True))
+                mean = float(np.prod([run[key] for run in runs]) ** (1 / len(runs)))
+                rows.append({"axis": axis, "width": config.d_model, "depth": config.n_layers, **place, "rms": mean})
+    return CoordinateCheck(measurements=pd.DataFrame(rows), seeds=tuple(seeds))
+
+
+def measure(
+    config: ModelConfig, parametrization: Parametrization, recipe: Recipe, sequences: Tensor, *, seed: int, n_steps: int
+) -> dict[Key, float]:
+    """Root mean square of each module's output, and of its change since step 0, after 0, 1, …, n_steps steps."""
+    model = Decoder(config).eval()  # nothing is dropped
+    initialize(model, parametrization, recipe, seed=seed)
+    optimizer = make_optimizer(model, parametrization, recipe)
+    set_rates(optimizer, 1.0)
+    kinds = {name: _kind(name, module, parametrization) for name, module in model.named_modules()}
+    measured: dict[Key, float] = {}
+    first: dict[str, Tensor] = {}
+    for step in range(n_steps + 1):
+        with recorded_outputs(model) as outputs:
+            loss = whole_cross_entropy(model(sequences[:, :-1]), sequences[:, 1:])  # the readout is to be seen
+        first = first or outputs
+        for name, output in outputs.items():
+            measured[name, kinds[name], "size", step] = rms(output)
+            if step:
+                measured[name, kinds[name], "change", step] = rms(output - first[name])
+        if step < n_steps:
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip(model.parameters(), recipe.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return measured
+
+
+@contextmanager
+def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Detached output of each module in the forward passes inside, by name.
+
+    A module that hands on a submodule's output unchanged (a readout's model, a projection's attention) is not listed
+    a second time.
+    """
+    outputs: dict[str, Tensor] = {}
+    seen: list[Tensor] = []
+
+    def record(name: str, output: Tensor) -> None:
+        if not any(output is other for other in seen):
+            seen.append(output)
+            outputs[name] = output.detach()
+
+    with watching(model, record):
+        yield outputs
+
+
+def _comparable_in_depth(measured: dict[Key, float], depth: int) -> dict[Key, float]:
+    """What has a counterpart at every depth: the stream as the last block leaves it, and the readout."""
+    stream = f"blocks.{depth - 1}"
+    return {
+        ("last block", "stream", quantity, step) if module == stream else (module, kind, quantity, step): rms
+        for (module, kind, quantity, step), rms in measured.items()
+        if module == stream or kind == "readout"
+    }
+
+
+def _kind(name: str, module: nn.Module, parametrization: Parametrization) -> str:
+    rule = parametrization.rules.get(f"{name}.weight")
+    if name == "readout" or (rule and rule.tensor_class is TensorClass.READOUT):
+        return "readout"
+    return "norm" if isinstance(module, nn.RMSNorm | nn.LayerNorm) else "hidden"
