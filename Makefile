@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: study test check soak audit licences docs pictures wheel ci-system clean
+.PHONY: study test check soak audit lowest licences docs pictures wheel ci-system clean
 
 # Exit code 1 tells of a run that ended outside its forecast's interval, as one in ten should: a finding, no failure.
 study: $(INSTALLED)
@@ -35,6 +35,16 @@ audit: .venv/.audit
 .venv/.audit: $(INSTALLED)
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'
+
+# The oldest versions that pyproject.toml allows, in an environment of their own.
+lowest: .venv/.lowest
+	.venv/.lowest/bin/python -m pytest --numprocesses 2
+
+.venv/.lowest: pyproject.toml $(INSTALLED)
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet 'uv>=0.9,<1'
+	$@/bin/uv pip compile --quiet --resolution lowest-direct --extra dev --output-file $@/requirements.txt pyproject.toml
+	$@/bin/uv pip install --quiet --python $@/bin/python --requirement $@/requirements.txt --editable .
 
 # The licence of each locked package, copyleft ones marked.
 licences: $(INSTALLED)
