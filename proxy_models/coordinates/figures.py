@@ -30,19 +30,25 @@ def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
     axes, steps = list(lines["axis"].unique()), sorted(lines["step"].unique())
     figure = make_subplots(rows=len(axes), cols=len(titles), column_titles=list(titles.values()))
     colors = dict(zip(steps, sample_colorscale("Viridis", np.linspace(0, 1, len(steps)).tolist()), strict=True))
+    drawn = lines.assign(is_readout=lines["kind"] == "readout")
     named: set[int] = set()
-    for (axis, quantity, step, module), line in lines.groupby(["axis", "quantity", "step", "module"], sort=False):
+    for (axis, quantity, step, is_readout), part in drawn.groupby(
+        ["axis", "quantity", "step", "is_readout"], sort=False
+    ):
+        # One trace for many modules, a gap after each: figures of a trace for each line are slow to make and to show.
+        gapped = pd.concat([line.reindex([*line.index, -1]) for _, line in part.groupby("module", sort=False)])
         figure.add_trace(
             go.Scatter(
-                x=line[axis],
-                y=line["rms"],
+                x=gapped[axis],
+                y=gapped["rms"],
+                text=gapped["module"],
                 mode="lines+markers",
-                line={"color": colors[step], "dash": "dash" if line["kind"].iloc[0] == "readout" else "solid"},
+                line={"color": colors[step], "dash": "dash" if is_readout else "solid"},
                 name=f"step {step}",
                 legendgroup=f"step {step}",
                 legendrank=step,
                 showlegend=step not in named,
-                hovertemplate=f"{module}, step {step}<br>{axis} %{{x}}: %{{y:.3g}}<extra></extra>",
+                hovertemplate=f"%{{text}}, step {step}<br>{axis} %{{x}}: %{{y:.3g}}<extra></extra>",
             ),
             row=axes.index(axis) + 1,
             col=list(titles).index(quantity) + 1,
