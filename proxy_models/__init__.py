@@ -14,7 +14,9 @@ Torch is imported by what needs it: shapes, tables, hyperparameters and data do 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from proxy_models.lazy import lazily
 
 if TYPE_CHECKING:
     from proxy_models.architecture.base_shapes import module_shapes
@@ -64,11 +66,4 @@ _HOMES = {
     "write_corpus": "data.corpus",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name at first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'proxy_models' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"proxy_models.{_HOMES[name]}"), name)
+__getattr__ = lazily("proxy_models", _HOMES)

@@ -8,7 +8,9 @@ study.sweep(), study.transfer(), study.fit(), study.plan(), study.promote()
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from proxy_models.lazy import lazily
 
 if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle, load_bundle
@@ -76,11 +78,4 @@ _HOMES = {
     "load_bundle": "bundles.bundle",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name at first use, so that `import muscale` and `muscale --help` stay light."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'muscale' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"muscale.{_HOMES[name]}"), name)
+__getattr__ = lazily("muscale", _HOMES)

@@ -1,0 +1,23 @@
+"""Public names of a package that are imported at first use, so that importing the package stays light."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The package's `__getattr__`.
+
+    Args:
+        package: Its name.
+        homes: The module below it that each public name is from.
+    """
+
+    def found(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return found
