@@ -186,7 +186,7 @@ def _is_knowledge(row: Mapping[str, Any], known: Collection[str]) -> bool:
     A request to end what a process has at work is meant for that process alone, but of a sweep that is taken over whole, those for
     its trials go on standing.
     """
-    return bool(row["stage"] != STUDY and not (row["stage"] == TRIAL and row["payload"]["sweep"] in known))
+    return bool(row["stage"] != STUDY and not (row["stage"] == TRIAL and row["payload"].get("sweep") in known))
 
 
 def _conflicts(table: str, ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Iterator[Conflict]:

@@ -27,14 +27,6 @@ BATCH = 128
 
 
 @pytest.fixture
-def worker(make_study: Callable[..., Path]) -> Worker:
-    torch.set_num_threads(1)
-    directory = make_study().parent
-    write_corpus(directory / CORPUS, str(directory / "text"))
-    return Worker(Ledger(directory / LEDGER), compiled=False)
-
-
-@pytest.fixture
 def numerics(worker: Worker) -> Numerics:
     model = ModelConfig(d_model=16, n_layers=1, context_length=32)
     return Numerics(model=model, base=model, corpus_key=worker.trainer.corpus.key, seed=0, evaluation_tokens=512)

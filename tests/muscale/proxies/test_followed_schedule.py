@@ -29,8 +29,9 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.recipes.stages import Stage
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, fit, fit_horizon_law
+from scaling import HorizonLaw, fit
 from search_spaces import Config
+from tests.muscale.planted import planted_horizon
 
 PATH: TrialPath = ((0, {"learning_rate": 0.01}), (1, {"learning_rate": 0.012, "weight_decay_tau": 0.3}))
 MakeStudy = Callable[..., Path]
@@ -60,15 +61,7 @@ def best(plan: TrialPlan) -> Hyperparameters:
 
 @pytest.fixture
 def horizon() -> HorizonLaw:
-    """A law of planted optima that fall as D^-.3."""
-    generator = np.random.default_rng(0)
-    rows = []
-    for n_tokens in (8192, 16384, 32768):
-        for octave in np.linspace(-2, 2, 7):
-            off = octave + 0.3 * np.log2(n_tokens / 16384)
-            loss = 2 * np.exp(0.02 * off**2 + 1e-4 * generator.standard_normal())
-            rows.append({"n_tokens": n_tokens, "rate": 2.0 ** (octave - 7), "loss": loss, "width": 32})
-    return fit_horizon_law(pd.DataFrame(rows))
+    return planted_horizon()
 
 
 def as_row(job: Job) -> dict[str, object]:

@@ -5,22 +5,17 @@ Two members of three generations; after the first, one goes on from the other's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from muscale.actors.worker import Worker
-from muscale.layout import CORPUS, LEDGER
 from muscale.search.path import Path as TrialPath
 from muscale.search.path import path_of
 from muscale.search.trial import TrialPlan
-from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.data.corpus import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
@@ -31,14 +26,6 @@ BATCH = 128
 DONOR: Config = {"learning_rate": 0.011, "beta1": 0.9}
 CHANGED: Config = {"learning_rate": 0.011 * 0.8, "beta1": 0.8}
 COPY: TrialPath = ((0, DONOR), (1, CHANGED))
-
-
-@pytest.fixture
-def worker(make_study: Callable[..., Path]) -> Worker:
-    torch.set_num_threads(1)
-    directory = make_study().parent
-    write_corpus(directory / CORPUS, str(directory / "text"))
-    return Worker(Ledger(directory / LEDGER), compiled=False)
 
 
 @pytest.fixture
