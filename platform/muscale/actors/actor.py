@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from muscale.actors.worker import Worker
@@ -11,9 +9,6 @@ from muscale.fingerprint import require_same_package
 from muscale.settings.config import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
-
-if TYPE_CHECKING:
-    pass
 
 
 class TrainingActor:

@@ -24,7 +24,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 
 _workers: list[Any] = []  # at rest between the stages of one study
 _hired_for: list[Any] = []  # its directory and [resources]: another study's results belong into another ledger
-_IDLE_SECONDS = 20.0  # that workers without work are kept warm for the next stage while others are at work
+IDLE_SECONDS = 20.0  # that workers without work are kept warm while others are at work
 _RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
 
 
@@ -121,7 +121,7 @@ def _train(
         while waiting and idle:
             actor, group = idle.pop(), waiting.pop(0)
             busy[actor.reach.remote(group[0])] = (actor, group)
-        ended, _ = ray.wait([*busy, *starting], num_returns=1, timeout=_IDLE_SECONDS if idle else None)
+        ended, _ = ray.wait([*busy, *starting], num_returns=1, timeout=IDLE_SECONDS if idle else None)
         if not ended:  # nothing waits: their devices may be what an actor needs that lost its node
             dismiss_workers(idle)
             idle.clear()

@@ -5,6 +5,8 @@ Nothing depends on Tune's own state files. A diverged trial has no loss in the r
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
+from muscale.actors.jobs import IDLE_SECONDS
 from muscale.errors import MuscaleError, last_line, of_storage
 from muscale.search.leg import Ending, Leg, leg_to_json
 from muscale.search.record import Arrival
@@ -113,11 +116,27 @@ class Legs(_WithEngine, Searcher):
 
 
 class UntilStopped(_WithEngine, FIFOScheduler):
-    """Lets every leg end where it is going, or at its next rung once the sweep is stopping or its trial is cancelled."""
+    """Lets every leg end where it is going, or at its next rung once the sweep is stopping or its trial is cancelled.
 
-    def __init__(self, engine: Engine, legs: Legs) -> None:
+    Workers without a leg are kept warm for `IDLE_SECONDS`. Left to itself, Tune ends all but one whenever a rule waits for
+    the last of many legs, and starts others, which takes seconds, when it gives out more.
+    """
+
+    def __init__(self, engine: Engine, legs: Legs, workers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._engine, self._legs = engine, legs
+        self._engine, self._legs, self._workers = engine, legs, workers
+        self._landed_at = math.inf  # of the last leg; none has landed
+        self._keeping = 0
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Any:
+        """The trial that waits longest; before, how many idle workers Tune may keep."""
+        keep = self._workers if time.monotonic() - self._landed_at < IDLE_SECONDS else 0
+        if keep != self._keeping and (trials := tune_controller.get_trials()):
+            # Tune has no setting for it; the cache of its controller counts by what a trial asks for, all ask for the same.
+            cache = tune_controller._tune_controller._actor_cache
+            cache.increase_max(trials[0].placement_group_factory, by=keep - self._keeping)
+            self._keeping = keep
+        return super().choose_trial_to_run(tune_controller)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the leg goes on."""
@@ -127,6 +146,7 @@ class UntilStopped(_WithEngine, FIFOScheduler):
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Let go of what Tune would keep of a leg that is over: queues and means of every number that was reported."""
+        self._landed_at = time.monotonic()
         trial.metric_n_steps.clear()
         trial.metric_analysis.clear()
 

@@ -62,7 +62,7 @@ def run_legs(
                 metric=METRIC,
                 mode=MODE,
                 search_alg=legs,
-                scheduler=UntilStopped(engine, legs),
+                scheduler=UntilStopped(engine, legs, resources.workers),
                 num_samples=-1,
                 max_concurrent_trials=resources.workers,
                 reuse_actors=True,

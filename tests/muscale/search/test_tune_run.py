@@ -60,6 +60,9 @@ class Planted(tune.Trainable):
             if self._befalls == "hangs":
                 with ended_where_stalled(self._folder / STALLS / "it.txt", 1.0, "segment 1-1"):
                     time.sleep(3600)
+        if leg.trial == 0 and self._befalls == "waits":
+            time.sleep(0.5)
+        if leg.trial == 1 and rung == 1:
             if self._befalls == "refuses":
                 raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
         self._rung += 1
@@ -73,6 +76,7 @@ class Planted(tune.Trainable):
         """Nothing."""
 
     def _begin(self, config: dict[str, Any]) -> None:
+        (self._folder / f"{os.getpid()}.pid").touch()
         leg = leg_from_json(config[LEG])
         assert isinstance(leg, Leg)
         self._leg, self._rung = leg, leg.first
@@ -136,3 +140,14 @@ def test_workers_that_cannot_train_end_the_sweep_at_once(
     with pytest.raises(StageError, match=f"^sweep: .*{why}$"):
         fly(befalls)
     assert len(make_engine(SETTINGS).record.configs) == begun
+
+
+def test_workers_that_wait_for_the_last_leg_of_a_generation_stay(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Tune ends all idle workers but one, and asks for new ones that it then ends while they start."""
+    settings = SweepSettings(
+        trials=2, n_tokens=4000, rungs=4, space=SPACE, searcher="random", scheduler="pbt", rank_by="stable"
+    )
+    engine = make_engine(settings)
+    run_legs(engine, Planted, {"befalls": "waits", "folder": tmp_path}, ResourceSettings(workers=2), tmp_path)
+    assert len(engine.record.arrivals) == 2 * 4
+    assert len(list(tmp_path.glob("*.pid"))) == 2
