@@ -62,9 +62,8 @@ class Planted(tune.Trainable):
                     time.sleep(3600)
         if leg.trial == 0 and self._befalls == "waits":
             time.sleep(0.5)
-        if leg.trial == 1 and rung == 1:
-            if self._befalls == "refuses":
-                raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
+        if leg.trial == 1 and rung == 1 and self._befalls == "refuses":
+            raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
         self._rung += 1
         told = {"trial": leg.trial, "rung": rung, "segment": f"{leg.trial}-{rung}", "tokens": 1000, "seconds": 1.0}
         return {METRIC: float(leg.trial), "diverged": False, "done": rung == leg.until, **told}
