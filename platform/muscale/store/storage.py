@@ -33,6 +33,7 @@ PATIENCE_SECONDS = 120.0  # assumed: longer than a server's or an actor's restar
 _LONGEST_PAUSE = 1.0  # seconds between two attempts
 NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
+_CACHE_KIB = 64 * 1024  # of SQLite: the index of a million segments has 30 MiB, of which its own 2 MiB are read again and again
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class SqliteStorage(Storage):
             connection.isolation_level = None  # transactions begin in `write`, with the lock taken
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
 
         try:
             with engine.connect() as connection:
