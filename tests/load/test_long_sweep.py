@@ -111,12 +111,12 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def require_flat(stretches: list[Stretch]) -> None:
-    """Compare the last stretch with the second: the first pays for what is made once."""
+def require_flat(stretches: list[Stretch], *, beside: int = 1) -> None:
+    """Compare the last stretch with an early one, by default the second: the first pays for what is made once."""
     told = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
     print(told)
     assert np.mean([s.growth for s in stretches[1:]]) <= MOST_BYTES, told
-    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[1].seconds, told
+    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[beside].seconds, told
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "median", "hyperband"])
@@ -130,7 +130,10 @@ def test_a_driver_of_six_hundred_trials_grows_by_a_constant_a_trial(tmp_path: Pa
 def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a_model(
     tmp_path: Path, searcher: str
 ) -> None:
-    require_flat(flown(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher=searcher, scheduler="asha"))
+    stretches = flown(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher=searcher, scheduler="asha")
+    require_flat(
+        stretches, beside=2 if searcher == "cma_es" else 1
+    )  # which is told of more trials up to `MAX_OBSERVATIONS`
 
 
 @pytest.mark.soak
