@@ -111,7 +111,7 @@ class Source:
         """
         if self.path == EMBEDDED:
             root = Path(sysconfig.get_path("stdlib"))
-            found = [p for p in sorted(root.rglob("*.py")) if not _NOT_THE_LIBRARY & set(p.relative_to(root).parts)]
+            found = _library_files(root)
         else:
             root = at_home(self.path)
             if len(os.fsencode(root)) >= _LONGEST or any(len(os.fsencode(part)) > 255 for part in root.parts):
@@ -161,6 +161,15 @@ class Source:
         """The fields that matter for its kind, as plain values."""
         relevant = {"text": (), "tokens": ("dtype", "vocab_size")}.get(self.kind, ("field",))
         return {name: value for name, value in asdict(self).items() if name in ("path", "kind", *relevant)}
+
+
+def _library_files(root: Path) -> list[Path]:
+    """The library's modules, without its tests and without what is installed beside it, which may be thousands of folders."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _NOT_THE_LIBRARY
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(found)
 
 
 def _saved_files(root: Path) -> list[Path]:
