@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from muscale.full_runs.compat import mend_torchvision
 from proxy_models.training.compilation import missing_compiler
+
+settings.load_profile(
+    "ci"
+)  # the same examples everywhere, and no limit of 200 ms for one, which a busy machine exceeds
 
 
 class Shares(LoadScopeScheduling):  # type: ignore[misc]

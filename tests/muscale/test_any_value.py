@@ -31,7 +31,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_in_the_place_of_any_other_is_taken_or_refused(make_study: MakeStudy, data: st.DataObject) -> None:
     values = parse_toml(MICRO)
@@ -47,7 +47,7 @@ def test_any_value_in_the_place_of_any_other_is_taken_or_refused(make_study: Mak
 
 
 LITTLE = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=20)
-BOUNDED = settings(max_examples=25, deadline=None, derandomize=True)
+BOUNDED = settings(max_examples=25)
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,7 @@ CELLS = (
 COLUMNS = ("n_params", "n_tokens", "loss", *OPTIONAL)
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     column=st.sampled_from(COLUMNS),
     cells=st.lists(CELLS, min_size=1, max_size=14),

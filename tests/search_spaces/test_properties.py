@@ -87,7 +87,7 @@ def spaces(draw: st.DrawFn) -> Space:
     return Space({name: found[name] for name in order}, constraints)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spaces())
 def test_json_and_pickle_give_the_space_back(space: Space) -> None:
     table = space.to_dict()
@@ -100,7 +100,7 @@ def test_json_and_pickle_give_the_space_back(space: Space) -> None:
         assert copy.sample(3, seed=1) == space.sample(3, seed=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spaces(), st.integers(0, 10**9))
 def test_samples_are_in_the_space_repeat_and_survive_a_ledger(space: Space, seed: int) -> None:
     configs = space.sample(4, seed)
@@ -112,7 +112,7 @@ def test_samples_are_in_the_space_repeat_and_survive_a_ledger(space: Space, seed
         assert list(config) == list(space.active(config))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spaces(), st.data())
 def test_points_decode_into_the_supports_and_back(space: Space, data: st.DataObject) -> None:
     n = len(space.axes)
@@ -131,7 +131,7 @@ def test_points_decode_into_the_supports_and_back(space: Space, data: st.DataObj
     assert space.from_prior(point).shape == (n,)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(spaces(), st.integers(0, 99))
 def test_more_names_leave_the_values_of_the_others(space: Space, seed: int) -> None:
     more = space.updated({"z": Uniform(low=0, high=1), "y": Ordinal(values=(1, 2))})

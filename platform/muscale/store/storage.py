@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 120.0  # assumed: longer than a server's or an actor's restar
 _LONGEST_PAUSE = 1.0  # seconds between two attempts
 NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.sshfs", "ceph"}
 _BUSY_SECONDS = 60.0
-_CACHE_KIB = 64 * 1024  # of SQLite: the index of a million segments has 30 MiB, of which its own 2 MiB are read again and again
+_CACHE_KIB = 64 * 1024  # of SQLite, for the 30 MiB index of a million segments, of which it would keep 2
 
 _log = logging.getLogger(__name__)
 

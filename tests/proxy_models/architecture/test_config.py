@@ -51,7 +51,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )
 
 
-few_configs = settings(max_examples=25, deadline=None)
+few_configs = settings(max_examples=25)
 
 
 def token_ids(config: ModelConfig, time: int) -> torch.Tensor:
