@@ -133,7 +133,7 @@ class UntilStopped(_WithEngine, FIFOScheduler):
         keep = self._workers if time.monotonic() - self._landed_at < IDLE_SECONDS else 0
         if keep != self._keeping and (trials := tune_controller.get_trials()):
             # Tune has no setting for it; the cache of its controller counts by what a trial asks for, all ask for the same.
-            cache = tune_controller._tune_controller._actor_cache
+            cache = _unwrapped(tune_controller)._actor_cache
             cache.increase_max(trials[0].placement_group_factory, by=keep - self._keeping)
             self._keeping = keep
         return super().choose_trial_to_run(tune_controller)
@@ -151,9 +151,18 @@ class UntilStopped(_WithEngine, FIFOScheduler):
         trial.metric_analysis.clear()
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        """Tell the legs what went wrong, which Tune hands to nobody but its own folder."""
+        """Tell the legs what went wrong, which Tune hands to nobody but its own folder; end idle workers.
+
+        Where a node is lost they are dead as well, and each would cost a leg another of its attempts.
+        """
+        _unwrapped(tune_controller)._cleanup_cached_actors(force_all=True)
         pickled = Path(trial.pickled_error_file).read_bytes()  # written a moment ago by this process
         self._legs.on_trial_failing(trial.trial_id, ray.cloudpickle.loads(pickled))
+
+
+def _unwrapped(controller: Any) -> Any:
+    """Tune's controller; some of a scheduler's methods are given it in a wrapper that warns of what we reach for."""
+    return getattr(controller, "_tune_controller", controller)
 
 
 def arrival(result: dict[str, Any]) -> Arrival:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import STALLS
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg, leg_from_json
+from muscale.search.record import Record
+from muscale.search.rules import GoOn, Start
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.search.tune_run import run_legs
 from muscale.settings.config import ResourceSettings
@@ -60,8 +63,15 @@ class Planted(tune.Trainable):
             if self._befalls == "hangs":
                 with ended_where_stalled(self._folder / STALLS / "it.txt", 1.0, "segment 1-1"):
                     time.sleep(3600)
-        if leg.trial == 0 and self._befalls == "waits":
-            time.sleep(0.5)
+        if self._befalls == "waits":
+            self._wait_for("*.pid", 2)
+            time.sleep(0.5 if leg.trial == 0 else 0.0)
+        if self._befalls == "all others die at rest":
+            self._wait_for("*.pid", TRIALS)
+            if leg.trial == 0:
+                self._wait_for("*.ended", TRIALS - 1)
+            else:
+                threading.Timer(0.3, self._end, [leg.trial]).start()
         if leg.trial == 1 and rung == 1 and self._befalls == "refuses":
             raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
         self._rung += 1
@@ -79,6 +89,14 @@ class Planted(tune.Trainable):
         leg = leg_from_json(config[LEG])
         assert isinstance(leg, Leg)
         self._leg, self._rung = leg, leg.first
+
+    def _wait_for(self, files: str, count: int) -> None:
+        while len(list(self._folder.glob(files))) < count:
+            time.sleep(0.05)
+
+    def _end(self, trial: int) -> None:
+        (self._folder / f"{trial}.ended").touch()
+        os._exit(1)
 
     def _once(self) -> bool:
         """Whether it has not happened yet, in any process."""
@@ -150,3 +168,22 @@ def test_workers_that_wait_for_the_last_leg_of_a_generation_stay(make_engine: Ma
     run_legs(engine, Planted, {"befalls": "waits", "folder": tmp_path}, ResourceSettings(workers=2), tmp_path)
     assert len(engine.record.arrivals) == 2 * 4
     assert len(list(tmp_path.glob("*.pid"))) == 2
+
+
+class FirstGoesOn:
+    """All trials to the first rung, then the first alone."""
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """A new trial, or once all have arrived the first one's next rung."""
+        if len(record.configs) < TRIALS:
+            return Start(until=0)
+        return GoOn(trial=0, until=1) if len(record.arrivals) == TRIALS and not record.open else None
+
+
+def test_a_leg_is_not_lost_to_one_dead_worker_after_the_other(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """As where a node is lost on which workers were at rest: a leg that three of them lose is given up."""
+    engine = make_engine(SETTINGS)
+    engine._rule = FirstGoesOn()
+    resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)
+    run_legs(engine, Planted, {"befalls": "all others die at rest", "folder": tmp_path}, resources, tmp_path)
+    assert set(engine.record.arrivals) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}
