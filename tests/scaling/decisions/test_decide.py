@@ -266,6 +266,23 @@ def test_compute_for_a_loss_is_as_sure_as_the_forecast(fitted: ScalingFit) -> No
     assert far.to_dict()["intervals"]["total_flops"]["high"] is None
 
 
+@pytest.mark.parametrize("loss", [2.6, 2.1])
+def test_sizes_for_a_loss_reach_as_far_as_the_fits_and_as_the_forecast_do(fitted: ScalingFit, loss: float) -> None:
+    """At 2.6 fits and draws, each with its own least compute, lie further apart than the forecast's ends; at 2.1 not everywhere."""
+    found = decide(fitted, loss=loss, level=0.8)
+    assert found.intervals is not None
+    names = list(Joint.parameters)
+    drawn = [Joint().law(**dict(zip(names, map(float, draw), strict=True))) for draw in fitted.ensemble.draws]
+    fits, draws = ([law.compute_for(loss) for law in laws] for laws in (fitted.ensemble.variants.values(), drawn))
+    at_ends = [fitted.ensemble.law.allocate(flops) for flops in found.intervals.loc["total_flops", ["low", "high"]]]
+    for name in ("n_params", "n_tokens"):
+        of_fits, of_draws = (np.log([getattr(best, name) for best in each]) for each in (fits, draws))
+        moved = ((of_fits - of_fits.mean())[:, None] + of_draws - of_fits[0]).ravel()
+        low, high = getattr(found, name) * np.exp(np.quantile(moved, [0.1, 0.9], method="nearest"))
+        expected = [min(low, getattr(at_ends[0], name)), max(high, getattr(at_ends[1], name))]
+        assert found.intervals.loc[name, ["low", "high"]].tolist() == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
     deadline = Budget.of_days(1, "H100 SXM", 8)
     budget = Budget.of_dollars(1e5, "A100 80GB")

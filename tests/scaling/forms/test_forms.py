@@ -14,6 +14,7 @@ from scaling.arrays import Array
 from scaling.forms import FORMS, form_named
 from scaling.forms.form import Problem
 from scaling.forms.mean import MeanOf, mean_of
+from scaling.forms.powers import GRID
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -116,6 +117,32 @@ def test_allocation_is_the_minimum_found_numerically(law: Law, budget: float) ->
     assert allocation.loss == pytest.approx(best.fun, rel=1e-10)
     assert allocation.n_params == pytest.approx(np.exp(best.x), rel=1e-3)
     assert law.compute_for(allocation.loss).compute_flops == pytest.approx(budget, rel=1e-6)
+
+
+@pytest.mark.parametrize("law", [PLANTED[0], PLANTED[2]], ids=["chinchilla", "joint"])
+def test_a_fit_seeks_its_terms_about_the_losses_of_the_runs(law: Law, ladder: Ladder) -> None:
+    """E from a thousandth of the least to e^.1 above it, terms from e^-12 of it to e^3 of the greatest, exponents from .01 to 3."""
+    runs = runs_of(law, ladder)
+    log_loss = np.log(runs["loss"].to_numpy())
+    problem = law.form.problem({name: runs[name].to_numpy() for name in law.form.columns}, log_loss)
+    least, greatest = runs["loss"].min(), runs["loss"].max()
+    lower = [least / 1e3, *2 * [least * math.exp(-12)], 0.01, 0.01, 0.2]
+    upper = [least * math.exp(0.1), *2 * [greatest * math.exp(3)], 3.0, 3.0, 5.0]
+    for bound, expected in ((problem.lower, lower), (problem.upper, upper)):
+        found = np.exp(bound)
+        if law.form == Chinchilla():  # its exponents are no logarithms
+            found[3:] = bound[3:]
+        np.testing.assert_allclose(found, expected[: len(found)])
+
+
+def test_where_the_exponents_are_on_the_grid_a_search_begins_at_the_planted_law(ladder: Ladder) -> None:
+    """E, A and B are then what relative least squares makes of them, whose residuals are nothing."""
+    runs = runs_of(Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=GRID[12], beta=GRID[13]), ladder)
+    log_loss = np.log(runs["loss"].to_numpy())
+    problem = Chinchilla().problem({name: runs[name].to_numpy() for name in Chinchilla.columns}, log_loss)
+    off = np.abs(problem.log_loss(problem.starts(log_loss)) - log_loss).max(axis=1)
+    assert off.min() < 1e-6
+    assert np.sort(off)[1] > 1e-4  # none of the other 575 does
 
 
 def test_the_mean_of_laws_has_the_mean_of_their_log_losses() -> None:

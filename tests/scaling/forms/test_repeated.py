@@ -54,6 +54,12 @@ def test_jacobian_is_exact_also_where_a_bound_of_the_form_binds() -> None:
     np.testing.assert_allclose(np.log(own), value, rtol=1e-12)
 
 
+def test_the_worth_of_repeats_is_sought_from_a_tenth_to_ten_thousand() -> None:
+    rows = ladder()
+    problem = RepeatedData().problem({c: rows[c].to_numpy() for c in RepeatedData.columns}, np.log(rows["loss"]))
+    np.testing.assert_allclose(np.exp([problem.lower[5:], problem.upper[5:]]), [[0.1, 0.1], [1e4, 1e4]])
+
+
 def test_new_data_at_the_best_size_is_chinchillas_surface() -> None:
     plain = Chinchilla().law(**NUMBERS)
     best = plain.allocate(1e21)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
@@ -72,6 +73,27 @@ def test_interval_covers_the_planted_rate_and_grows_with_distance() -> None:
         assert low < 2**-7 * (n_tokens / 2e9) ** -0.27 < high
     near, far = law.interval(2e9), law.interval(1e11)
     assert far[1] / far[0] > 1.5 * near[1] / near[0]
+
+
+@pytest.mark.parametrize("n_tokens", [1e8, 3e9, 1e11])
+def test_interval_is_that_of_a_line_through_optima_that_scatter_by_15_hundredths_of_an_octave(n_tokens: float) -> None:
+    """Without noise: the straight line's own prediction interval, by least squares in log2 D itself, one level for each group."""
+    law = fit_horizon_law(pd.concat([sweep(), sweep(budgets=(4e9, 1.6e10)).assign(width=128)]), prior=None)
+    levels = np.repeat(np.eye(2), [3, 2], axis=0)
+    design = np.column_stack([levels, np.log2([1e9, 2e9, 4e9, 4e9, 1.6e10])])
+    covariance, at = np.linalg.inv(design.T @ design), np.array([0.5, 0.5, math.log2(n_tokens)])
+    reach = NormalDist().inv_cdf(0.95) * 0.15 * math.sqrt(1 + at @ covariance @ at)
+    best = float(law.rate(n_tokens))
+    assert law.interval(n_tokens) == pytest.approx((best * 2**-reach, best * 2**reach), rel=1e-6)
+    assert law.raw_stderr == pytest.approx(0.15 * math.sqrt(covariance[2, 2]), rel=1e-6)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("errors", [1.98, 2.02])
+def test_data_two_standard_errors_from_the_prior_contradict_it(side: int, errors: float) -> None:
+    """Of the difference: the data's, .15/√2 for three budgets an octave apart, and the prior's own .2."""
+    law = fit_horizon_law(sweep(0.1 + side * errors * math.hypot(0.15 / math.sqrt(2), 0.2)))
+    assert ("contradicts the prior" in "; ".join(law.warnings)) == (errors > 2)
 
 
 def test_regret_is_what_fit_filters_by() -> None:
@@ -174,6 +196,12 @@ def test_a_grid_of_one_budget_gives_the_level_and_the_search_the_exponent() -> N
     assert law.optima["status"].tolist() == ["ok"] + 4 * ["given"]
     restored = HorizonLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
     pd.testing.assert_frame_equal(restored.optima, law.optima)
+
+
+def test_an_optimum_weighs_by_its_own_error_and_by_its_scatter() -> None:
+    """.2 and .15 octaves make .25; of four budgets an octave apart, whose squares from their mean sum to 5."""
+    law = fit_horizon_law(sweep(0.3, budgets=(4e9,)), prior=None, optima=rung_optima(0.3, 0, stderr=0.2))
+    assert law.raw_stderr == pytest.approx(0.25 / math.sqrt(5))
 
 
 def test_optima_fitted_elsewhere_are_held_to_their_rules() -> None:

@@ -27,6 +27,7 @@ def test_planted_minimum_is_recovered() -> None:
     assert optimum.loss == pytest.approx(math.exp(1.1))
     assert optimum.stderr < 1e-9
     assert (optimum.status, optimum.inside) == ("ok", True)
+    assert f"{math.expm1(0.02):.2%} more an octave away" in str(optimum)
 
 
 def test_regret_is_the_relative_loss_given_up() -> None:
@@ -91,6 +92,57 @@ def test_curvature_within_the_noise_is_flat() -> None:
     assert fit_optimum(RATES, planted_loss(OCTAVES, curvature=0.001) * np.exp(noise)).status == "flat"
 
 
+@pytest.mark.parametrize(("errors", "status"), [(1.98, "flat"), (2.02, "ok")])
+def test_a_minimum_has_a_curvature_of_twice_its_standard_error(errors: float, status: str) -> None:
+    """Residuals that no parabola takes up, the cubic of seven points: their variance and the curvature's are known exactly."""
+    cubic, t = 0.005 * np.array([-1, 1, 1, 0, -1, -1, 1]), np.arange(-3.0, 4.0)
+    stderr = math.sqrt(cubic @ cubic / (7 - 3) / np.sum((t**2 - 4) ** 2))
+    assert fit_optimum(RATES, np.exp(1.1 + errors * stderr * t**2 + cubic)).status == status
+
+
+@pytest.mark.parametrize(
+    ("octaves", "curvature", "used"),
+    [
+        pytest.param(np.arange(-10, -3.5, 0.5), 0.04, (-8.5, -5.5), id="log losses within .05 of the best"),
+        pytest.param(OCTAVES, 0.04, (-9, -5), id="five runs"),
+        pytest.param(np.repeat(OCTAVES, 2), 0.04, (-9, -6), id="four rates if there are as many runs"),
+        pytest.param(OCTAVES, 0.124, (-9, -6), id="fewer runs before one beyond .25"),
+        pytest.param(OCTAVES, 0.184, (-8, -6), id="three rates before one beyond .25"),
+        pytest.param(OCTAVES, 0.6, (-8, -6), id="three rates wherever they lie"),
+    ],
+)
+def test_the_parabola_is_of_the_rates_near_the_best(octaves: Array, curvature: float, used: tuple[int, int]) -> None:
+    optimum = fit_optimum(2**octaves, planted_loss(octaves, -7.05, curvature))
+    assert optimum.used == used
+    assert optimum.n_left_out == np.sum((octaves < used[0]) | (octaves > used[1]))
+
+
+def test_a_rate_lies_in_the_window_by_the_mean_of_its_runs() -> None:
+    """Of three at 2^−8.5 one is .06 worse, so that their mean lies beyond .05, and their median does not."""
+    octaves = np.tile(np.arange(-10, -3.5, 0.5), 3)
+    losses = planted_loss(octaves, -7.05)
+    assert fit_optimum(2**octaves, losses).used == (-8.5, -5.5)
+    losses[3] *= math.exp(0.06)
+    assert fit_optimum(2**octaves, losses).used == (-8, -5.5)
+
+
+def test_rates_beyond_the_window_weigh_by_the_square_of_their_excess() -> None:
+    """(.05 / excess)²; numpy's weights are those of the residuals, the roots."""
+    octaves = OCTAVES[1:6]
+    log_loss = np.log(planted_loss(octaves, -7.05)) + np.array([0.004, -0.003, 0.002, -0.004, 0.003])
+    weights = 0.05 / np.maximum(log_loss - log_loss.min(), 0.05)
+    assert (weights < 0.8).sum() == 2
+    parabola, covariance = np.polyfit(octaves, log_loss, 2, w=weights, cov="unscaled")
+    optimum = fit_optimum(2**octaves, np.exp(log_loss))
+    assert optimum.log2_rate == pytest.approx(-parabola[1] / (2 * parabola[0]), rel=1e-9)
+    assert optimum.log_loss == pytest.approx(np.polyval(parabola, optimum.log2_rate), rel=1e-9)
+    residual = weights * (log_loss - np.polyval(parabola, octaves))
+    assert optimum.noise == pytest.approx(math.sqrt(residual @ residual / 2), rel=1e-6)
+    a, b, _ = parabola
+    gradient = np.array([b / (2 * a**2), -1 / (2 * a), 0])
+    assert optimum.stderr == pytest.approx(optimum.noise * math.sqrt(gradient @ covariance @ gradient), rel=1e-6)
+
+
 def test_three_rates_have_no_error_estimate() -> None:
     optimum = fit_optimum(RATES[2:5], planted_loss(OCTAVES)[2:5])
     assert optimum.log2_rate == pytest.approx(-6.7, abs=1e-9)
@@ -104,6 +156,8 @@ def test_bad_arguments() -> None:
         fit_optimum([0.0, 0.2, 0.4], [3.0, 3.0, 3.1])
     with pytest.raises(ValueError, match="must be of one length"):
         fit_optimum([0.1, 0.2, 0.4], [3.0, 3.0])
+    with pytest.raises(ValueError, match=r"must be of one length, got shapes \(2, 7\)"):
+        fit_optimum(np.tile(RATES, (2, 1)), np.tile(planted_loss(OCTAVES), (2, 1)))
 
 
 @pytest.mark.parametrize("rates", [RATES, RATES[2:5], RATES[:3]])

@@ -64,6 +64,17 @@ def test_diverged_runs_and_lone_runs_tell_nothing() -> None:
     assert with_extra.slopes == pytest.approx(without.slopes)
 
 
+@pytest.mark.parametrize("n_runs", [9, 10])
+def test_five_degrees_of_freedom_tell_the_noise(n_runs: int) -> None:
+    """One level, two slopes and two curvatures of ten runs."""
+    rows, _ = planted(n_runs)
+    if n_runs == 10:
+        assert fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=[0] * n_runs).n_runs == 10
+    else:
+        with pytest.raises(ScalingError, match="9 comparable runs in 1 groups can't tell 4 slopes and curvatures"):
+            fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=[0] * n_runs)
+
+
 def test_too_few_runs_are_refused() -> None:
     rows, groups = planted(9)
     with pytest.raises(
@@ -79,4 +90,6 @@ def test_it_prints_and_serialises() -> None:
     rows, groups = planted()
     surface = fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=groups)
     assert "60 runs in 3 groups" in str(surface)
+    curvature, error = 2 * surface.half_curvatures[0], 2 * np.sqrt(surface.covariance[2, 2])
+    assert f"curvature {curvature:+.2%} ± {error:.2%} of the loss" in str(surface)
     assert surface.to_dict()["coordinates"] == ("rate", "init")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from scaling import ScalingError, StepLaw, fit_step_law
 
@@ -31,6 +32,11 @@ def test_planted_laws_are_recovered() -> None:
     assert not rate.supports(2e10, 1e11)
 
 
+def test_three_sizes_at_two_budgets_are_enough() -> None:
+    law = fit_step_law(cells().iloc[[0, 1, 2, 5, 6, 7]])
+    assert (law.coefficient, law.params_exponent, law.tokens_exponent) == pytest.approx((1.79, -0.713, 0.307))
+
+
 @pytest.mark.parametrize("of", ["rate", "batch"])
 def test_intervals_cover(of: str) -> None:
     truth = {"coefficient": 1.79, "params_exponent": -0.713, "tokens_exponent": 0.307}
@@ -49,6 +55,40 @@ def test_intervals_cover(of: str) -> None:
     assert np.mean(ahead) >= 0.8
 
 
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_intervals_are_students_of_a_plane_in_logarithms(level: float) -> None:
+    """Of 17 cells whose log N and log D correlate: of the plane's numbers by least squares, and of a new cell with its own scatter."""
+    table = cells(0.1).drop(index=[3, 4, 9])
+    law = fit_step_law(table)
+    design = np.column_stack([np.ones(17), np.log2(table["n_params"]), np.log2(table["n_tokens"])])
+    covariance, quantile = np.linalg.inv(design.T @ design), stats.t.ppf((1 + level) / 2, 17 - 3)
+    assert law.scatter == pytest.approx(np.sqrt((law.cells["off"] ** 2).sum() / (17 - 3)))
+    at = np.array([1, np.log2(7e9), np.log2(1.4e11)])
+    reach = quantile * law.scatter * np.sqrt(1 + at @ covariance @ at)
+    best = float(law.best(7e9, 1.4e11))
+    assert law.interval(7e9, 1.4e11, level) == pytest.approx((best * 2**-reach, best * 2**reach), rel=1e-6)
+    own = law.intervals(level)
+    own.loc["coefficient"] = np.log2(own.loc["coefficient"])
+    errors = quantile * law.scatter * np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose(own["high"] - own["estimate"], errors, rtol=1e-6)
+    np.testing.assert_allclose(own["estimate"] - own["low"], errors, rtol=1e-6)
+
+
+def test_of_the_cells_errors_their_ratios_alone_count() -> None:
+    """A law of cells that are all as sure is the one of cells of which nothing is said: the scatter is measured about it."""
+    silent, alike = fit_step_law(cells(0.1)), fit_step_law(cells(0.1).assign(stderr=0.5))
+    assert alike.scatter == pytest.approx(silent.scatter)
+    assert alike.interval(7e9, 1.4e11) == pytest.approx(silent.interval(7e9, 1.4e11))
+
+
+@pytest.mark.parametrize(("n_params", "n_tokens"), [(5e6, 1e10), (1e10, 1e10), (1e8, 2e8), (1e8, 1e12)])
+def test_the_law_is_supported_to_ten_times_beyond_its_cells(n_params: float, n_tokens: float) -> None:
+    """From the grid's middle, (2e8, 1e10), towards each of the four ends and past it."""
+    law = fit_step_law(cells())
+    for beyond, supported in ((0.99, True), (1.01, False)):
+        assert law.supports(2e8 * (n_params / 2e8) ** beyond, 1e10 * (n_tokens / 1e10) ** beyond) == supported
+
+
 def test_precise_cells_count_more() -> None:
     table = cells()
     table.loc[:3, "rate"] *= 4
@@ -63,6 +103,8 @@ def test_what_can_not_be_told() -> None:
     with pytest.raises(ScalingError, match="n_params is the same in every cell"):
         fit_step_law(cells().assign(n_params=1e8))
     assert fit_step_law(cells().assign(n_params=1e8), of="batch").params_exponent == 0
+    with pytest.raises(ScalingError, match="n_tokens is the same in every cell"):
+        fit_step_law(cells().assign(n_tokens=1e10), of="batch")
     with pytest.raises(ValueError, match="of must be rate or batch, got 'decay'"):
         fit_step_law(cells(), of="decay")  # type: ignore[arg-type]
     chinchilla = cells(0.1).assign(n_tokens=lambda t: 20 * t["n_params"] * 1.1 ** (np.arange(20) % 3))
@@ -73,6 +115,9 @@ def test_what_can_not_be_told() -> None:
     assert fit_step_law(exactly, depends_on_params=False).params_exponent == 0
     with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1"):
         fit_step_law(cells(0.1)).interval(-1, 1e9)
+    for level in (0, 1):
+        with pytest.raises(ValueError, match=f"level must lie between 0 and 1, got {level}"):
+            fit_step_law(cells(0.1)).intervals(level)
 
 
 def test_it_speaks_and_survives_json() -> None:
@@ -81,6 +126,10 @@ def test_it_speaks_and_survives_json() -> None:
     assert restored.to_dict() == law.to_dict()
     assert str(restored) == str(law)
     assert "20, N 5e+07 to 1e+09" in str(law)
+    assert str(law).startswith(
+        f"rate = {law.coefficient:.4g}·N^{law.params_exponent:.3f}·D^{law.tokens_exponent:.3f}\n"
+    )
+    assert str(fit_step_law(cells(), of="batch")).startswith("batch = 0.58·D^0.571 tokens\n")
 
 
 def test_step_laws_best_points_give_its_exponents(public_table: Callable[[str], pd.DataFrame]) -> None:
