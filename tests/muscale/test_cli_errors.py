@@ -79,6 +79,10 @@ def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
         (("train", "none.json"), "none.json: there is no such file; `muscale promote --prepare` writes one"),
         (("verify", "none"), "none: not a bundle, its manifest.json: there is no such file"),
         (("sweep", "STUDY", "--learn-from", "none"), "--learn-from none: there is no such file or directory"),
+        (
+            ("sweep", "STUDY", "--learn-from", "none.db#it"),
+            "--learn-from none.db#it: there is no such file or directory",
+        ),
         (("watch", "STUDY", "--every", "0"), "--every: must be more than 0 seconds, got 0"),
         (("bundle", "STUDY", "--dry-run"), "--dry-run is for what costs compute"),
         (("plan", "STUDY", "--export", "STUDY"), "is a file; give a folder"),
