@@ -84,6 +84,7 @@ def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
             "--learn-from none.db#it: there is no such file or directory",
         ),
         (("watch", "STUDY", "--every", "0"), "--every: must be more than 0 seconds, got 0"),
+        (("fit", "STUDY", "--loss-unit", "bits per token"), "--loss-unit and --compute-flops are for --rows"),
         (("bundle", "STUDY", "--dry-run"), "--dry-run is for what costs compute"),
         (("plan", "STUDY", "--export", "STUDY"), "is a file; give a folder"),
     ],
