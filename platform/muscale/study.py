@@ -35,7 +35,7 @@ from muscale.search.sweep import Sweep, collect, run_sweep
 from muscale.search.sweep_progress import SweepProgress, taught
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
-from muscale.settings.config import Overrides, StudyConfig
+from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
@@ -100,7 +100,7 @@ class Study(Result):
         """
         path = Path(path)
         study = cls(StudyConfig.read(path, overrides), path.resolve().parent, Display(quiet=quiet))
-        study.path, study.overrides = path.resolve(), tuple(overrides)
+        study.path, study.overrides = path.resolve(), as_set(overrides)
         study._claim(where=path)
         return study
 
