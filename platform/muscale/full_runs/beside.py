@@ -20,7 +20,7 @@ from muscale.cluster import alive_nodes, room_for
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.full_runs import recovery
-from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder, tokens_of
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import EVALUATIONS
 from muscale.settings.config import ResourceSettings
@@ -225,7 +225,7 @@ class _Evaluator:
             row = ray.get(task)
         except Exception as error:  # whatever it is, the training goes on
             if path.exists() and not self._ends.is_set():  # else it made way for newer ones, or the run has ended
-                self._failed.add(int(path.name.removeprefix("tokens=")))
+                self._failed.add(tokens_of(path))
                 self._tell(
                     f"the evaluation of {path} failed, the training goes on: {recovery.describe(error)['error']}"
                 )

@@ -152,8 +152,7 @@ def _acquire(ledger: Ledger, name: str) -> int:
                 return int(held["token"])
             tried = True
         elif row and clock.now() > tells_at:
-            host = row["owner"].rsplit("/", 3)[0].split(":")[0]
-            who = f"process {process_of(row['owner'])} on {host}"
+            who = f"process {process_of(row['owner'])} on {host_of(row['owner'])}"
             _log.warning("%s: %s is at work on it; waiting until it ends", name, who)
             tells_at = math.inf
         time.sleep(_POLL_SECONDS)
@@ -204,6 +203,11 @@ def _me() -> str:
 def process_of(owner: str) -> int:
     """The owner's process id, on whatever machine."""
     return int(owner.rsplit("/", 3)[1])
+
+
+def host_of(owner: str) -> str:
+    """The name of the owner's machine."""
+    return owner.rsplit("/", 3)[0].split(":")[0]
 
 
 def is_dead(owner: str) -> bool:
