@@ -24,7 +24,7 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.shape import Shape
 from muscale.settings.strict import PositiveOrInfinite, explained, lists_to_tuples, require_parts, told
 from muscale.settings.strict import StrictTable as _Table
-from muscale.settings.sweep import COOLING, SweepSettings
+from muscale.settings.sweep import SweepSettings
 from muscale.settings.toml_file import MOST_DEPTH, inline, parse_toml, read_toml
 from muscale.settings.tracking import TrackingSettings
 from muscale.settings.transfer import TransferSettings
@@ -32,6 +32,7 @@ from proxy_models.architecture.config import ModelConfig, ModelFamily
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import COOLING
 from proxy_models.training.compilation import Compile
 from proxy_models.training.numerics import Numerics
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
