@@ -197,7 +197,12 @@ def _machine() -> str:
 
 
 def _me() -> str:
-    return f"{_machine()}/{os.getpid()}/{psutil.Process().create_time():.2f}"
+    return f"{_machine()}/{os.getpid()}/{_began(psutil.Process())}"
+
+
+def _began(process: psutil.Process) -> str:
+    """When a process began, in seconds after its machine did: the system's clock stands in both times, and may be set."""
+    return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
 def process_of(owner: str) -> int:
@@ -217,6 +222,6 @@ def is_dead(owner: str) -> bool:
         return False
     try:
         process = psutil.Process(int(pid))
-        return f"{process.create_time():.2f}" != created or process.status() == psutil.STATUS_ZOMBIE
+        return _began(process) != created or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
