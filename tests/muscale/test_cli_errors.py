@@ -139,7 +139,7 @@ def test_no_secret_of_the_environment_stands_in_an_error_or_its_stack(
         raise ValueError("postgresql://me:pa%2Fss-word@db/muscale or pa/ss-word or " + "k3y" * 10)
 
     monkeypatch.setattr(entry, "app", fail)
-    done = muscale(capsys, "check", "study.toml")
+    done = muscale(capsys, "check", "study.toml", "--set", "a.b=" + "k3y" * 10)
     assert done.code == EXIT_FAULT
     told = done.err + "".join(path.read_text() for path in tmp_path.iterdir())
     assert "$MUSCALE_LEDGER_URL or $MUSCALE_LEDGER_URL or $WANDB_API_KEY" in told
