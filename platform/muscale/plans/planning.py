@@ -254,7 +254,7 @@ def make_plan(
             hyperparameters,
             model,
             config.model,
-            searched=frozenset(config.sweep.space) | ({"stages"} if config.sweep.is_population else set()),
+            searched=frozenset(config.sweep.space.searched) | ({"stages"} if config.sweep.is_population else set()),
             explicit=frozenset(explicit),
             by_mup=config.parametrization == "mup",
             trial=trial,
