@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -131,6 +131,25 @@ def connect(**options: Any) -> None:
     ray.init(logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options)
     if callable(on_term) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_term)  # Ray's own exits with 15 in the middle of anything
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that this process is connected to, as Ray tells them."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def room_for(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
+    """How many workers nodes have room for, by all that they have, as Ray Train reckons.
+
+    Args:
+        nodes: Resources of each.
+        each: Resources of a worker; of one at least more than 0.
+    """
+    needed = {name: amount for name, amount in each.items() if amount}
+    # 1.0 // 0.2 is 4; Ray itself counts in ten-thousandths.
+    return sum(int(min(node.get(name, 0.0) / amount for name, amount in needed.items()) + 1e-9) for node in nodes)
 
 
 @contextmanager

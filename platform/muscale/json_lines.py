@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from proxy_models.whole_file import named, whole_file
+
+_LONGEST = 1 << 16  # bytes of a record; one of a full run's metrics has some hundreds (assumed)
 
 
 def append(file: Path, *records: dict[str, Any]) -> None:
@@ -37,6 +40,19 @@ def read(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return records
+
+
+def last(file: Path) -> dict[str, Any] | None:
+    """The last record of a file, None where there is none; however long the file is, only its end is read."""
+    if not file.exists():
+        return None
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - _LONGEST))
+        lines = opened.read().splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError):
+            return dict(json.loads(line))
+    return None
 
 
 def keep(file: Path, records: list[dict[str, Any]]) -> None:

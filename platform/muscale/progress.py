@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from muscale import json_lines
 from muscale.plain import told_duration
 
 _WORTH_TELLING_SECONDS = 10
@@ -135,13 +135,7 @@ def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
 
     def follow() -> None:
         while not done.wait(1.0):
-            lines = metrics.read_text().splitlines() if metrics.exists() else []
-            if not lines:
-                continue
-            try:
-                row = json.loads(lines[-1])
-            except ValueError:  # a line that is being written
-                continue
+            row = json_lines.last(metrics) or {}
             if "train_loss" in row:  # the last batches of a run may be left out
                 update(row["tokens"], n_tokens, f"loss {row['train_loss']:.4f}")
 

@@ -35,7 +35,7 @@ from muscale.search.sweep import Sweep, collect, run_sweep
 from muscale.search.sweep_progress import SweepProgress, taught
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
-from muscale.settings.config import Overrides, StudyConfig
+from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
@@ -100,7 +100,7 @@ class Study(Result):
         """
         path = Path(path)
         study = cls(StudyConfig.read(path, overrides), path.resolve().parent, Display(quiet=quiet))
-        study.path, study.overrides = path.resolve(), tuple(overrides)
+        study.path, study.overrides = path.resolve(), as_set(overrides)
         study._claim(where=path)
         return study
 
@@ -173,14 +173,14 @@ class Study(Result):
 
     def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
         sweep = replace(self.search, learn_from=learn_from)
-        rounds = len(sweep.record().rounds)
+        rounds = len(self.ledger.rounds(sweep.key))
         with self.display.stage("sweep") as update:
             progress = SweepProgress(sweep, update)
             for told in taught(sweep):
                 self.display.line(told)
             with self._mirror.following(self._trials(sweep), WholeStudy(self)):
                 result = run_sweep(sweep, progress.on_arrival, progress.on_run, narrower=narrower)
-        if narrower and len(sweep.record().rounds) == max(rounds, 1):
+        if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):
             self.display.line(
                 "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
             )
@@ -208,7 +208,11 @@ class Study(Result):
         return verdict
 
     def horizon(self) -> HorizonLaw:
-        """How the best rate falls with the training tokens, from the same grids and the sweep's optimum at each length."""
+        """How the best rate falls with the training tokens, from the same grids and the sweep's optimum at each length.
+
+        Raises:
+            StageError: If the grids don't tell it; the message says what would.
+        """
         verdict = self.transfer()
         if verdict.horizon is None:
             raise StageError(
@@ -217,14 +221,22 @@ class Study(Result):
         return verdict.horizon
 
     def ladder(self) -> pd.DataFrame:
-        """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does."""
+        """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does.
+
+        Raises:
+            StageError: As `horizon`.
+        """
         best, horizon = self.sweep().best, self.horizon()
         jobs = ladder.ladder_jobs(self.config, self.numerics, best, horizon)
         finish_stage("ladder", jobs, self.ledger, self.config.resources, self.display)
         return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self.numerics)
 
     def fit(self) -> ScalingFit:
-        """The law L(N, D) of the tuned runs."""
+        """The law L(N, D) of the tuned runs.
+
+        Raises:
+            StageError: As `horizon`, or if the runs tell no law.
+        """
         return self._fit
 
     @cached_property
@@ -249,7 +261,8 @@ class Study(Result):
             compute_flops: The budget, in place of the study file's.
 
         Raises:
-            StageError: If the plan's file was edited by hand.
+            StageError: As `planned`, or if the plan's file was edited by hand.
+            ValueError: If `compute_flops` is not finite and above 0.
         """
         return self._registered(self.planned(compute_flops=compute_flops))
 
@@ -275,7 +288,12 @@ class Study(Result):
         return export(plan or self.plan(), self.numerics, Path(folder))
 
     def planned(self, *, compute_flops: float | None = None) -> Plan:
-        """What `plan` would register; writes no forecast."""
+        """What `plan` would register; writes no forecast.
+
+        Raises:
+            StageError: As `fit`, or if the budget can't be spent.
+            ValueError: As `plan`.
+        """
         sweep, config = self.sweep(), self.config
         if compute_flops is not None:
             config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
@@ -297,6 +315,10 @@ class Study(Result):
             affordable_flops: What they may cost together, by default a tenth of the plan, or as much as the largest run fitted.
             n_runs: At most so many.
             width: Of the forecast's interval over the forecast: narrow enough.
+
+        Raises:
+            StageError: As `planned`.
+            ValueError: If an argument is out of its range.
         """
         plan = plan or self.planned()
         return next_stems.choose(
@@ -311,7 +333,9 @@ class Study(Result):
             force: Go on past lines of the gate that failed; the ledger keeps which.
 
         Raises:
-            StageError: If the gate is closed, or the file was edited where it may not be.
+            StageError: If the gate is closed, or the file was edited where it may not be; if the run diverged, failed in a way that
+                would come again, or more often than promote.max_failures, or was stopped as promote.on_alarm says.
+            PreemptedError: If this process was told to end; the workers have saved.
         """
         plan, config = self._to_promote(plan, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):
@@ -382,6 +406,7 @@ class Study(Result):
         Raises:
             StudyFileError: If the file can't be used.
             StageError: If there is no such checkpoint, the stage can't go on from it so, or its training failed.
+            PreemptedError: As `promote`.
         """
         from muscale.full_runs.continuing import train_stage
 
@@ -441,17 +466,28 @@ class Study(Result):
                 `observe.read_csv` and `observe.read_wandb` give them.
             source: What the table is called.
             plan: Key of the plan that the run follows, by default the one registered last.
+
+        Raises:
+            StageError: As `observer`, or if the rows go beyond the plan's tokens.
         """
         observer = self.observer(source, plan)
         observer.take([dict(row) for row in rows])
         return self.watch(observer.plan.key)
 
     def calibration(self, *others: str | Path) -> Calibration:
-        """How often the forecasts of this ledger held, and those of other studies: their files, directories or ledgers."""
+        """How often the forecasts of this ledger held, and those of other studies: their files, directories or ledgers.
+
+        Raises:
+            StudyDirectoryError: If another has no ledger that this version reads.
+        """
         return calibrate(self.ledger, [Path(other) for other in others])
 
     def ablate(self) -> Ablation:
-        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters."""
+        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters.
+
+        Raises:
+            StageError: If no run of the proxy as it is came to its end, or there is nothing to swap.
+        """
         found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
         finish_stage("ablate", [variant.job for variant in found], self.ledger, self.config.resources, self.display)
         try:
@@ -480,6 +516,9 @@ class Study(Result):
         Args:
             plan: As in `promote`.
             steps: Of each of two launches, of which the second goes on from what the first saved; at least 5.
+
+        Raises:
+            StageError: If there are fewer steps, the run has fewer than twice as many, or a launch failed.
         """
         from muscale.full_runs.rehearsal import rehearse_on_cluster
 
@@ -610,7 +649,11 @@ class Study(Result):
         return prune(self.ledger, top_k=self.config.sweep.top_k, dry_run=dry_run)
 
     def merge(self, source: str | Path) -> MergeResult:
-        """Add what another ledger of the same study knows: a directory, or an SQLite file."""
+        """Add what another ledger of the same study knows: a directory, or an SQLite file.
+
+        Raises:
+            StudyDirectoryError: If it is none, or another study's; ours is left as it was.
+        """
         from muscale.recorded import readers
 
         return merge(self.ledger, Path(source), readers())

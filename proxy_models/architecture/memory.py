@@ -22,6 +22,8 @@ Checkpointing = Literal["none", "selective", "full"]
 """What of a block's activations is computed again in the backward pass; `recomputing` says what each keeps."""
 CHUNK_ENTRIES = 2**26
 """Logits that may stand at a time: 256 MiB in fp32. Fewer than that are not chunked, and their loss is `F.cross_entropy`'s own."""
+MEMORY_SHARE = 0.85
+"""Of a device's memory that an estimate may fill: the allocator's and the communication's buffers need the rest (assumed)."""
 _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}

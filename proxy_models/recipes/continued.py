@@ -7,12 +7,11 @@ from typing import Literal
 
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.recipe import Recipe
-from proxy_models.recipes.schedule import Cooldown, LinearCooldown, Phase
+from proxy_models.recipes.schedule import COOLING, Cooldown, LinearCooldown, Phase
 from proxy_models.recipes.segments import Segment, branch, single_phase
 
 ContinuedSchedule = Literal["wsd", "wsd_linear", "constant", "linear", "cosine"]
 """Those of `schedule.ScheduleName` that need nothing but a warmup, a cooldown's share or a final fraction."""
-COOLING = ("wsd", "wsd_linear")
 
 
 def continued(

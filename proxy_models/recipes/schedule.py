@@ -26,6 +26,8 @@ ScheduleName = Literal[
     "inverse_sqrt",  # warmup, 1/sqrt(tokens), linear cooldown to zero
     "cosine_cycles",  # `cycles` times: (re-)warmup, half a cosine to `final_fraction`
 ]
+COOLING = ("wsd", "wsd_linear")
+"""Those that hold the rate and then cool it down to zero: runs of several lengths share their beginning."""
 
 
 def warmup_factor(tokens: int, batch_tokens: int, warmup_tokens: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.parametrization import Parametrization, TensorClass
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.architecture.sharded import is_sharded, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
@@ -58,13 +58,16 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
         values = torch.randn(parameter.shape, generator=generator) * (recipe.init_scale * rule.init_std)
         write(parameter, values)
     if isinstance(model, Decoder):
-        model.set_multipliers(
-            parametrization.multipliers.tuned(
-                embedding=recipe.embedding_multiplier,
-                readout=recipe.output_multiplier,
-                attention=recipe.attention_multiplier,
-            )
-        )
+        model.set_multipliers(multipliers_of(parametrization, recipe))
+
+
+def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardMultipliers:
+    """Those of the forward pass, the recipe's tuned ones in them."""
+    return parametrization.multipliers.tuned(
+        embedding=recipe.embedding_multiplier,
+        readout=recipe.output_multiplier,
+        attention=recipe.attention_multiplier,
+    )
 
 
 def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:

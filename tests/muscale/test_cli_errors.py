@@ -79,7 +79,12 @@ def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
         (("train", "none.json"), "none.json: there is no such file; `muscale promote --prepare` writes one"),
         (("verify", "none"), "none: not a bundle, its manifest.json: there is no such file"),
         (("sweep", "STUDY", "--learn-from", "none"), "--learn-from none: there is no such file or directory"),
+        (
+            ("sweep", "STUDY", "--learn-from", "none.db#it"),
+            "--learn-from none.db#it: there is no such file or directory",
+        ),
         (("watch", "STUDY", "--every", "0"), "--every: must be more than 0 seconds, got 0"),
+        (("fit", "STUDY", "--loss-unit", "bits per token"), "--loss-unit and --compute-flops are for --rows"),
         (("bundle", "STUDY", "--dry-run"), "--dry-run is for what costs compute"),
         (("plan", "STUDY", "--export", "STUDY"), "is a file; give a folder"),
     ],
@@ -134,7 +139,7 @@ def test_no_secret_of_the_environment_stands_in_an_error_or_its_stack(
         raise ValueError("postgresql://me:pa%2Fss-word@db/muscale or pa/ss-word or " + "k3y" * 10)
 
     monkeypatch.setattr(entry, "app", fail)
-    done = muscale(capsys, "check", "study.toml")
+    done = muscale(capsys, "check", "study.toml", "--set", "a.b=" + "k3y" * 10)
     assert done.code == EXIT_FAULT
     told = done.err + "".join(path.read_text() for path in tmp_path.iterdir())
     assert "$MUSCALE_LEDGER_URL or $MUSCALE_LEDGER_URL or $WANDB_API_KEY" in told

@@ -37,6 +37,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
 from proxy_models.data.token_files import STATED
 from proxy_models.tensor_file import save_tensors
+from proxy_models.training.optimizer import multipliers_of
 from proxy_models.training.state import capture
 from proxy_models.training.step import GOOD, Stepper
 from proxy_models.whole_folder import whole_folder
@@ -231,11 +232,7 @@ def _overwrite(decoder: Decoder, weights: dict[str, Tensor]) -> None:
 def _write_facts(run: Bundled, stepper: Stepper, folder: Path) -> None:
     numerics, segments = run.chain.numerics, run.chain.segments
     first = segments[0].recipe
-    multipliers = numerics.parametrization(first.optimizer).multipliers.tuned(
-        embedding=first.embedding_multiplier,
-        readout=first.output_multiplier,
-        attention=first.attention_multiplier,
-    )
+    multipliers = multipliers_of(numerics.parametrization(first.optimizer), first)
     _write(folder / parts.MODEL, {"numerics": numerics.to_dict(), "multipliers": asdict(multipliers)})
     _write(folder / parts.PARAMETRIZATION, stepper.parametrization.to_dict())
     _write(folder / parts.SCHEDULE, [segment_to_dict(segment) for segment in segments])

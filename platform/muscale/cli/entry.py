@@ -100,7 +100,7 @@ def _fault(error: Exception, tokens: Sequence[str], *, debug: bool) -> int:
     handle, name = tempfile.mkstemp(prefix="muscale-fault-", suffix=".txt")
     with os.fdopen(handle, "w") as file:
         print(f"muscale {metadata.version('muscale')}, Python {sys.version}", file=file)
-        print("muscale", *tokens, file=file)
+        print(redacted(" ".join(("muscale", *tokens))), file=file)
         print(stack, file=file, end="")
     print(f"{told}\nplease report it with {Path(name)}, which has the stack trace (--debug shows it)", file=sys.stderr)
     return EXIT_FAULT

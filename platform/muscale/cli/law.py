@@ -37,7 +37,7 @@ def fit(
     *,
     rows: Path | None = None,
     n_params: str | None = None,
-    loss_unit: str = "nats per token",
+    loss_unit: str | None = None,
     compute_flops: float | None = None,
     options: Options = Options(),
 ) -> int:
@@ -47,21 +47,28 @@ def fit(
         study: The study file.
         rows: In place of a study, a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss of finished, tuned runs.
         n_params: What n_params counts in the table; every result says it.
-        loss_unit: Of the table; "bits per token" become nats.
+        loss_unit: Of the table, by default "nats per token"; "bits per token" become nats.
         compute_flops: A budget: the best size for it by the table's law, and the forecast there.
     """
     if rows is not None:
         return _fit_rows(study, rows, n_params, loss_unit, compute_flops, options)
     if study is None:
         raise StudyFileError("fit: give a study file, or a table of runs with --rows")
-    if n_params or compute_flops:
-        raise StudyFileError("fit: --n-params and --compute-flops are for --rows; a study's budget is in its [plan]")
+    if n_params or loss_unit or compute_flops:
+        raise StudyFileError(
+            "fit: --n-params, --loss-unit and --compute-flops are for --rows; a study's budget is in its [plan]"
+        )
     ending = Ending(next=(line("plan", study),))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending)
 
 
 def _fit_rows(
-    study: Path | None, rows: Path, n_params: str | None, loss_unit: str, compute_flops: float | None, options: Options
+    study: Path | None,
+    rows: Path,
+    n_params: str | None,
+    loss_unit: str | None,
+    compute_flops: float | None,
+    options: Options,
 ) -> int:
     from muscale.outside.rows_fit import fit_rows
 
@@ -73,7 +80,8 @@ def _fit_rows(
         )
     refuse_dry_run("a fit of a table", options)
     with result_alone(options.json):
-        found = fit_rows(rows, n_params_convention=n_params, loss_unit=loss_unit, compute_flops=compute_flops)
+        unit = {"loss_unit": loss_unit} if loss_unit else {}
+        found = fit_rows(rows, n_params_convention=n_params, compute_flops=compute_flops, **unit)
     show(found, as_json=options.json)
     return 0
 

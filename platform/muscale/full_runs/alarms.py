@@ -129,10 +129,10 @@ def post(variable: str, payload: dict[str, Any]) -> str | None:
     url = os.environ.get(variable, "")
     if not url:
         return "the variable is not set"
-    if urlsplit(url).scheme not in ("http", "https"):
-        return "its value is no http or https URL"
     body = json.dumps(payload).encode()
     try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            return "its value is no http or https URL"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):  # noqa: S310
             return None

@@ -30,14 +30,20 @@ def begin(directory: Path, *, tokens: int, step: int) -> tuple[float, list[Incid
     known = json_lines.read(directory / goodput.ATTEMPTS)
     seconds = go_back(directory, tokens)
     if known:
-        last = known[-1]
-        # Of a long message the beginning tells what it was; the whole stands in the record of the attempt.
-        reason = last["error"].splitlines()[0][:160] if last["event"] == "stop" else "killed, or the machine was lost"
-        restart = Incident(step=step, reason=reason, action="restart", back_to=tokens, at=utc_now())
+        restart = Incident(step=step, reason=_why_ended(known), action="restart", back_to=tokens, at=utc_now())
         record_incident(directory, restart)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     goodput.record_attempt(directory, "start", tokens=tokens, world_size=world_size)
     return seconds, read_incidents(directory)
+
+
+def _why_ended(known: list[dict[str, Any]]) -> str:
+    """Why the last attempt of these records did: by the rank that failed, whose peers tell of a lost connection only."""
+    began = max((number for number, record in enumerate(known) if record["event"] == "start"), default=0)
+    stops = [record for record in known[began:] if record["event"] == "stop"]
+    first = next((record for record in stops if record["kind"] != "lost"), stops[0] if stops else None)
+    # Of a long message the beginning tells what it was; the whole stands in the record of the attempt.
+    return str(first["error"]).splitlines()[0][:160] if first else "killed, or the machine was lost"
 
 
 def go_back(directory: Path, tokens: int) -> float:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from muscale import json_lines
+from muscale.cluster import alive_nodes, room_for
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.full_runs import recovery
-from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder, tokens_of
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import EVALUATIONS
 from muscale.settings.config import ResourceSettings
@@ -96,7 +97,7 @@ class _Reservation:
         self.taken = {"CPU": settings.evaluator_cpus} | (
             {"GPU": settings.evaluator_gpus} if settings.evaluator_gpus else {}
         )
-        if not any(_holds(node["Resources"], self.taken) for node in _nodes()):
+        if not any(_holds(node["Resources"], self.taken) for node in alive_nodes()):
             raise StageError(
                 f'promote: evaluation = "beside" needs {_told(self.taken)} on one node, and no node has that: lower '
                 'promote.evaluator_cpus or promote.evaluator_gpus, or take evaluation = "within"'
@@ -136,13 +137,11 @@ class _Reservation:
         table = placement_group_table(self._group)
         on = set(table.get("bundles_to_node_id", {}).values())
         each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
-        fit = 0
-        for node in _nodes():
-            left = dict(node["Resources"])
-            if node["NodeID"] in on:
-                left |= {name: left.get(name, 0.0) - amount for name, amount in self.taken.items()}
-            fit += int(min(left.get(name, 0.0) / amount for name, amount in each.items()) + 1e-9)
-        return fit
+        left = []
+        for node in alive_nodes():
+            taken = self.taken if node["NodeID"] in on else {}
+            left.append(node["Resources"] | {n: node["Resources"].get(n, 0.0) - amount for n, amount in taken.items()})
+        return room_for(left, each)
 
     def require_room(self, settings: PromoteSettings, resources: ResourceSettings) -> None:
         """Let training begin.
@@ -226,7 +225,7 @@ class _Evaluator:
             row = ray.get(task)
         except Exception as error:  # whatever it is, the training goes on
             if path.exists() and not self._ends.is_set():  # else it made way for newer ones, or the run has ended
-                self._failed.add(int(path.name.removeprefix("tokens=")))
+                self._failed.add(tokens_of(path))
                 self._tell(
                     f"the evaluation of {path} failed, the training goes on: {recovery.describe(error)['error']}"
                 )
@@ -239,12 +238,6 @@ class _Evaluator:
         if reason not in self._told:
             self._told.add(reason)
             _log.warning("%s", text)
-
-
-def _nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:

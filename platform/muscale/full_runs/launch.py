@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale.actors.jobs import dismiss_workers
-from muscale.cluster import cluster
+from muscale.cluster import alive_nodes, cluster, room_for
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs import recovery
 from muscale.full_runs.beside import Fitting, evaluated_beside
@@ -121,10 +121,7 @@ def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
         return sizes[0]
     if settings.parallelism.takes_any_size:
         return sizes[0], sizes[-1]
-    import ray
-
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return largest_fitting(sizes, [node["Resources"] for node in nodes if node["Alive"]], each)
+    return largest_fitting(sizes, [node["Resources"] for node in alive_nodes()], each)
 
 
 def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
@@ -135,9 +132,8 @@ def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], 
         nodes: Resources of each.
         each: Resources of a worker.
     """
-    needed = {name: amount for name, amount in each.items() if amount}
-    room = sum(int(min(node.get(name, 0.0) // amount for name, amount in needed.items())) for node in nodes)
-    return max((size for size in sizes if size <= room), default=sizes[0])
+    most = room_for(nodes, each)
+    return max((size for size in sizes if size <= most), default=sizes[0])
 
 
 def train_worker(config: dict[str, Any]) -> None:

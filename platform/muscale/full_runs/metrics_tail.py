@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class MetricsTail:
 
     def _advance(self) -> None:
         with self.path.open("rb") as file:
-            status = self.path.stat()
+            status = os.fstat(file.fileno())  # of what was opened: the path may be another file's by now
             if status.st_ino != self._file or status.st_size < self._read:
                 self._file, self._read = status.st_ino, 0
                 for column in self._columns.values():

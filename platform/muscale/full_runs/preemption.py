@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 NOTICE = "preempt"  # file in a run's directory
+_LOOK_SECONDS = 1.0
 
 
 class Notice:
@@ -39,13 +40,13 @@ class Notice:
         self._heard = True
 
 
-def _looking_for(file: Path, *, every_seconds: float = 1.0) -> Callable[[], bool]:
-    """A function that tells whether a file is there; it looks at most once in `every_seconds`, as shared disks are slow."""
+def _looking_for(file: Path) -> Callable[[], bool]:
+    """A function that tells whether a file is there; it looks at most once in `_LOOK_SECONDS`, as shared disks are slow."""
     looked, found = float("-inf"), False
 
     def look() -> bool:
         nonlocal looked, found
-        if not found and time.monotonic() - looked >= every_seconds:
+        if not found and time.monotonic() - looked >= _LOOK_SECONDS:
             looked, found = time.monotonic(), file.exists()
         return found
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from muscale.actors.corpus_hashes import changed_files
-from muscale.full_runs.checkpoint_folder import CHECKPOINTS
+from muscale.full_runs.checkpoint_folder import CHECKPOINTS, CheckpointFolder
 from muscale.layout import FULL_RUNS
 from muscale.plans.gate import (
-    MEMORY_SHARE,
     Gate,
     carried_line,
     check_line,
@@ -26,7 +25,7 @@ from muscale.plans.gate import (
 )
 from muscale.plans.planning import Plan, data_hashes
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.memory import MemoryEstimate, largest_micro_batch, training_memory
+from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, largest_micro_batch, training_memory
 from proxy_models.data.corpus import Corpus
 from scaling import Verdict
 from scaling.presentation import Result
@@ -174,7 +173,7 @@ def prospect(
         micro_batch=_micro_batch(plan, config),
         n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
         n_tokens=plan.n_tokens,
-        resumed_from=_newest(folder / CHECKPOINTS),
+        resumed_from=max(CheckpointFolder(folder / CHECKPOINTS).kept(), default=0),
         checkpoint_bytes=checkpoint,
         directory=str(folder),
     )
@@ -231,11 +230,6 @@ def device_of(config: StudyConfig) -> Device:
     if os.environ.get("RAY_ADDRESS"):  # the workers' machines are not this one
         return Device(name="a node of the cluster", memory_bytes=None)
     return Device(name="this machine", memory_bytes=float(_host_memory()), workers_on_it=config.promote.workers)
-
-
-def _newest(checkpoints: Path) -> int:
-    """Tokens of the newest, 0 without one."""
-    return max((int(path.name.removeprefix("tokens=")) for path in checkpoints.glob("tokens=*[0-9]")), default=0)
 
 
 def _size(folder: Path) -> int:

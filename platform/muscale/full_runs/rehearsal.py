@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from muscale import json_lines
 from muscale.cluster import cluster
 from muscale.errors import StageError
 from muscale.full_runs.launch import launch, train_worker
@@ -279,7 +280,7 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: di
     if not (directory / RESULT).exists():
         raise StageError(f"rehearse: the run ended without a result; its records are in {directory}")
     result = json.loads((directory / RESULT).read_text())
-    rows = [json.loads(line) for line in (directory / METRICS).read_text().splitlines()]
+    rows = json_lines.read(directory / METRICS)
     if result["resumed_from"] != steps * batch or [row["tokens"] for row in rows] != [
         batch * (step + 1) for step in range(2 * steps)
     ]:

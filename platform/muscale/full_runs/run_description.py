@@ -13,6 +13,7 @@ from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import RUN
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import multipliers_of
 from proxy_models.whole_file import whole_file
 
 
@@ -36,11 +37,7 @@ class RunDescription:
     def of(cls, run: FullRun) -> Self:
         """Of a run that is to be trained."""
         recipe = run.segments[0].recipe
-        multipliers = run.numerics.parametrization(recipe.optimizer).multipliers.tuned(
-            embedding=recipe.embedding_multiplier,
-            readout=recipe.output_multiplier,
-            attention=recipe.attention_multiplier,
-        )
+        multipliers = multipliers_of(run.numerics.parametrization(recipe.optimizer), recipe)
         return cls(numerics=run.numerics, multipliers=multipliers, corpus=run.corpus, n_tokens=run.n_tokens)
 
     def write(self, directory: Path) -> None:

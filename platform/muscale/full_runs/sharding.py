@@ -30,7 +30,7 @@ from muscale.errors import StageError
 from muscale.full_runs.compat import import_lightning
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import Block, Decoder
-from proxy_models.architecture.memory import largest_micro_batch
+from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize
@@ -41,7 +41,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 # A norm over two mesh dimensions takes two reductions, which it warns of; gathered one dimension after another, ranks still agree.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-_MEMORY_SHARE = 0.85  # of a GPU, that an estimate may fill; the rest is for allocator and communication (assumed)
 _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
 
 
@@ -157,7 +156,7 @@ def fitting_micro_batch(
     return largest_micro_batch(
         numerics.model,
         -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
-        limit=int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
+        limit=int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
         precision=numerics.precision,
         optimizer=recipe.optimizer,
         sharding=parallelism.sharding,

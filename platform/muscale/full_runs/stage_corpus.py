@@ -13,6 +13,7 @@ from muscale.settings.corpus import CorpusSettings
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER
+from proxy_models.data.sources import at_home
 from proxy_models.data.token_files import STATED
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
 from proxy_models.hashing import content_key
@@ -111,7 +112,7 @@ def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSe
     if "tokenizer" in settings.model_fields_set:
         if settings.tokenizer == "bpe":
             raise StageError(f'corpus.tokenizer: {SAME}, and "bpe" would train another one; leave corpus.tokenizer out')
-        path = base / settings.tokenizer
+        path = base / at_home(settings.tokenizer)
         named: Tokenizer = (
             BytesTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(path, settings.end_of_document)
         )

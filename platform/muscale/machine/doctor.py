@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
@@ -96,7 +97,7 @@ def _tracking() -> Finding:
     if os.environ.get("WANDB_API_KEY"):
         return Finding(what="W&B", status="ok", found="a key in WANDB_API_KEY")
     path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].split("/")[0]
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         known = path.exists() and netrc.netrc(str(path)).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -12,6 +12,7 @@ from typing import Any
 import tomlkit
 
 from muscale.errors import StageError
+from muscale.settings.toml_file import inline
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Distribution, Fixed, Ordinal, Space, SpaceError, Uniform
 
@@ -56,24 +57,14 @@ class ImportedSpace:
         lines = [f"# {_plain(line)}" for line in (f"From {self.source}.", *self.notes, *self.unknown)]
         lines += ["[sweep]", tomlkit.dumps(dict(self.settings)).strip(), "", "[sweep.space]"]
         for name, table in self.space.to_dict().items():
-            inline = tomlkit.inline_table()
-            inline.update({key: _inline(value) for key, value in table.items()})
             entry = tomlkit.document()
-            entry[name] = inline
+            entry[name] = inline(table)
             lines.append(tomlkit.dumps(entry).strip())
         return "\n".join(line for number, line in enumerate(lines) if line or number > 2)
 
 
 def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _inline(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        table = tomlkit.inline_table()
-        table.update({key: _inline(entry) for key, entry in value.items()})
-        return table
-    return value
 
 
 def place_of(source: str) -> tuple[str, str]:

@@ -122,8 +122,8 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     known["befallen"] = pd.DataFrame([event.to_dict() for event in befallen(study.ledger, forecast["plan"])])
     directory = study.directory / FULL_RUNS / forecast["plan"]
     if (directory / METRICS).exists():
-        known["curve"] = pd.read_json(directory / METRICS, lines=True)
-        known["evaluations"] = RunRecords(directory).evaluations()
+        records = RunRecords(directory)
+        known |= {"curve": records.steps(), "evaluations": records.evaluations()}
     if beside := json_lines.read(directory / EVALUATIONS):
         known["evaluated"] = CheckpointEvaluation.from_dict(beside[-1])
     return known

@@ -25,7 +25,7 @@ from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import Section
 from muscale.search.search_so_far import search_so_far
 from muscale.store.cancels import STUDY, TRIAL, cancel_study, cancel_trial
-from muscale.store.lease import is_dead, process_of, taken_leases
+from muscale.store.lease import host_of, is_dead, process_of, taken_leases
 from muscale.store.ledger import Ledger, find
 from muscale.store.tables import metadata
 
@@ -213,9 +213,8 @@ def _owners(ledger: Ledger) -> list[str]:
     held = [row for row in ledger.read(taken_leases) if not is_dead(row["owner"])]
     told: dict[tuple[str, int], str] = {}
     for row in sorted(held, key=lambda row: (not row["name"].startswith("sweep "), row["name"])):
-        host = row["owner"].split("/")[0].split(":")[0]
         what = "leads the sweep" if row["name"].startswith("sweep ") else "trains"
-        told.setdefault((host, process_of(row["owner"])), what)
+        told.setdefault((host_of(row["owner"]), process_of(row["owner"])), what)
     return [f"process {process} on {host} {what}" for (host, process), what in told.items()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -54,7 +55,7 @@ def reproduction(
     """
     name = path.name if path else "study.toml"
     text = path.read_text() if path and path.exists() else None
-    given = "".join(f" --set {override}" for override in overrides)
+    study = shlex.join((name, *(word for override in overrides for word in ("--set", override))))
     hashes = {
         "study": input_key(identity) if identity else None,
         "study file": f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" if text is not None else None,
@@ -62,10 +63,10 @@ def reproduction(
     }
     return Reproduction(
         commands=(
-            (f"muscale run {name}{given}", "every stage; what the ledger knows is not trained again"),
-            (f"muscale runs {name}{given}", "the ledger as a table"),
-            (f"muscale report {name}{given}", "this page"),
-            (f"muscale ui {name}{given}", "this page while the study runs"),
+            (f"muscale run {study}", "every stage; what the ledger knows is not trained again"),
+            (f"muscale runs {study}", "the ledger as a table"),
+            (f"muscale report {study}", "this page"),
+            (f"muscale ui {study}", "this page while the study runs"),
         ),
         keys=tuple((what, key) for what, key in hashes.items() if key),
         versions=(

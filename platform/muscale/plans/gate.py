@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.plans.carried import Carried
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, find, now
-from proxy_models.architecture.memory import MemoryEstimate
+from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
 from scaling.presentation import Result
 from search_spaces import TransferClass
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 RECORD = "gate"
 """Stage of the ledger's results: every gate that a launch went through."""
-MEMORY_SHARE = 0.85
-"""Of a device's memory that the estimate may fill: the allocator's and the communication's buffers need the rest (assumed)."""
 Status = Literal["passed", "failed", "unknown"]
 _WIDTH = 132
 

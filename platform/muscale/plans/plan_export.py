@@ -14,10 +14,10 @@ import torch
 from muscale.plans.planning import Plan
 from muscale.store.lineage import segment_to_dict
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.parametrization import ForwardMultipliers, TensorClass
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.optimizer import make_optimizer, multipliers_of
 from proxy_models.whole_file import whole_file
 
 _MOST_ROWS = 10_000  # of the schedule's table
@@ -81,7 +81,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
     whole = {
         "plan": plan.to_dict(),
         "n_steps": n_steps,
-        "forward_multipliers": asdict(_multipliers(plan, numerics, recipe)),
+        "forward_multipliers": asdict(multipliers_of(_parametrization(plan, numerics, recipe), recipe)),
         "clip_norm": recipe.clip_norm,
         "betas": [recipe.beta1, recipe.beta2],
         "segments": [segment_to_dict(segment) for segment in plan.segments],
@@ -126,12 +126,12 @@ def tensor_table(plan: Plan, numerics: Numerics) -> pd.DataFrame:
 
 def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Of one recipe; rates, decays and eps are those of the optimizer itself, on a model without memory."""
-    parametrization = _own(plan, numerics).parametrization(recipe.optimizer)
+    parametrization = _parametrization(plan, numerics, recipe)
     with torch.device("meta"):
         model = Decoder(plan.model)
     optimizer = make_optimizer(model, parametrization, recipe)
     groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
-    multipliers = _multipliers(plan, numerics, recipe)
+    multipliers = multipliers_of(parametrization, recipe)
     for name, tensor in model.named_parameters():
         rule, group = parametrization.rules[name], groups[id(tensor)]
         zero = recipe.zero_readout and rule.tensor_class is TensorClass.READOUT
@@ -149,21 +149,8 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
         }
 
 
-def _own(plan: Plan, numerics: Numerics) -> Numerics:
-    return plan.chain(numerics).numerics
-
-
-def _multipliers(plan: Plan, numerics: Numerics, recipe: Recipe) -> ForwardMultipliers:
-    """Those of the forward pass, with the tuned ones."""
-    return (
-        _own(plan, numerics)
-        .parametrization(recipe.optimizer)
-        .multipliers.tuned(
-            embedding=recipe.embedding_multiplier,
-            readout=recipe.output_multiplier,
-            attention=recipe.attention_multiplier,
-        )
-    )
+def _parametrization(plan: Plan, numerics: Numerics, recipe: Recipe) -> Parametrization:
+    return plan.chain(numerics).numerics.parametrization(recipe.optimizer)
 
 
 def _multiplier(name: str, multipliers: ForwardMultipliers) -> float:

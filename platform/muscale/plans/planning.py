@@ -28,6 +28,7 @@ FOLLOWED = 8.0
 """Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
 octaves off (measured, widths 32 and 64)."""
 _PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
+_MOST_SIZES = 5  # that are told one by one
 _TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
 
 
@@ -173,9 +174,9 @@ def _span(low: float, high: float) -> str:
     return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
 
-def _first(told_sizes: list[str], most: int = 5) -> str:
+def _first(told_sizes: list[str]) -> str:
     """The ends and the middle of a long list."""
-    if len(told_sizes) <= most:
+    if len(told_sizes) <= _MOST_SIZES:
         return ", ".join(told_sizes)
     return f"{told_sizes[0]} to {told_sizes[-1]}, {len(told_sizes)} sizes"
 
@@ -254,7 +255,7 @@ def make_plan(
             hyperparameters,
             model,
             config.model,
-            searched=frozenset(config.sweep.space) | ({"stages"} if config.sweep.is_population else set()),
+            searched=frozenset(config.sweep.space.searched) | ({"stages"} if config.sweep.is_population else set()),
             explicit=frozenset(explicit),
             by_mup=config.parametrization == "mup",
             trial=trial,

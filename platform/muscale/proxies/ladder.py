@@ -15,12 +15,12 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.search.lessons import differs_in
-from muscale.search.trial import WITH_COOLDOWN
 from muscale.settings.config import Stem, StudyConfig
 from muscale.store.lineage import Chain
 from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
+from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
@@ -70,7 +70,7 @@ def branches(
     jobs = []
     for length in sorted(lengths):
         n_tokens = h.whole_batches(length)
-        shares = h.schedule in WITH_COOLDOWN and not h.stages
+        shares = h.schedule in COOLING and not h.stages
         segments = branch(recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule) if shares else chain_of(h, n_tokens)
         chain = Chain(numerics=numerics.for_run(n_tokens), segments=segments)
         jobs.append(Job(purpose=purpose, label=f"{label}, {n_tokens} tokens", hyperparameters=h, chain=chain))

@@ -8,16 +8,6 @@ from muscale.search.record import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spent:
-    """Of the stems and of the branches owed to them: trials begun, tokens, compute in FLOPs (6·N·D), hours × devices."""
-
-    trials: int
-    tokens: int
-    flops: float
-    device_hours: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Budget:
     """Limits of a sweep; None where there is none.
 
@@ -73,8 +63,7 @@ class Budget:
 
     def allows(self, record: Record, rung: int, until: int) -> bool:
         """Whether a leg from one rung (−1: the start) to another stays within every limit."""
-        spent = self.spent(record)
-        tokens = spent.tokens + self._in_flight(record) + self._leg(rung, until)
+        tokens = self.spent(record) + self._in_flight(record) + self._leg(rung, until)
         tokens += self._owed(record, rung, more=1) - self._owed(record, rung)
         tokens += self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
         flops = 6.0 * self.n_params * tokens
@@ -84,15 +73,9 @@ class Budget:
             and (self.max_device_hours is None or self._hours(record, tokens) <= self.max_device_hours)
         )
 
-    def spent(self, record: Record) -> Spent:
-        """The cost of everything that has arrived, and of the branches owed to it."""
-        tokens = record.tokens + sum(self._owed(record, rung) for rung in range(len(self.rung_tokens)))
-        return Spent(
-            trials=len(record.configs),
-            tokens=tokens,
-            flops=6.0 * self.n_params * tokens,
-            device_hours=self._hours(record, tokens),
-        )
+    def spent(self, record: Record) -> int:
+        """Tokens of everything that has arrived, and of the branches owed to it."""
+        return record.tokens + sum(self._owed(record, rung) for rung in range(len(self.rung_tokens)))
 
     def _tokens_of(self, trials: int) -> int:
         """So many trials to their end, annealed at every rung, and the repetitions."""

@@ -19,6 +19,7 @@ from proxy_models.whole_file import whole_file
 _STATES = {
     "completed": TrialState.COMPLETE,
     "stopped": TrialState.PRUNED,
+    "cancelled": TrialState.PRUNED,
     "diverged": TrialState.FAIL,
     "running": TrialState.RUNNING,
 }

@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from muscale.search.across_scales import N_TOKENS, box_of, config_at, coordinates
+from muscale.search.across_scales import N_TOKENS, RATE, box_of, config_at, coordinates
 from muscale.search.sweep_tables import COST, config_of
+from muscale.settings.sweep import changeable
 from scaling.drawing import COLOURS, GREY, LOSS
 from scaling.optima.optimum import MAX_EXCESS
 from scaling.search.figures import draw_pareto, pareto_data
@@ -190,8 +191,13 @@ def draw_response(data: pd.DataFrame, name: str, space: Space) -> go.Figure:
     return figure
 
 
-def lineage_data(result: SweepResult, colour: str = "learning_rate") -> pd.DataFrame:
-    """A population's generations: trial, n_tokens, loss, `value` (of `colour`; log10 of a rate), from_trial, from_tokens, series.
+def coloured_by(result: SweepResult) -> str:
+    """The hyperparameter that tells members of a population apart: the rate, or else the first that changes on the way."""
+    return RATE if RATE in result.space else changeable(result.space)[0]
+
+
+def lineage_data(result: SweepResult) -> pd.DataFrame:
+    """A population's generations: trial, n_tokens, loss, value (of `coloured_by`; log10 of a rate), from_trial, from_tokens, series.
 
     A row per member and generation that ended alive; `from_…` is the state that it went on from, missing at the first. Series
     copy where that was another member's, else own; on_path: whether the winner's last state descends from it.
@@ -204,13 +210,13 @@ def lineage_data(result: SweepResult, colour: str = "learning_rate") -> pd.DataF
     while at in parent:
         path.add(at)
         at = (parent[at], at[1] - 1)
-    value = np.log10(alive[colour].astype(float)) if colour == "learning_rate" else alive[colour]
+    value = alive[name := coloured_by(result)].astype(float)
     return pd.DataFrame(
         {
             "trial": alive["trial"],
             "n_tokens": alive["n_tokens"],
             "loss": alive["loss"],
-            "value": value,
+            "value": np.log10(value) if name == RATE else value,
             "from_trial": alive["parent"].where(began),
             "from_tokens": [tokens.get(rung - 1, math.nan) for rung in alive["rung"]],
             "series": np.where(began & (alive["parent"] != alive["trial"]), "copy", "own"),
@@ -219,8 +225,12 @@ def lineage_data(result: SweepResult, colour: str = "learning_rate") -> pd.DataF
     ).reset_index(drop=True)
 
 
-def draw_lineage(data: pd.DataFrame, title: str = "log10 of the rate") -> go.Figure:
-    """Members over generations; edges lead from the state that was gone on from, dotted where it was another's."""
+def draw_lineage(data: pd.DataFrame, name: str) -> go.Figure:
+    """Members over generations; edges lead from the state that was gone on from, dotted where it was another's.
+
+    `name` is what `coloured_by` gives.
+    """
+    title = "log10 of the rate" if name == RATE else name.replace("_", " ")
     figure = go.Figure()
     edges = data.dropna(subset="from_trial")
     looks = {

@@ -48,7 +48,7 @@ def taught(sweep: Sweep) -> Iterator[str]:
     All are looked at when a sweep begins, and those that are named with the command always; of a sweep that has begun, a
     teacher of the study file may be gone.
     """
-    begins = not sweep.record().rounds
+    begins = not sweep.ledger.rounds(sweep.key)
     for source in sweep.teachers():
         asked = begins or str(source) in sweep.learn_from
         if is_outside(source):

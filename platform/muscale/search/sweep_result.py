@@ -164,11 +164,11 @@ class SweepResult:
         Raises:
             StageError: If it was no population.
         """
-        from muscale.search.sweep_figures import draw_lineage, lineage_data
+        from muscale.search.sweep_figures import coloured_by, draw_lineage, lineage_data
 
         if not self.is_population:
             raise StageError("sweep: only a population has a lineage (sweep.scheduler pbt or pb2)")
-        return draw_lineage(lineage_data(self))
+        return draw_lineage(lineage_data(self), coloured_by(self))
 
     def __str__(self) -> str:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]

@@ -9,12 +9,10 @@ from typing import Any
 from muscale.search.path import Path
 from muscale.store.lineage import Chain
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import Segment, chain, staged_branch
 from proxy_models.recipes.stages import CHANGEABLE, Stage
 from proxy_models.training.numerics import Numerics
-
-WITH_COOLDOWN = ("wsd", "wsd_linear")
-"""Schedules with a stem that runs of several lengths share; under the others a rung lies in the middle of the decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class TrialPlan:
     @property
     def cools_down(self) -> bool:
         """Whether a rung lies on a stem, from which a branch cools down."""
-        return self.defaults.schedule in WITH_COOLDOWN
+        return self.defaults.schedule in COOLING
 
     def hyperparameters(self, config: Mapping[str, Any]) -> Hyperparameters:
         """The study's hyperparameters with the suggestion's in place."""

@@ -24,14 +24,15 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.shape import Shape
 from muscale.settings.strict import PositiveOrInfinite, explained, lists_to_tuples, require_parts, told
 from muscale.settings.strict import StrictTable as _Table
-from muscale.settings.sweep import COOLING, SweepSettings
-from muscale.settings.toml_file import MOST_DEPTH, parse_toml, read_toml
+from muscale.settings.sweep import SweepSettings
+from muscale.settings.toml_file import MOST_DEPTH, inline, parse_toml, read_toml
 from muscale.settings.tracking import TrackingSettings
 from muscale.settings.transfer import TransferSettings
 from proxy_models.architecture.config import ModelConfig, ModelFamily
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.schedule import COOLING
 from proxy_models.training.compilation import Compile
 from proxy_models.training.numerics import Numerics
 from search_spaces import Choice, Fixed, Ordinal, Space, SpaceError, ready_made
@@ -305,6 +306,21 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
     except ValueError as error:
         problems.append(f"{where}: {error}")
     return _FAULTY
+
+
+def as_set(overrides: Overrides) -> tuple[str, ...]:
+    """The same settings, each as --set takes it."""
+    if not isinstance(overrides, Mapping):
+        return tuple(overrides)
+    plain = {key: value.to_dict() if isinstance(value, Space) else value for key, value in overrides.items()}
+    return tuple(f"{key}={_told(value)}" for key, value in plain.items())
+
+
+def _told(value: Any) -> str:
+    try:
+        return inline(value).as_string()
+    except (TypeError, ValueError):  # None, say, for which TOML has no word
+        return str(value)
 
 
 def _parsed(override: str) -> tuple[str, Any]:

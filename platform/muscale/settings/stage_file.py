@@ -14,7 +14,8 @@ from muscale.settings.corpus import CorpusSettings
 from muscale.settings.strict import StrictTable, explained, lists_to_tuples, told
 from muscale.settings.toml_file import read_toml
 from proxy_models.architecture.parametrization import OptimizerName
-from proxy_models.recipes.continued import COOLING, ContinuedSchedule
+from proxy_models.recipes.continued import ContinuedSchedule
+from proxy_models.recipes.schedule import COOLING
 
 
 class ParentSettings(StrictTable):

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from muscale.settings.strict import StrictTable
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.recipes.schedule import ScheduleName
+from proxy_models.recipes.schedule import COOLING, ScheduleName
 from proxy_models.recipes.stages import CHANGEABLE
 from proxy_models.training.averaging import Tail
 from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
@@ -24,7 +24,7 @@ MODELS = ("across_scales", "tpe", "gp", "cma_es")  # searchers that learn from l
 MIN_RUNG_RATIO = 1.25  # the averaged stretch of a rung (15 % of it) must not reach back over the rung before
 MOST_RUNGS = 100  # generations too; at the least ratio the first of them has a billionth of the tokens
 MOST_REDUCTION = 1000.0  # of the trials that one in so many survives (assumed)
-COOLING, DECAYING = ("wsd", "wsd_linear"), ("linear", "cosine", "exponential", "step")
+DECAYING = ("linear", "cosine", "exponential", "step")
 
 
 class SweepSettings(StrictTable):

@@ -1,11 +1,18 @@
-"""A TOML file of settings, read whole or refused in words: whatever its parser raises, and what it would never come to an end of."""
+"""TOML of settings: a file read whole or refused in words, and a value written in one line.
+
+Refused is whatever its parser raises, and what it would never come to an end of.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import tomlkit
+from tomlkit.items import Item
 
 MOST_BYTES = 1 << 20
 """A study file has a few kilobytes (assumed)."""
@@ -32,6 +39,20 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"can't be read as TOML: {error}") from error
     return parse_toml(text)
+
+
+def inline(value: Any) -> Item:
+    """A value as TOML writes it in one line, tables and lists with it."""
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        table.update({key: inline(entry) for key, entry in value.items()})
+        return table
+    if isinstance(value, list | tuple):
+        array = tomlkit.array()
+        array.extend(inline(entry) for entry in value)
+        return array
+    plain: Item = tomlkit.item(value)
+    return plain
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -152,8 +152,7 @@ def _acquire(ledger: Ledger, name: str) -> int:
                 return int(held["token"])
             tried = True
         elif row and clock.now() > tells_at:
-            host = row["owner"].rsplit("/", 3)[0].split(":")[0]
-            who = f"process {process_of(row['owner'])} on {host}"
+            who = f"process {process_of(row['owner'])} on {host_of(row['owner'])}"
             _log.warning("%s: %s is at work on it; waiting until it ends", name, who)
             tells_at = math.inf
         time.sleep(_POLL_SECONDS)
@@ -198,12 +197,22 @@ def _machine() -> str:
 
 
 def _me() -> str:
-    return f"{_machine()}/{os.getpid()}/{psutil.Process().create_time():.2f}"
+    return f"{_machine()}/{os.getpid()}/{_began(psutil.Process())}"
+
+
+def _began(process: psutil.Process) -> str:
+    """When a process began, in seconds after its machine did: the system's clock stands in both times, and may be set."""
+    return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
 def process_of(owner: str) -> int:
     """The owner's process id, on whatever machine."""
     return int(owner.rsplit("/", 3)[1])
+
+
+def host_of(owner: str) -> str:
+    """The name of the owner's machine."""
+    return owner.rsplit("/", 3)[0].split(":")[0]
 
 
 def is_dead(owner: str) -> bool:
@@ -213,6 +222,6 @@ def is_dead(owner: str) -> bool:
         return False
     try:
         process = psutil.Process(int(pid))
-        return f"{process.create_time():.2f}" != created or process.status() == psutil.STATUS_ZOMBIE
+        return _began(process) != created or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

@@ -136,9 +136,9 @@ class ActorStorage(Storage):
 
     def _node(self, mine: str) -> str:
         """The id of the host's node: this process's own, if it is one of several on the host."""
-        import ray
+        from muscale.cluster import alive_nodes
 
-        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        alive = alive_nodes()
         there = sorted(node["NodeID"] for node in alive if node["NodeManagerHostname"] == self.host)
         if not there:
             raise StudyDirectoryError(

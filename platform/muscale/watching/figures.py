@@ -13,19 +13,21 @@ if TYPE_CHECKING:
 
 _BAND = "rgba(42,111,151,0.22)"
 _QUIET, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
+_CURVE_POINTS = 500  # of a curve at least, and less than twice as many, where it has them
+_BAND_POINTS = 200
 _SHOWN_FROM = 0.05  # of the run: the fall before that would leave no room for what counts
 
 
-def curve_data(metrics: pd.DataFrame, every: int = 500) -> pd.DataFrame:
-    """The full run's training loss, averaged over stretches so that at most `every` points remain: tokens, train_loss."""
-    stretch = max(1, len(metrics) // every)
+def curve_data(metrics: pd.DataFrame) -> pd.DataFrame:
+    """The full run's training loss, of a long one averaged over stretches: tokens, train_loss."""
+    stretch = max(1, len(metrics) // _CURVE_POINTS)
     groups = metrics[["tokens", "train_loss"]].groupby(metrics.index // stretch)
     return groups.agg({"tokens": "last", "train_loss": "mean"})
 
 
-def band_data(band: Band, points: int = 200) -> pd.DataFrame:
+def band_data(band: Band) -> pd.DataFrame:
     """The band along the run: tokens, expected, low, high; one row where it is of the end alone."""
-    shares = np.linspace(band.begins, 1.0, points) if band.begins < 1 else np.array([1.0])
+    shares = np.linspace(band.begins, 1.0, _BAND_POINTS) if band.begins < 1 else np.array([1.0])
     tokens = shares * band.n_tokens
     return pd.concat([pd.DataFrame({"tokens": tokens}), band.at(tokens)], axis=1)
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +219,13 @@ class Observer:
         ramp = self.plan.segments[0].recipe.ramp
         if not ramp.doublings:
             return round(step) * ramp.batch_tokens
-        steps = ramp.steps(0, self.plan.n_tokens + ramp.batch_tokens)
-        ends = [before + batch for before, batch in steps]
-        return ([0, *ends])[min(round(step), len(ends))]
+        return self._ends[min(round(step), len(self._ends) - 1)]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Tokens seen after each of the plan's steps, and 0 before the first."""
+        ramp = self.plan.segments[0].recipe.ramp
+        return [0, *(before + batch for before, batch in ramp.steps(0, self.plan.n_tokens + ramp.batch_tokens))]
 
     def _estimated(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Held-out losses for a table of training losses alone: means of whole windows, with the ladder's offset."""

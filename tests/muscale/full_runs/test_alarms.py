@@ -100,7 +100,7 @@ def test_an_alarm_is_kept_and_told_once(ledger: Ledger, hook: Hook) -> None:
     assert raise_alarms(ledger, alarms("above", "above", "above", asserted=True), webhook=None), "another run's"
 
 
-@pytest.mark.parametrize("kind", ["status", "nobody", "no url", "malformed", "unset"])
+@pytest.mark.parametrize("kind", ["status", "nobody", "no url", "malformed", "no address", "unset"])
 def test_a_webhook_that_fails_is_told_without_its_url(
     ledger: Ledger, hook: Hook, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -113,6 +113,7 @@ def test_a_webhook_that_fails_is_told_without_its_url(
         "nobody": f"http://127.0.0.1:{port}/{SECRET}",
         "no url": f"file:///{SECRET}",
         "malformed": f"http://127.0.0.1:{SECRET}/ x",
+        "no address": f"http://[::1/{SECRET}",
         "unset": "",
     }
     monkeypatch.setenv("WATCH_HOOK", urls[kind])

@@ -25,7 +25,7 @@ from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus, write_corpus
-from proxy_models.data.tokenizer import TokenizerSettings
+from proxy_models.data.tokenizer import FileTokenizer, TokenizerSettings
 from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -253,6 +253,23 @@ def test_text_of_a_stage_is_encoded_by_the_tokenizer_that_the_study_trained(case
     )
     assert stage.corpus.tokenizer().key == first.tokenizer().key
     assert stage.corpus.manifest["tokenizer"] == first.manifest["tokenizer"]
+
+
+def test_a_stage_names_a_tokenizer_from_the_user_s_own_folder_as_a_study_does(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = TokenizerSettings(kind="bpe", vocab_size=270)
+    first = write_corpus(case.directory / "named", str(case.directory / "text"), tokenizer=tokenizer)
+    shutil.copy(first.folder / "tokenizer.json", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = first.tokenizer()
+    assert isinstance(kept, FileTokenizer)
+    named = f'tokenizer = "~/tokenizer.json"\nend_of_document = "{kept.end_name}"'
+    stage = replace(case, corpus=first).planned(
+        f'{STAGE}[corpus]\nsource = "code"\nevaluation_tokens = 512\n{named}\n',
+        model=replace(case.config.model, vocab_size=270),
+    )
+    assert stage.corpus.tokenizer().key == kept.key
 
 
 def test_a_stage_is_bundled_with_a_lineage_that_names_its_parents(case: Case) -> None:

@@ -21,6 +21,7 @@ def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:
     assert largest_fitting((2, 4, 6, 8), nodes, {"CPU": 1.0, "GPU": 0.0}) == 8
     assert largest_fitting((6, 8), nodes, each) == 6, "waited for, as Ray does"
     assert largest_fitting((2, 4), [], each) == 2
+    assert largest_fitting((1, 2, 5, 6), [{"CPU": 1.0}], {"CPU": 0.2}) == 5, "1.0 // 0.2 is 4"
 
 
 def tell_world_size(config: dict[str, Any]) -> None:

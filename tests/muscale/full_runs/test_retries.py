@@ -12,7 +12,7 @@ from muscale.errors import PreemptedError, StageError
 from muscale.full_runs import attempts, goodput
 from muscale.full_runs.goodput import Goodput, measure, record_attempt
 from muscale.full_runs.interventions import Interventions
-from muscale.full_runs.recovery import Failure, failures, is_retryable, kind_of, persevere
+from muscale.full_runs.recovery import Failure, describe, failures, is_retryable, kind_of, persevere
 from muscale.layout import EVALUATIONS, METRICS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.spikes import SpikePolicy
@@ -190,3 +190,19 @@ def test_evaluations_of_what_is_trained_again_are_forgotten_with_its_steps(tmp_p
     assert attempts.go_back(tmp_path, 200) == 2.0
     for name in (METRICS, EVALUATIONS):
         assert [row["tokens"] for row in json_lines.read(tmp_path / name)] == [100, 200]
+
+
+def test_a_restart_names_the_rank_that_failed_and_not_the_peers_that_lost_it(tmp_path: Path) -> None:
+    def stop(rank: int, error: Exception) -> None:
+        record_attempt(tmp_path, "stop", rank=rank, step=3, **describe(error))
+
+    attempts.begin(tmp_path, tokens=0, step=0)
+    stop(1, torch.OutOfMemoryError("CUDA out of memory"))
+    stop(0, GONE)
+    _, (first,) = attempts.begin(tmp_path, tokens=256, step=1)
+    assert first.reason == "OutOfMemoryError: CUDA out of memory"
+    stop(0, GONE)
+    _, (_, second) = attempts.begin(tmp_path, tokens=256, step=1)
+    assert "Connection closed by peer" in second.reason, "where nobody tells more"
+    _, (*_, third) = attempts.begin(tmp_path, tokens=256, step=1)
+    assert third.reason == "killed, or the machine was lost"

@@ -101,6 +101,10 @@ def test_keys_and_tokens_are_found_and_never_told(alone: pytest.MonkeyPatch, tmp
     found = [doctor._tracking(), doctor._token()]
     assert [finding.status for finding in found] == ["ok", "ok"]
     assert str(netrc) in found[0].found
+    alone.setenv("WANDB_BASE_URL", "http://localhost:8080")
+    assert "no key" in doctor._tracking().found
+    netrc.write_text(f"machine localhost login user password {SECRET}\n")
+    assert "a key for localhost" in doctor._tracking().found, "as wandb keeps it, without the port"
     alone.setenv("WANDB_API_KEY", SECRET)
     alone.setenv("RAY_AUTH_TOKEN", SECRET)
     assert SECRET not in str([*found, doctor._tracking(), doctor._token()])

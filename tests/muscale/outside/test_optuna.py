@@ -26,8 +26,10 @@ from muscale.search.lessons import lessons
 from muscale.search.methods import resolve_searcher
 from muscale.search.optuna_export import export_optuna
 from muscale.search.sweep import Sweep
+from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
+from tests.muscale.command_lines import muscale
 from tests.muscale.planted_sweep import open_sweep, plant
 
 MakeStudy = Callable[..., Path]
@@ -180,6 +182,16 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
     assert "no fit of a law has them" in told_results(path, table)
 
 
+def test_a_command_takes_one_of_several_studies_by_its_name(
+    make_study: MakeStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path, "first")
+    write_study(path, "second")
+    done = muscale(capsys, "sweep", make_study(), "--learn-from", f"{path}#second", "--dry-run")
+    assert (done.code, done.err) == (0, "")
+
+
 def test_a_suggestion_follows_what_outside_results_tell(swept: Sweep, tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     rates = [0.004 * 1.09**k for k in range(24)]
@@ -260,6 +272,19 @@ def test_an_exported_sweep_is_a_study_of_optunas(swept: Sweep, tmp_path: Path) -
     study._storage.remove_session()
     with pytest.raises(StageError, match=r"sweep\.db: is there already"):
         export_optuna(swept, file)
+
+
+def test_a_cancelled_trial_is_exported_as_one_that_was_stopped(swept: Sweep, tmp_path: Path) -> None:
+    plant(swept)
+    for trial in (1, 3):
+        cancel_trial(swept.ledger, swept.key, trial, "it is in the way")
+    export_optuna(swept, tmp_path / "sweep.db")
+    study = optuna.load_study(study_name="micro", storage=storage(tmp_path / "sweep.db"))
+    assert [trial.state for trial in study.trials] == [
+        *(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.PRUNED)
+    ]
+    assert [trial.value for trial in study.trials] == [1.8, 2.5, None, None]
+    study._storage.remove_session()
 
 
 @pytest.mark.skipif(find_spec("optuna_dashboard") is None, reason="needs optuna-dashboard, of muscale[dev]")

@@ -7,12 +7,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from muscale import StudyConfig
+from muscale import Study, StudyConfig
 from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation, Sample
+from muscale.layout import FULL_RUNS, METRICS
+from muscale.pages.contents import gather
 from muscale.pages.report import write_report
 from muscale.pages.report_contents import ReportContents
 from muscale.plans.next_stems import choose
-from muscale.plans.planning import make_plan
+from muscale.plans.planning import make_plan, register
 from proxy_models.data.corpus import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
@@ -44,6 +46,18 @@ def test_the_page_loads_nothing_from_elsewhere_and_holds_plotly_once(tmp_path: P
     text = page(tmp_path)
     assert not re.findall(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)\s*=""", text)
     assert text.count("plotly.js v") == 1
+
+
+def test_a_line_of_the_full_run_s_metrics_that_is_half_written_is_no_fault(make_study: MakeStudy) -> None:
+    study = Study.open(make_study(), quiet=True)
+    made = make_plan(study.config, study.config.hyperparameters, planted_horizon(), planted_fit())
+    folder = study.directory / FULL_RUNS / register(made, study.ledger).key
+    folder.mkdir(parents=True)
+    (folder / METRICS).write_text('{"tokens": 256, "train_loss": 3.0}\n{"tokens": 512, "train_')
+    curve = gather(study).curve
+    assert curve is not None
+    assert curve[["tokens", "train_loss"]].to_numpy().tolist() == [[256, 3.0]]
+    study.report()
 
 
 def test_a_name_that_a_user_chose_is_escaped(tmp_path: Path) -> None:

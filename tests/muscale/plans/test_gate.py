@@ -14,7 +14,6 @@ from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.prospect import device_of
 from muscale.plans.carried import Carried
 from muscale.plans.gate import (
-    MEMORY_SHARE,
     Gate,
     GateLine,
     carried_line,
@@ -30,7 +29,7 @@ from muscale.plans.gate import (
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.memory import MEMORY_SHARE, training_memory
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus, write_corpus
 from tests.muscale.conftest import write_text

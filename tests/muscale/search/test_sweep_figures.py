@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from muscale.search.sweep_figures import (
     survivors_data,
 )
 from muscale.search.sweep_result import SweepResult
+from search_spaces import Space, Uniform
 
 Search = Callable[..., SweepResult]
 POPULATION = ("sweep.scheduler=pbt", "sweep.trials=8")
@@ -104,6 +106,15 @@ def test_the_lineage_leads_from_a_first_generation_to_the_winner(search: Search)
     assert axis_titles(result.plot_lineage()) == {"training tokens", "member of the population"}
     with pytest.raises(StageError, match="only a population has a lineage"):
         search("sweep.trials=2").plot_lineage()
+
+
+def test_a_lineage_without_a_searched_rate_is_coloured_by_what_changed_instead(search: Search) -> None:
+    found = search(*POPULATION)
+    rungs = found.rungs.rename(columns={"learning_rate": "beta1"})
+    result = replace(found, rungs=rungs, space=Space({"beta1": Uniform(low=0.001, high=0.1)}))
+    assert lineage_data(result)["value"].tolist() == rungs.dropna(subset="loss")["beta1"].tolist()
+    assert result.plot_lineage().data[-1].marker.colorbar.title.text == "beta1"
+    assert found.plot_lineage().data[-1].marker.colorbar.title.text == "log10 of the rate"
 
 
 def test_the_report_shows_every_figure_for_which_there_is_data(search: Search, tmp_path: Path) -> None:

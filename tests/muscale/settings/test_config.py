@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
+from muscale.settings.config import as_set
 from muscale.settings.sweep import SweepSettings
 from proxy_models.recipes.stages import Stage
 from search_spaces import mup_adamw, ready_made
@@ -332,3 +333,9 @@ def test_overrides_may_be_values_and_a_space(make_study: MakeStudy) -> None:
     assert config.sweep.space == space
     with pytest.raises(StudyFileError, match=r"sweep.trials.*'7'"):
         StudyConfig.read(make_study("b"), {"sweep.trials": "7"})
+
+
+def test_settings_from_python_are_told_as_set_takes_them() -> None:
+    assert as_set(["a.b=1"]) == ("a.b=1",)
+    given = {"a.text": 'it"s', "a.list": [1, 2.5], "a.table": {"b": True}, "a.none": None}
+    assert as_set(given) == ('a.text="it\\"s"', "a.list=[1, 2.5]", "a.table={b = true}", "a.none=None")

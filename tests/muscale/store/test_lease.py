@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import sqlalchemy as sa
 
@@ -25,6 +26,16 @@ from muscale.store.storage import SqliteStorage
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
     return Ledger(tmp_path / LEDGER)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells when a process began")
+def test_a_clock_that_is_set_ends_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, boot = f"{leases._me()}/aa", psutil.boot_time()
+    monkeypatch.setattr(
+        "psutil._pslinux.boot_time", lambda: boot + 3600.0
+    )  # what moves in /proc/stat as the clock is set
+    assert not leases.is_dead(owner)
+    assert leases.is_dead(f"{owner.rsplit('/', 2)[0]}/0.00/aa"), "another process that had its id"
 
 
 def test_a_second_owner_waits_for_the_first_tells_so_and_has_a_larger_token(

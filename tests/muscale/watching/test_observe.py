@@ -8,17 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from muscale import StageError, Study, StudyConfig
+from muscale.layout import METRICS
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
 from muscale.watching.band import Band, register_band
 from muscale.watching.observe import Observer, read_csv, read_wandb
 from muscale.watching.watch import Watcher
+from proxy_models.recipes.batch_ramp import BatchRamp
 from tests.muscale.planted_ladder import OFFSET, log_ratio, numerics_of, registered_plan, write_ladder
 
 MakeStudy = Callable[..., Path]
@@ -106,6 +109,28 @@ def test_steps_are_the_plan_s_batches(elsewhere: Elsewhere) -> None:
     elsewhere.observer.take(read_csv(elsewhere.table, tokens="global_step", loss="nll"))
     (row,) = Watcher(elsewhere.ledger, alarm_after=3).look().evaluations.to_dict("records")
     assert row["tokens"] == n_tokens // batch // 2 * batch
+
+
+def test_steps_of_a_growing_batch_are_counted_once_for_all_rows(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h = elsewhere.plan.hyperparameters
+    ramped = replace(h, batch_tokens=2 * h.batch_tokens, batch_doublings=1, batch_ramp_tokens=4 * h.batch_tokens)
+    asked: list[int] = []
+    steps = BatchRamp.steps
+
+    def counted(ramp: BatchRamp, start: int, end: int) -> Iterator[tuple[int, int]]:
+        asked.append(end)
+        return steps(ramp, start, end)
+
+    monkeypatch.setattr(BatchRamp, "steps", counted)
+    n_tokens = ramped.whole_batches(elsewhere.plan.n_tokens)
+    plan = replace(elsewhere.plan, hyperparameters=ramped, n_tokens=n_tokens)
+    observer = Observer(elsewhere.ledger, plan, "a table")
+    observer.take([{"step": float(step), "val_loss": 3.0} for step in range(1, 9)])
+    assert len(asked) == 1
+    rows = [json.loads(line)["tokens"] for line in (observer.directory / METRICS).read_text().splitlines()]
+    assert rows == [h.batch_tokens * n for n in (1, 2, 3, 4, 6, 8, 10, 12)]
 
 
 def test_training_losses_alone_are_held_against_the_band_by_the_ladder_s_offset(elsewhere: Elsewhere) -> None:

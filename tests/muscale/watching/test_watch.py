@@ -247,6 +247,25 @@ def test_a_growing_file_is_read_on_and_one_written_anew_from_its_start(tmp_path:
     assert list(tail.table()["train_loss"]) == [1.0] * 9
 
 
+def test_a_file_that_is_written_anew_as_it_is_opened_is_not_taken_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, anew = tmp_path / "metrics.jsonl", tmp_path / "anew"
+    path.write_text('{"tokens": 1, "train_loss": 3.0}\n{"tokens": 2, "train_loss": 3.0}\n')
+    anew.write_text('{"tokens": 1, "train_loss": 1.0}\n' * 3)
+    tail, opened = MetricsTail(path), Path.open
+
+    def open_and_replace(self: Path, *args: Any) -> Any:
+        file = opened(self, *args)
+        anew.replace(path)
+        return file
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "open", open_and_replace)
+        assert list(tail.table()["train_loss"]) == [3.0, 3.0]
+    assert list(tail.table()["train_loss"]) == [1.0] * 3
+
+
 def followed(run: Run, until: Any, **options: Any) -> tuple[Any, str]:
     shown = io.StringIO()
     watch = follow(run.watcher(), until=until, every=0.01, settings=SETTINGS, console=Console(file=shown, **options))
