@@ -83,7 +83,7 @@ def numbers(rows: pd.DataFrame, column: str, *, minimum: float = 0.0, inclusive:
         first = int(np.argmax(bad))
         rule = f"finite and {'at least' if inclusive else 'above'} {minimum:g}"
         raise ValueError(
-            f"{column} must be {rule}, got {values[first]:g} in row {rows.index[first]!r} "
+            f"{column} must be {rule}, got {values[first]:g} in row {row_name(rows, first)} "
             f"({bad.sum()} of {len(rows)} rows break this rule)"
         )
     return values
@@ -99,8 +99,15 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
     values = np.where(np.isfinite(values), values, np.nan)
     if (values <= 0).any():
         first = int(np.argmax(values <= 0))
-        raise ValueError(f"loss must be above 0 (or NaN: diverged), got {values[first]:g} in row {rows.index[first]!r}")
+        raise ValueError(
+            f"loss must be above 0 (or NaN: diverged), got {values[first]:g} in row {row_name(rows, first)}"
+        )
     return values
+
+
+def row_name(rows: pd.DataFrame, number: int) -> str:
+    """What the caller calls a row, as Python has it: numpy's own integers show their type."""
+    return repr(rows.index[[number]].tolist()[0])
 
 
 def or_nan(value: object) -> float:

@@ -42,7 +42,8 @@ def _is_multiple(value: float, divisor: float) -> bool:
         return False
     if isinstance(value, Integral) and isinstance(divisor, Integral):
         return int(value) % int(divisor) == 0
-    return math.isclose(value / divisor, round(value / divisor), rel_tol=_ROUNDING, abs_tol=1e-9)
+    quotient = value / divisor
+    return math.isfinite(quotient) and math.isclose(quotient, round(quotient), rel_tol=_ROUNDING, abs_tol=1e-9)
 
 
 def _at_most(value: float, bound: float) -> bool:

@@ -130,11 +130,6 @@ class Space(Mapping[str, Distribution]):
         return super().__eq__(other)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Every hyperparameter."""
-        return tuple(self)
-
-    @property
     def searched(self) -> tuple[str, ...]:
         """Those that are not fixed, in order."""
         return tuple(name for name, distribution in self.items() if distribution.dimensions)

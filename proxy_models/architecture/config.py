@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -210,9 +211,12 @@ class ModelFamily:
         """The member whose `n_params` is nearest to the wanted one in ratio.
 
         Widths are those of whole groups of heads at which `mlp_ratio` is exact.
+
+        Raises:
+            ValueError: If the number is not positive and finite.
         """
-        if n_params <= 0:
-            raise ValueError(f"n_params must be positive, got {n_params}")
+        if not 0 < n_params < math.inf:
+            raise ValueError(f"n_params must be positive and finite, got {n_params}")
         step = self.base.head_dim * self.base.queries_per_kv
         widths = (width for width in count(step, step) if float(width * self.base.mlp_ratio).is_integer())
         below = self.at(width=next(widths), depth=depth)

@@ -25,7 +25,7 @@ from proxy_models.training.optimizer import clip, initialize, make_optimizer, se
 from proxy_models.training.watching import rms, watching
 
 Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
-Key = tuple[str, str, str, int]  # module, kind, quantity, step  # module, kind, quantity, step
+Key = tuple[str, str, str, int]  # module, kind, quantity, step
 
 
 def coordinate_check(

@@ -169,6 +169,11 @@ def _lines(path: Path, field: str) -> Iterator[tuple[str, bytes, int]]:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{path}: {place}: not JSON ({error.msg} at column {error.colno})") from error
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # a number of too many digits, or lists too deep in one another
+                raise CorpusError(f"{path}: {place}: can't be read ({error})") from error
             if not isinstance(record, dict):
                 raise CorpusError(f"{path}: {place}: each line must be an object, got {_short(record)}")
             if field not in record:

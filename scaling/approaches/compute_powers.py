@@ -156,6 +156,12 @@ def powers_through(compute: Array, n_params: Array, n_tokens: Array, compute_ref
     return float(a), float(b), math.exp(log_n), math.exp(log_d)
 
 
+def require_draws(n_bootstrap: int) -> None:
+    """Raise ValueError unless there are resamplings enough for an interval."""
+    if n_bootstrap < 2:
+        raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
+
+
 def resampled(n_draws: int, one: Callable[[int], Powers | None]) -> tuple[Array, float]:
     """`one` of each draw's number, without those that have no answer, and their share."""
     found = [powers for draw in range(n_draws) if (powers := one(draw)) is not None]

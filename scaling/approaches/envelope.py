@@ -12,9 +12,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.approaches.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
+from scaling.approaches.compute_powers import (
+    MIN_POINTS,
+    ComputePowers,
+    Powers,
+    powers_through,
+    require_draws,
+    resampled,
+)
 from scaling.approaches.loss_curves import COLUMNS, Curves, curves_of
-from scaling.checks import numbers, require_columns
+from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.fits.runs import ASSUMED, Table, counts, naming, read_table, require_convention, to_nats
 from scaling.forms.law import NATS, compute_flops
@@ -45,10 +52,11 @@ def fit_envelope(
         Powers, with `points` one row per crossing: also the sizes `smaller` and `larger`, between which N* lies there.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or a run has several sizes.
+        ValueError: a column is missing or breaks its rule, a run has no name or several sizes, or `n_bootstrap` is below 2.
         ScalingError: fewer than two crossings lie on the envelope.
     """
     require_convention(n_params_convention)
+    require_draws(n_bootstrap)
     given = read_table(curves)
     with naming(curves):
         table, unit = _checked(given, loss_unit)
@@ -71,7 +79,7 @@ def fit_envelope(
         doubts.append(
             f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
         )
-    if "annealed" in given and not given["annealed"].astype(bool).all():
+    if "annealed" in given and not given["annealed"].isin([True]).all():
         doubts.append("losses in mid-schedule: the envelope compares runs before and after their decay")
     if unanswered > MAX_UNANSWERED:
         doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
@@ -99,7 +107,7 @@ def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
     factor, unit = to_nats(loss_unit)
     found = {"n_params": counts(curves, "n_params"), "n_tokens": numbers(curves, "n_tokens")}
     found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}
-    table = pd.DataFrame({**found, "run": curves["run"].to_numpy()})
+    table = pd.DataFrame({**found, "run": names(curves, "run")})
     if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
         raise ValueError(f"n_params must be one of each run, got {several.max()} in run {several.idxmax()}")
     return table, unit

@@ -16,7 +16,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.approaches.compute_powers import MIN_POINTS, ComputePowers, Powers, powers_through, resampled
+from scaling.approaches.compute_powers import (
+    MIN_POINTS,
+    ComputePowers,
+    Powers,
+    powers_through,
+    require_draws,
+    resampled,
+)
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.fitting import fit, select
@@ -107,10 +114,11 @@ def fit_isoflops(
         part that stays were every grid centred on its optimum (`…_centred`: width and alpha ≠ beta).
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or there are too few points for a law.
+        ValueError: a column is missing or breaks its rule, there are too few points for a law, or `n_bootstrap` is below 2.
         ScalingError: fewer than two budgets have a minimum among their sizes.
     """
     require_convention(n_params_convention)
+    require_draws(n_bootstrap)
     checked = select(runs, Chinchilla(), max_regret=max_regret, loss_unit=loss_unit)
     rows, compute = checked.rows, checked.compute_flops
     n_params, n_tokens, loss = (rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss"))

@@ -91,7 +91,7 @@ def compare_ablations(rows: pd.DataFrame, *, level: float = 0.9) -> Ablation:
         level: of the intervals.
 
     Raises:
-        ValueError: a column is missing or breaks its rule.
+        ValueError: a column is missing or breaks its rule, or a variant has two runs of one seed.
         ScalingError: there is no run as it is, or nothing beside it.
     """
     require_columns(rows, ("component", "value", "n_params", "seed", "loss"))
@@ -107,6 +107,10 @@ def compare_ablations(rows: pd.DataFrame, *, level: float = 0.9) -> Ablation:
     squares, dof = 0.0, 0
     ratios: list[np.ndarray[Any, np.dtype[np.float64]]] = []
     for (component, value), part in rows[rows["component"] != AS_IT_IS].groupby(["component", "value"], sort=False):
+        if (twice := part["seed"].duplicated()).any():
+            raise ValueError(
+                f"seed {part.loc[twice, 'seed'].iloc[0]} stands twice among the runs of {component} {value}"
+            )
         paired = part[part["loss"].notna() & part["seed"].isin(plain.index)]
         ratio = np.log(paired["loss"].to_numpy() / plain.loc[paired["seed"]].to_numpy())
         ratios.append(ratio)

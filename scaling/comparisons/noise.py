@@ -89,7 +89,7 @@ class SeedNoise(Result):
     n_runs: int
 
     @property
-    def prior(self) -> tuple[float, float] | None:
+    def prior(self) -> tuple[float, float]:
         """(sd, dof) as `compare_leaders(noise=…)` takes it: of the paired noise, of the total one if it is not known."""
         return (self.sd, self.dof) if self.dof else (self.total, self.total_dof)
 

@@ -26,7 +26,6 @@ per device-hour as one might have paid for a long rental in 2026, quoted by nobo
     mine = dataclasses.replace(accelerator("H100 SXM"), dollars_per_hour=1.85, mfu=0.47)
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -50,7 +49,7 @@ def require_positive(name: str, value: float) -> float:
 
 
 def _require_devices(n_devices: int) -> None:
-    if not (n_devices >= 1 and n_devices == math.floor(n_devices)):
+    if not (n_devices >= 1 and float(n_devices).is_integer()):
         raise ValueError(f"n_devices must be a whole number, at least 1, got {n_devices!r}")
 
 

@@ -32,7 +32,7 @@ from scaling.errors import ScalingError
 from scaling.fits.forecast import Forecast, reasons_against
 from scaling.fits.result import ScalingFit
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
-from scaling.forms.spending import UNIQUE, Spending
+from scaling.forms.spending import LEAST_FLOPS, MOST_FLOPS, UNIQUE, Spending
 from scaling.presentation import counted
 
 SANE_RATIO = (0.5, 2e4)
@@ -79,7 +79,8 @@ def decide(
 
     Raises:
         ValueError: an argument breaks its rule, or a column of the form is missing.
-        ScalingError: nothing meets the conditions: the loss is out of reach, or serving alone costs the budget.
+        ScalingError: nothing meets the conditions: the loss is out of reach, or reached where no law was fitted, or serving
+            alone costs the budget.
     """
     if (budget is None) == (loss is None):
         raise ValueError(f"give a budget or a loss, one of the two, got budget={budget!r} and loss={loss!r}")
@@ -204,12 +205,19 @@ def _spending(
 
 def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> float:
     """The least compute that reaches a loss."""
+
+    def best_loss(budget: float) -> float:
+        budgets = np.array([budget])
+        return float(spending.at(values, spending.best(values, budgets)[:, None], budgets[:, None])[0, 0])
+
     found = float(spending.least_budget(values, loss, 1)[0])
     if not math.isfinite(found):
-        most = np.array([1e60])
-        least = float(spending.at(values, spending.best(values, most)[:, None], most[:, None])[0, 0])
         raise ScalingError(
-            f"the best allocations tend to a loss of {least:.4f} under these limits and never reach {loss:.4f}"
+            f"the best allocations tend to a loss of {best_loss(MOST_FLOPS):.4f} under these limits and never reach {loss:.4f}"
+        )
+    if best_loss(LEAST_FLOPS) <= loss:
+        raise ScalingError(
+            f"the best allocations reach {loss:.4f} with less than {LEAST_FLOPS:,.0f} FLOPs: no law was fitted there"
         )
     return found
 

@@ -140,6 +140,8 @@ def simulate(
     require_columns(design, ("n_params", "n_tokens"))
     size, tokens = numbers(design, "n_params"), numbers(design, "n_tokens")
     cost = numbers(design, "cost_flops") if "cost_flops" in design else compute_flops(size, tokens)
+    require_positive("n_params", n_params)
+    require_positive("n_tokens", n_tokens)
     for name, value in (("noise", noise), ("stem_noise", stem_noise)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")

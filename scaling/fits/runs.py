@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import numbers, or_nan, require_columns
+from scaling.checks import numbers, or_nan, require_columns, row_name
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
 
@@ -149,11 +149,13 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
     values = numbers(rows, column)
     if (many := values > MOST_COUNT).any():
         first = int(np.argmax(many))
-        raise ValueError(f"{column} must be at most {MOST_COUNT:g}, got {values[first]:g} in row {rows.index[first]!r}")
+        raise ValueError(
+            f"{column} must be at most {MOST_COUNT:g}, got {values[first]:g} in row {row_name(rows, first)}"
+        )
     if (few := values < LEAST_COUNT).any():
         first = int(np.argmax(few))
         raise ValueError(
-            f"{column} must be a plain count of at least {LEAST_COUNT:g}, got {values[first]:g} in row {rows.index[first]!r} "
+            f"{column} must be a plain count of at least {LEAST_COUNT:g}, got {values[first]:g} in row {row_name(rows, first)} "
             f"({few.sum()} of {len(rows)} rows break this rule): is it in millions or billions?"
         )
     return values
@@ -183,7 +185,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     if (small := open_ & (table["loss"] < LEAST_LOSS)).any():
         first = int(np.argmax(small))
         raise ValueError(
-            f"loss must be at least {LEAST_LOSS:g}, got {table['loss'][first]:g} in row {runs.index[first]!r}"
+            f"loss must be at least {LEAST_LOSS:g}, got {table['loss'][first]:g} in row {row_name(runs, first)}"
         )
     stem = runs["stem"] if "stem" in runs else pd.Series(np.arange(len(runs)))
     if odd := [name for name in stem if not pd.api.types.is_hashable(name)]:
@@ -239,8 +241,9 @@ def _doubts(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> 
     if unit == NATS and (most := float(values[2].max())) > MOST_NATS:
         yield f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million: is it a perplexity?"
     if unit == NATS and (in_bits := rows_in_bits(*values)) is not None:
+        first_name = row_name(rows, int(np.argmax(in_bits)))
         yield (
-            f"{in_bits.sum()} of {len(rows)} rows, the first of them {rows.index[int(np.argmax(in_bits))]!r}, lie above the others by "
+            f"{in_bits.sum()} of {len(rows)} rows, the first of them {first_name}, lie above the others by "
             f"the factor {1 / math.log(2):.4f} of bits over nats: are their losses bits?"
         )
     if "compute_flops" in runs:

@@ -10,7 +10,6 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.checks import positive
-from scaling.errors import ScalingError
 from scaling.presentation import Result, counted
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ FLOPS_PER_PARAM_TOKEN = 6.0
 """C = 6·N·D: two FLOPs per parameter and token forward, four backward (Kaplan et al. 2001.08361, sec. 2.1)."""
 _N_SHARE = (0.05, 0.95)
 """Of log(C/6) between which log N of the best size is sought where no formula tells it."""
-_LEAST, _MOST = 1e3, 1e60
-"""Tokens, and FLOPs, between which a loss is sought."""
 
 
 def compute_flops(n_params: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -171,38 +168,6 @@ class Law(Result):
         """The optimum at each budget: columns compute_flops, n_params, n_tokens, loss."""
         names = ["compute_flops", "n_params", "n_tokens", "loss"]
         return pd.DataFrame([asdict(self.allocate(float(flops), **columns)) for flops in compute_flops], columns=names)
-
-    def n_tokens_for(self, loss: float, n_params: float, **columns: float) -> float:
-        """Tokens with which a model of `n_params` parameters reaches `loss`.
-
-        Raises:
-            ValueError: the loss or N is not finite and above 0.
-            ScalingError: the model does not reach the loss with any number of tokens, or does so with less than a thousand.
-        """
-        what = f"{float(positive('n_params', n_params)):.4g} parameters"
-        return self._least(loss, lambda d: float(self.loss(n_params, d, **columns)), what, "tokens")
-
-    def compute_for(self, loss: float, **columns: float) -> Allocation:
-        """The least compute that reaches `loss`, and how it is spent.
-
-        Raises:
-            ValueError: the loss is not finite and above 0.
-            ScalingError: no compute reaches the loss, or less than a thousand FLOPs do.
-        """
-        flops = self._least(loss, lambda c: self.allocate(c, **columns).loss, "the best allocations", "FLOPs")
-        return self.allocate(flops, **columns)
-
-    def _least(self, loss: float, loss_at: Any, what: str, unit: str) -> float:
-        """The least tokens or compute at which a falling loss is reached."""
-        from scipy.optimize import brentq
-
-        positive("loss", loss)
-        if loss_at(_MOST) >= loss:
-            raise ScalingError(f"{what} tend to a loss of {loss_at(_MOST):.4f} and never reach {loss:.4f}")
-        if loss_at(_LEAST) <= loss:
-            raise ScalingError(f"{what} reach {loss:.4f} with less than {_LEAST:,.0f} {unit}: no law was fitted there")
-        found = brentq(lambda log_x: loss_at(math.exp(log_x)) - loss, math.log(_LEAST), math.log(_MOST), xtol=1e-12)
-        return math.exp(found)
 
     def to_dict(self) -> dict[str, Any]:
         """The form's name, the numbers and their units."""

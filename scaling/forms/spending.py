@@ -24,8 +24,9 @@ FLOPS_PER_PARAM_SERVED = 2.0
 QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
 UNIQUE = "unique_tokens"
 """Column of the forms that know what a repeated token is worth."""
+LEAST_FLOPS, MOST_FLOPS = 1e6, 1e60
+"""Between which the budget for a loss is sought."""
 _SHARE = (0.05, 0.95)  # of log(C/6), between which log N is sought
-_LOG_LEAST, _LOG_MOST = math.log(1e6), math.log(1e60)  # FLOPs, between which a budget is sought
 _GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
 
 
@@ -123,7 +124,7 @@ class Spending:
             budget = np.exp(log_budget)
             return np.asarray(self.at(values, self.best(values, budget)[:, None], budget[:, None])[:, 0] <= loss)
 
-        low, high = np.full(n_laws, _LOG_LEAST), np.full(n_laws, _LOG_MOST)
+        low, high = np.full(n_laws, math.log(LEAST_FLOPS)), np.full(n_laws, math.log(MOST_FLOPS))
         never = ~reached(high)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2

@@ -132,13 +132,15 @@ def fit_optimum(
         max_excess: how far above the least mean log loss a rate may lie and still be used.
 
     Raises:
-        ValueError: a rate or a finite loss is not positive, or the lengths differ.
+        ValueError: a rate or a finite loss is not positive, a seed is missing, or the lengths differ.
         ScalingError: fewer than three distinct rates have a finite loss.
     """
     rates, losses = np.asarray(rates, np.float64), np.asarray(losses, np.float64)
     if rates.ndim != 1 or rates.shape != losses.shape or (seeds is not None and len(seeds) != len(rates)):
         raise ValueError(f"rates, losses and seeds must be of one length, got shapes {rates.shape} and {losses.shape}")
     rows = pd.DataFrame({"rate": rates, "loss": losses, "seed": 0 if seeds is None else list(seeds)})
+    if missing := int(rows["seed"].isna().sum()):
+        raise ValueError(f"seed must be known for every run, got {missing} empty values")
     table = pd.DataFrame({"x": np.log2(numbers(rows, "rate")), "y": np.log(read_losses(rows)), "seed": rows["seed"]})
     by_rate = table.groupby("x")["y"].agg([("mean", lambda y: y.mean(skipna=False)), ("runs", "size")]).dropna()
     means = by_rate["mean"]

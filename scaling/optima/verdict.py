@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scaling.checks import numbers, require_columns
+from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.optima.batch import BatchLaw, fit_batch_law
 from scaling.optima.evidence import COLUMNS, runs_to_decide
@@ -198,7 +198,8 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
         ValueError: a column is missing or breaks its rule, or a grid has one size only.
     """
     require_columns(rows, ("along", "size", "over", "value", "n_tokens", "loss"))
-    rows = rows.assign(n_tokens=numbers(rows, "n_tokens"), seed=rows.get("seed", 0))
+    named = {column: names(rows, column) for column in ("along", "over")}
+    rows = rows.assign(**named, n_tokens=numbers(rows, "n_tokens"), seed=rows.get("seed", 0))
     sized = rows[rows["along"] != "batch"]
     if sized.empty:
         raise ValueError(f"along must name a scale beside batch, got {sorted(rows['along'].unique())}")

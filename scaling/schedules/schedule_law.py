@@ -138,16 +138,26 @@ class ScheduleLaw(Result):
         return tuple(reasons)
 
     def score(self, curves: pd.DataFrame) -> pd.DataFrame:
-        """How well it predicts curves: one row per run with mean and worst relative error, R² and the error at the end."""
+        """How well it predicts curves: one row per run with mean and worst relative error, R² and the error at the end.
+
+        R² is NaN where all losses of a run are equal.
+
+        Raises:
+            ValueError: a column is missing or breaks its rule, or a run has no loss.
+            ScalingError: as `predict`.
+        """
         require_columns(curves, ("run", "step", "lr", "loss"))
         curves, records = curves.assign(run=names(curves, "run")), {}
         for run, part in curves.groupby("run", sort=True):
             known = part["loss"].notna().to_numpy()
+            if not known.any():
+                raise ValueError(f"loss must be known in some row of run {run}, got none")
             loss, predicted = part["loss"].to_numpy()[known], self.predict(part)[known]
             off = predicted / loss - 1
-            unexplained = ((predicted - loss) ** 2).sum() / ((loss - loss.mean()) ** 2).sum()
+            spread = ((loss - loss.mean()) ** 2).sum()
+            r_squared = 1 - ((predicted - loss) ** 2).sum() / spread if spread else math.nan
             end = int(np.argmax(part["step"].to_numpy()[known]))
-            records[run] = [np.abs(off).mean(), np.abs(off).max(), 1 - unexplained, off[end]]
+            records[run] = [np.abs(off).mean(), np.abs(off).max(), r_squared, off[end]]
         return pd.DataFrame.from_dict(
             records,
             orient="index",

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import losses, numbers, require_columns
+from scaling.checks import names as names_of
 from scaling.errors import ScalingError
 from scaling.presentation import Result, lines
 from scaling.weights import stem_weights
@@ -132,7 +133,7 @@ def hyperparameter_importance(
         level: of the intervals.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or an argument is out of its range.
+        ValueError: a column is missing or breaks its rule, a trial has no name, or an argument is out of its range.
         ScalingError: fewer than TRIALS_PER_COEFFICIENT trials for each coefficient, columns that always move together,
             or losses that are all equal.
     """
@@ -150,7 +151,7 @@ def hyperparameter_importance(
         raise ValueError(f"box must be of coordinates, got {', '.join(box.keys() - set(coordinates))}")
     blocks = {name: _parabola(finished, name, box.get(name)) for name in coordinates}
     blocks |= {name: _levels(finished, name) for name in categorical}
-    trials = pd.factorize(finished["trial"])[0] if "trial" in finished else np.arange(len(finished))
+    trials = pd.factorize(names_of(finished, "trial"))[0] if "trial" in finished else np.arange(len(finished))
     n_trials, n_coefficients = len(np.unique(trials)), 1 + sum(block.columns.shape[1] for block in blocks.values())
     if n_trials < TRIALS_PER_COEFFICIENT * n_coefficients:
         raise ScalingError(

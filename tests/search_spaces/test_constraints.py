@@ -204,6 +204,7 @@ def test_a_constraint_that_breaks_a_rule_is_refused(constraint: Any, message: st
         ({"multiple_of": ["a", "b"]}, {"a": 10**10 + 1.0, "b": 2.0}, False),
         ({"multiple_of": ["a", "b"]}, {"a": 2**40, "b": 512}, True),
         ({"multiple_of": ["a", "b"]}, {"a": 3, "b": 0}, False),
+        ({"multiple_of": ["a", "b"]}, {"a": 1e300, "b": 1e-300}, False),
     ],
 )
 def test_decimal_fractions_count_as_written_and_whole_numbers_exactly(

@@ -51,7 +51,7 @@ def bowl(at: Config) -> Callable[[Config], float]:
     """A loss with its minimum at `at`, three times as steep towards large rates, divergent beyond 2.5 octaves."""
 
     def loss(config: Any) -> float:
-        octaves = {name: math.log2(config[name] / at[name]) for name in SPACE.names[:3]}
+        octaves = {name: math.log2(config[name] / at[name]) for name in list(SPACE)[:3]}
         if octaves["learning_rate"] > 2.5:
             return math.nan
         steep = 0.06 if octaves["learning_rate"] > 0 else 0.02

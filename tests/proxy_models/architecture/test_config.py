@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -171,9 +172,10 @@ def test_for_params_keeps_to_widths_at_which_the_mlp_s_ratio_is_exact(n_params: 
     assert found.d_ff * 3 == found.d_model * 8
 
 
-def test_a_size_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="n_params must be positive, got 0"):
-        ModelFamily(base=ModelConfig(d_model=64, n_layers=2)).for_params(0)
+@pytest.mark.parametrize("n_params", [0, math.inf, math.nan])
+def test_a_size_of_nothing_or_without_end_is_refused(n_params: float) -> None:
+    with pytest.raises(ValueError, match=f"n_params must be positive and finite, got {n_params}"):
+        ModelFamily(base=ModelConfig(d_model=64, n_layers=2)).for_params(n_params)
 
 
 def test_config_and_family_survive_json() -> None:

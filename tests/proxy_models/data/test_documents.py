@@ -120,6 +120,13 @@ LINE = '{"text": "fine"}\n'
         ("jsonl", "a.jsonl", b"", r"a.jsonl: the file is empty"),
         ("jsonl", "a.jsonl", (LINE + '{"text": "fi').encode(), r"a.jsonl: line 2: not JSON \(.* at column 10\)"),
         ("jsonl", "a.jsonl", (LINE + "\n").encode(), r"a.jsonl: line 2: not JSON"),
+        (
+            "jsonl",
+            "a.jsonl",
+            (LINE + f'{{"n": {"1" * 5000}}}').encode(),
+            r"a.jsonl: line 2: can't be read \(Exceeds the limit",
+        ),
+        ("jsonl", "a.jsonl", (LINE + "[" * 100_000).encode(), r"a.jsonl: line 2: can't be read \(maximum recursion"),
         ("jsonl", "a.jsonl", b"[1, 2]", r"a.jsonl: line 1: each line must be an object, got \[1, 2\]"),
         ("jsonl", "a.jsonl", (LINE + '{"txt": 1}').encode(), r"a.jsonl: line 2: no field 'text', only 'txt'"),
         ("jsonl", "a.jsonl", b'{"text": 7}', r"a.jsonl: line 1: field 'text' must be a string, got 7"),

@@ -164,6 +164,20 @@ def test_doubts_about_curves() -> None:
     assert "losses in mid-schedule" in warnings
     with pytest.raises(ValueError, match="n_params must be one of each run, got 12 in run 0"):
         fit_envelope(curves(EVEN).assign(run=0), n_params_convention="total")
+    with pytest.raises(ValueError, match="run must be named in every row, got 1 empty values"):
+        fit_envelope(
+            curves(EVEN).assign(run=lambda rows: rows["run"].astype(object).mask(rows.index == 3)),
+            n_params_convention="total",
+        )
+    told = fit_envelope(curves(EVEN).assign(annealed="False"), n_params_convention="total", n_bootstrap=20).warnings
+    assert any("losses in mid-schedule" in warning for warning in told)
+
+
+@pytest.mark.parametrize("fitted", [fit_isoflops, fit_envelope])
+def test_too_few_resamplings_are_refused(fitted: Callable[..., ComputePowers]) -> None:
+    rows = curves(EVEN) if fitted is fit_envelope else isoflops(EVEN)
+    with pytest.raises(ValueError, match="n_bootstrap must be at least 2, got 0"):
+        fitted(rows, n_params_convention="total", n_bootstrap=0)
 
 
 @pytest.mark.parametrize("approach", ["isoflops", "envelope"])

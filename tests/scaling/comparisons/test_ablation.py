@@ -79,5 +79,7 @@ def test_without_anything_to_compare_it_says_so() -> None:
         compare_ablations(table[table["component"] != ""])
     with pytest.raises(ScalingError, match="no variant beside"):
         compare_ablations(table[table["component"] == ""])
-    with pytest.raises(ValueError, match="seed 0 stands twice"):
+    with pytest.raises(ValueError, match="seed 0 stands twice among the runs as they are"):
         compare_ablations(pd.concat([table, table]))
+    with pytest.raises(ValueError, match="seed 0 stands twice among the runs of norm layernorm"):
+        compare_ablations(pd.concat([table, table[table["component"] != ""]]))

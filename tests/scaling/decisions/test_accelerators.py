@@ -1,5 +1,6 @@
 """Budgets are the same in every unit, and prices and peaks can be changed."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,7 @@ def test_budget_prints_every_unit_it_knows() -> None:
         (lambda: accelerator("H900"), "accelerator must be one of A100 40GB, .*, got 'H900'"),
         (lambda: Budget(compute_flops=float("inf")), "compute_flops must be finite and above 0, got inf"),
         (lambda: Budget(compute_flops=1.0, n_devices=0), "n_devices must be a whole number, at least 1, got 0"),
+        (lambda: Budget.of_days(1, H100, math.inf), "n_devices must be a whole number, at least 1, got inf"),  # type: ignore[arg-type]
         (lambda: Budget.of_dollars(30, H100, 2.5), "n_devices must be a whole number, at least 1, got 2.5"),  # type: ignore[arg-type]
         (lambda: Budget(compute_flops=1.0, accelerator="H900"), "accelerator must be one of A100 40GB"),  # type: ignore[arg-type]
         (lambda: Budget.of_gpu_hours("10", H100), "hours must be finite and above 0, got '10'"),  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def test_compute_alone_meets_the_closed_form(law: Law, flops: float) -> None:
 @pytest.mark.parametrize("law", LAWS[:2], ids=lambda law: law.form.name)
 def test_least_compute_is_the_inverse_of_the_best_loss(law: Law) -> None:
     least = decide(law, loss=2.1)
-    assert least.total_flops == pytest.approx(law.compute_for(2.1).compute_flops, rel=1e-9)
+    assert law.allocate(least.total_flops).loss == pytest.approx(2.1, rel=1e-10)
     assert decide(law, least.budget).loss == pytest.approx(2.1, rel=1e-10)
     assert least.target_loss == 2.1
 
@@ -376,6 +376,7 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
         ({"budget": 5.0}, ScalingError, "one token of every size costs more than 5 FLOPs"),
         ({"budget": 1e20, "epochs": 2}, ValueError, "chinchilla wants no further columns, got epochs"),
         ({"loss": 1.5}, ScalingError, "tend to a loss of 1.69.. under these limits and never reach 1.5000"),
+        ({"loss": 1e9}, ScalingError, "reach 1000000000.0000 with less than 1,000,000 FLOPs: no law was fitted there"),
         ({"loss": 2.0, "unique_tokens": 1e10}, ScalingError, "under these limits and never reach 2.0000"),
         (
             {"budget": 1e20, "sizes": [1e9], "served_tokens": 1e12},

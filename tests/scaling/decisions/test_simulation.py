@@ -86,6 +86,8 @@ def test_errors_name_the_rule_and_the_value(planted: Law) -> None:
         simulate(design.drop(columns="n_tokens"), planted, n_params=1e9, n_tokens=2e10)
     with pytest.raises(ValueError, match="noise must be finite and at least 0, got -1"):
         simulate(design, planted, noise=-1, n_params=1e9, n_tokens=2e10)
+    with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1"):
+        simulate(design, planted, n_params=-1e9, n_tokens=2e10)
     with pytest.raises(ValueError, match="n_trials must be at least 2, got 1"):
         simulate(design, planted, n_trials=1, n_params=1e9, n_tokens=2e10)
     with pytest.raises(ValueError, match="need at least 6 distinct"):

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scaling import Joint, Law, ScalingError, fit
+from scaling import Joint, Law, ScalingError, decide, fit
 from scaling.fits.ensemble import fit_ensemble
 
 Ladder = Callable[..., pd.DataFrame]
@@ -98,5 +98,5 @@ def test_the_mean_is_a_law_of_its_own(ladder: Ladder) -> None:
     found = fit_ensemble(with_stems(ladder(noise=0.003)))
     best = found.law.allocate(1e21)
     assert best.loss == pytest.approx(np.exp(float(found.log_loss(best.n_params, best.n_tokens))), rel=1e-12)
-    assert found.law.compute_for(best.loss).compute_flops == pytest.approx(1e21, rel=1e-6)
+    assert decide(found.law, loss=best.loss).total_flops == pytest.approx(1e21, rel=1e-6)
     assert Law.from_dict(found.law.to_dict(), form=found.law.form) == found.law

@@ -56,6 +56,13 @@ def test_a_file_gives_the_fit_of_its_table(ladder: Ladder, tmp_path: Path, name:
     assert fitted(str(path)).to_dict() == table
 
 
+def test_a_row_of_a_filtered_table_is_named_as_the_caller_knows_it(ladder: Ladder) -> None:
+    runs = ladder()
+    runs.loc[7, "loss"] = -1.0
+    with pytest.raises(ValueError, match=r"loss must be finite and above 0, got -1 in row 7 \("):
+        fitted(runs[runs.index % 2 == 1].sample(frac=1, random_state=0))
+
+
 def test_integers_beyond_64_bits_are_read(ladder: Ladder, tmp_path: Path) -> None:
     runs = ladder().astype({"n_params": object, "n_tokens": object})
     runs["n_params"] = [int(n) * 10**15 for n in runs["n_params"]]

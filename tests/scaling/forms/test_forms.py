@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.optimize import minimize_scalar
 
-from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, fit
+from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, decide, fit
 from scaling.arrays import Array
 from scaling.forms import FORMS, form_named
 from scaling.forms.form import Problem
@@ -116,7 +116,7 @@ def test_allocation_is_the_minimum_found_numerically(law: Law, budget: float) ->
     allocation = law.allocate(budget)
     assert allocation.loss == pytest.approx(best.fun, rel=1e-10)
     assert allocation.n_params == pytest.approx(np.exp(best.x), rel=1e-3)
-    assert law.compute_for(allocation.loss).compute_flops == pytest.approx(budget, rel=1e-6)
+    assert decide(law, loss=allocation.loss).total_flops == pytest.approx(budget, rel=1e-6)
 
 
 @pytest.mark.parametrize("law", [PLANTED[0], PLANTED[2]], ids=["chinchilla", "joint"])

@@ -265,5 +265,7 @@ def test_bad_tables() -> None:
         fit_verdict(rows().drop(columns="size"))
     with pytest.raises(ValueError, match=r"along must name a scale beside batch, got \['batch'\]"):
         fit_verdict(rows(along="batch"))
+    with pytest.raises(ValueError, match="over must be named in every row, got 1 empty values"):
+        fit_verdict(rows().assign(over=lambda table: table["over"].astype(object).mask(table.index == 0)))
     with pytest.raises(ValueError, match="width must take at least 2 values"):
         fit_verdict(rows((-6.6,), sizes=(32,)))

@@ -134,6 +134,13 @@ def test_bad_values_are_named(change: dict[str, object], options: dict[str, floa
         fit_schedule_law(curves().assign(**change), **({"warmup_steps": WARMUP} | options))
 
 
+def test_a_score_wants_losses() -> None:
+    rows = curve("cosine")
+    assert PLANTED.score(rows[:1])["r_squared"].isna().all()
+    with pytest.raises(ValueError, match="loss must be known in some row of run cosine, got none"):
+        PLANTED.score(rows.assign(loss=np.nan))
+
+
 def test_rates_of_nothing_but_0_are_refused() -> None:
     for ask in (PLANTED.predict, PLANTED.reasons_against):
         with pytest.raises(ValueError, match="lr must be above 0"):

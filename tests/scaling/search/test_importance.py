@@ -159,6 +159,8 @@ def test_bad_arguments_are_refused() -> None:
         hyperparameter_importance(rows, ["rate"], box={"rate": (0, 1)})
     with pytest.raises(ValueError, match="box must be of coordinates, got activation"):
         hyperparameter_importance(rows, ["rate"], ["activation"], box={"activation": (0, 1)})
+    with pytest.raises(ValueError, match="trial must be named in every row, got 80 empty values"):
+        hyperparameter_importance(rows.assign(trial=np.nan), ["rate"])
 
 
 @pytest.mark.parametrize("seed", range(5))
