@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.optimize import brentq
 
 from scaling import (
     Budget,
@@ -27,6 +28,7 @@ from scaling import (
     decide,
     fit,
 )
+from scaling.forms.law import Allocation
 
 HOFFMANN = Chinchilla().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
 LAWS = [
@@ -273,7 +275,11 @@ def test_sizes_for_a_loss_reach_as_far_as_the_fits_and_as_the_forecast_do(fitted
     assert found.intervals is not None
     names = list(Joint.parameters)
     drawn = [Joint().law(**dict(zip(names, map(float, draw), strict=True))) for draw in fitted.ensemble.draws]
-    fits, draws = ([law.compute_for(loss) for law in laws] for laws in (fitted.ensemble.variants.values(), drawn))
+
+    def least(law: Law) -> Allocation:
+        return law.allocate(math.exp(brentq(lambda log: law.allocate(math.exp(log)).loss - loss, 20, 90)))
+
+    fits, draws = (list(map(least, laws)) for laws in (fitted.ensemble.variants.values(), drawn))
     at_ends = [fitted.ensemble.law.allocate(flops) for flops in found.intervals.loc["total_flops", ["low", "high"]]]
     for name in ("n_params", "n_tokens"):
         of_fits, of_draws = (np.log([getattr(best, name) for best in each]) for each in (fits, draws))
