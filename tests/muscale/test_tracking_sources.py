@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from muscale import Promotion, Study, StudyConfig, StudyFileError
@@ -21,7 +22,7 @@ from muscale.settings.tracking import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.sources import FullRun, Trials, study_key
+from muscale.tracking.sources import FullRun, Trials, _run_rows, study_key
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import make_mirror
 from muscale.tracking.wandb_tracker import mode_of
@@ -204,6 +205,20 @@ def test_a_tracker_is_given_everything_once_even_by_another_process(planted: Pla
     places = [(row.at, "val_loss" in row.values) for tracker in (first, later) for row in tracker.rows[key]]
     assert len(places) == len(set(places)) == 20 + 3
     assert [len(tracker.summaries[key]) for tracker in (first, later)] == [1, 1]
+
+
+def test_runs_keep_their_numbers_when_older_ones_are_merged(tmp_path: Path) -> None:
+    told = {"purpose": "sweep", "n_params": 10, "n_tokens": 100, "compute_flops": 6e3, "learning_rate": 0.01}
+    mine = pd.DataFrame([{**told, "key": "late", "loss": 2.0}])
+    theirs = pd.DataFrame(
+        [{**told, "key": "early", "loss": 3.0}, {**told, "purpose": "ladder", "key": "late", "loss": 2.0}]
+    )
+    merged = pd.concat([theirs, mine], ignore_index=True)
+    file = tmp_path / "tracking" / "numbers.jsonl"
+    assert [row.at for row in _run_rows(mine, file)] == [0]
+    rows = list(_run_rows(merged, file))
+    assert [(row.at, row.values["runs/loss"]) for row in rows] == [(0, 2.0), (1, 3.0), (2, 2.0)]
+    assert list(_run_rows(merged, file)) == rows
 
 
 def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:

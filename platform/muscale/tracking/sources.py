@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from muscale import json_lines
 from muscale.bundles.bundle_files import MANIFEST
 from muscale.full_runs.metrics_tail import MetricsTail
 from muscale.full_runs.promotion import Promotion, recorded_promotion
@@ -223,14 +224,28 @@ class WholeStudy:
             kind="study",
             group=f"{name} {key}",
             config=study.config.to_dict(),
-            rows={"runs": list(_run_rows(runs))},
+            rows={"runs": list(_run_rows(runs, study.directory / TRACKING / "numbers.jsonl"))},
             summary=summary,
             files={kept: path for kept, path in files.items() if path.is_file()},
         )
 
 
-def _run_rows(runs: pd.DataFrame) -> Iterator[Row]:
+def _run_rows(runs: pd.DataFrame, numbered: Path) -> Iterator[Row]:
+    """Rows of runs by their numbers, which are kept: a merge brings runs that are older than those that were shown."""
+    names = [f"{purpose} {key}" for purpose, key in zip(runs["purpose"], runs["key"], strict=True)]
+    known = _numbers(numbered)
+    if new := [{"run": name} for name in names if name not in known]:
+        numbered.parent.mkdir(parents=True, exist_ok=True)
+        json_lines.append(numbered, *new)
+        known = _numbers(numbered)  # another process may have added some, too
     columns = ("n_params", "n_tokens", "compute_flops", "learning_rate", "loss")
-    for number, run in enumerate(runs.to_dict("records")):
-        values = {f"runs/{name}": float(run[name]) for name in columns if math.isfinite(run[name])}
-        yield Row(at=number, values={"number": number, **values})
+    for name, run in sorted(zip(names, runs.to_dict("records"), strict=True), key=lambda pair: known[pair[0]]):
+        values = {f"runs/{column}": float(run[column]) for column in columns if math.isfinite(run[column])}
+        yield Row(at=known[name], values={"number": known[name], **values})
+
+
+def _numbers(numbered: Path) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for number, record in enumerate(json_lines.read(numbered)):
+        numbers.setdefault(record["run"], number)
+    return numbers
