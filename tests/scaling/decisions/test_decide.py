@@ -299,6 +299,10 @@ def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
     assert "the deadline: 1 days of 8 × H100 SXM" in str(late)
     free = decide(fitted, budget, served_tokens=1e12)
     assert free.loss < late.loss
+    assert free.tokens_per_param == free.n_tokens / free.n_params
+    slack = decide(fitted, budget, served_tokens=1e12, deadline=Budget.of_days(1e4, "H100 SXM", 8))
+    assert slack.limits == ()
+    assert slack.loss == pytest.approx(free.loss, rel=1e-6)
     with pytest.raises(ScalingError, match="never reach 2.0500"):
         decide(fitted, loss=2.05, deadline=deadline)
 

@@ -1,6 +1,7 @@
 """From loss to accuracy: planted sigmoids, their intervals, and two steps from (N, D)."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,18 @@ def test_checkpoints_tell_the_second_step_and_results_survive_json(ladder: Ladde
     assert "task loss" in str(again)
     alone = DownstreamLaw.from_dict(json.loads(json.dumps(both.task.to_dict(), allow_nan=False)))
     assert str(alone) == str(both.task)
+
+
+def test_both_steps_take_a_task_s_loss_in_bits_as_nats(ladder: Ladder) -> None:
+    runs, extra = tasks(ladder, 0.002, 0), rows(0.004).rename(columns={"loss": "task_loss"})
+
+    def ahead(unit: float, loss_unit: str) -> TaskForecast:
+        told, further = (table.assign(task_loss=table["task_loss"] / unit) for table in (runs, extra))
+        both = fit_two_step(told, n_params_convention="total", loss_unit=loss_unit, checkpoints=further, n_bootstrap=5)
+        return both.forecast(1e9, 2e10)
+
+    bits, nats = ahead(math.log(2), "bits per token"), ahead(1.0, "nats per token")
+    assert (bits.value, bits.loss.loss) == pytest.approx((nats.value, nats.loss.loss), rel=1e-6)
 
 
 def test_the_second_step_hears_the_rows_that_the_first_leaves_out(ladder: Ladder) -> None:
