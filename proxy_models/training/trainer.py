@@ -7,7 +7,7 @@ this file only walks over them without a trainer's overhead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_set
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import Segment
 from proxy_models.training import compilation
-from proxy_models.training.averaging import AVERAGED_SHARE, averaging_begins
+from proxy_models.training.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.device import CPU, send, usable
 from proxy_models.training.guard import Divergence, Spike
@@ -44,6 +44,7 @@ class SegmentResult:
         loss: Validation loss of the last weights, nats per token; None after a divergence.
         source_losses: The same of each source of a mixture; empty for one source alone and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
+        average_losses: Validation loss of each other average that was asked for.
         curve: What was measured at each step.
         divergence: None if all went well.
         spikes: Steps that the guard left out.
@@ -55,6 +56,7 @@ class SegmentResult:
     loss: float | None
     source_losses: Mapping[str, float] = field(default_factory=dict)
     averaged_loss: float | None
+    average_losses: Mapping[Average, float] = field(default_factory=dict)
     curve: Curve = field(repr=False)
     divergence: Divergence | None
     spikes: tuple[Spike, ...] = ()
@@ -111,6 +113,7 @@ class Trainer:
         state: TrainState | None = None,
         *,
         averaged: bool = False,
+        averages: Sequence[Average] = (),
         observation: Observation = _NO_OBSERVATION,
         on_step: Callable[[int, float], None] | None = None,
         moves: Callable[[], None] | None = None,
@@ -122,34 +125,35 @@ class Trainer:
             segment: What to train; starts where `state` ends.
             state: Where to go on; without its moments if the segment begins with a swap of the optimizer.
             averaged: Also evaluate the weights averaged over the last stretch.
+            averages: Also evaluate these averages.
             observation: What else to measure along the way.
             on_step: Called now and then with (tokens seen, training loss).
             moves: Called at every step that this thread took or, on a GPU, launched.
 
         Raises:
-            ValueError: If the state does not end where the segment starts or was trained under another table, the
-                averaged stretch begins before it, or `numerics` is of another corpus, of a run that is shorter, or of a precision
+            ValueError: If the state does not end where the segment starts or was trained under another table, an
+                average begins before it, or `numerics` is of another corpus, of a run that is shorter, or of a precision
                 that this device does not have.
         """
-        self._validate(numerics, segment, state, averaged=averaged)
+        wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
+        self._validate(numerics, segment, state, wanted)
         n_tokens = self._planned_tokens or segment.end - segment.start
         compiled = compilation.decide(self._compile, n_tokens, self.device.type)
         generators = () if self.device == CPU else (self.device,)
         with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
             warm = self._warm.get(numerics.model, compiled=compiled)
             stepper = self._prepare(warm, numerics, segment, state)
-            average = (
-                RunningAverage(stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)
-                if averaged
-                else None
-            )
+            sums = [
+                RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)
+                for average in wanted
+            ]
             recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics))
-            divergence = self._walk(numerics, segment, stepper, average, recorder, on_step, moves)
+            divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step, moves)
         seconds = recorder.seconds
         end: TrainState | None = None
         loss: float | None = None
         source_losses: dict[str, float] = {}
-        averaged_loss: float | None = None
+        losses: dict[Average, float] = {}
         if not divergence:
             source_losses = self._source_losses(warm, numerics)
             loss = corpus_loss(self._held_out(numerics), source_losses)
@@ -164,14 +168,15 @@ class Trainer:
                 parametrization=stepper.parametrization,
                 tensors={name: tensor.cpu() for name, tensor in tensors.items()},
             )
-            if average:
-                average.write()
-                averaged_loss = self._evaluate(warm, numerics)
+            for running in sums:
+                running.write()
+                losses[running.average] = self._evaluate(warm, numerics)
         return SegmentResult(
             state=end,
             loss=loss,
             source_losses=source_losses if self.corpus.mixture else {},
-            averaged_loss=averaged_loss,
+            averaged_loss=losses.pop(Tail(), None),
+            average_losses=losses,
             curve=recorder.curve(),
             divergence=divergence,
             spikes=tuple(stepper.spikes),
@@ -200,7 +205,7 @@ class Trainer:
         numerics: Numerics,
         segment: Segment,
         stepper: Stepper,
-        average: RunningAverage | None,
+        sums: Sequence[RunningAverage],
         recorder: Recorder,
         on_step: Callable[[int, float], None] | None,
         moves: Callable[[], None] | None,
@@ -216,8 +221,8 @@ class Trainer:
             with recorder.observing(tokens, after, sequences):
                 loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
                 recorder.add(after, loss, norm, rate_factor)
-            if average:
-                average.add(tokens)
+            for running in sums:
+                running.add(tokens, batch)
             if moves:
                 moves()
             if stepper.divergence:
@@ -229,7 +234,9 @@ class Trainer:
                     on_step(after, float(loss))
         return None
 
-    def _validate(self, numerics: Numerics, segment: Segment, state: TrainState | None, *, averaged: bool) -> None:
+    def _validate(
+        self, numerics: Numerics, segment: Segment, state: TrainState | None, wanted: Sequence[Average]
+    ) -> None:
         at = state.tokens if state else 0
         recipe = segment.recipe
         if at != segment.start:
@@ -237,11 +244,17 @@ class Trainer:
         if state:
             optimizer = state.parametrization.optimizer if segment.begins_with_swap else recipe.optimizer
             numerics.parametrization(optimizer).require(state.parametrization)
-        if averaged and (first := averaging_begins(segment.end, recipe.batch_tokens)) < segment.start:
-            raise ValueError(
-                f"the averaged stretch before {segment.end} begins at {first} tokens, before the segment's start at "
-                f"{segment.start}: rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
-            )
+        for average in wanted:
+            if (first := average.begins(segment.end, recipe.batch_tokens)) < segment.start:
+                rule = f": rungs must lie at least a factor {1 / (1 - AVERAGED_SHARE):.2f} apart"
+                raise ValueError(
+                    f"the averaged stretch before {segment.end} begins at {first} tokens, before the segment's start at "
+                    f"{segment.start}{rule if isinstance(average, Tail) else ''}"
+                )
+            if isinstance(average, LastCheckpoints) and average.every_tokens % recipe.batch_tokens:
+                raise ValueError(
+                    f"every_tokens must be a multiple of batch_tokens={recipe.batch_tokens}, got {average.every_tokens}"
+                )
         if numerics.corpus_key != self.corpus.key:
             raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
         if numerics.stages_by_fraction != self.corpus.stages_by_fraction:

@@ -15,7 +15,7 @@ from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
 from proxy_models.data.corpus import Corpus
-from proxy_models.training.averaging import averaging_begins
+from proxy_models.training.averaging import Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.peak import datasheet_flops
 from proxy_models.training.state import StateError, TrainState
@@ -155,10 +155,10 @@ class Worker:
 def _is_averaged(chain: Chain) -> bool:
     """Whether averaged weights are evaluated at the end, as rungs on stems are ranked by them: if all of them are its own."""
     last = chain.last
-    return not chain.anneals and averaging_begins(last.end, last.recipe.batch_tokens) >= last.start
+    return not chain.anneals and Tail().begins(last.end, last.recipe.batch_tokens) >= last.start
 
 
 def _latest_start(chain: Chain) -> int:
     """The tokens at which a training of the last segment may start at the latest: before what is averaged begins."""
     last = chain.last
-    return averaging_begins(last.end, last.recipe.batch_tokens) if _is_averaged(chain) else last.end - 1
+    return Tail().begins(last.end, last.recipe.batch_tokens) if _is_averaged(chain) else last.end - 1

@@ -12,7 +12,7 @@ from muscale.settings.strict import StrictTable
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING, ScheduleName
 from proxy_models.recipes.stages import CHANGEABLE
-from proxy_models.training.averaging import averaging_begins
+from proxy_models.training.averaging import Tail
 from search_spaces import Choice, LogUniform, Space, Uniform, mup_adamw
 
 Searcher = Literal["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"]
@@ -100,7 +100,7 @@ class SweepSettings(StrictTable):
         """Why trials can't all be ranked by averaged weights: an average over two stages is of neither."""
         cuts = rung_tokens if self.is_population else [h.whole_batches(s.after * rung_tokens[-1]) for s in h.stages]
         for rung in rung_tokens:
-            begins = averaging_begins(rung, h.batch_tokens)
+            begins = Tail().begins(rung, h.batch_tokens)
             if any(begins < cut < rung for cut in cuts):
                 what = "generation" if self.is_population else "stage"
                 remedy = f'rank_by "stable"{" or at most 6 rungs" if self.is_population else ""}'

@@ -20,6 +20,7 @@ from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, chain, stem
+from proxy_models.training.averaging import ExponentialAverage, LastCheckpoints
 from proxy_models.training.guard import GuardSettings
 from proxy_models.training.metrics import Observation
 from proxy_models.training.numerics import Numerics
@@ -215,6 +216,26 @@ def test_a_batch_ramp_sees_every_sequence_once_in_order(
     with pytest.raises(ValueError, match="must be a multiple of context_length=32, got 16"):
         ramp = replace(ramp, batch_doublings=3)
         trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
+
+
+def test_other_averages_are_evaluated_beside_the_last_weights(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
+) -> None:
+    recipe = hyperparameters.resolve(N_TOKENS)
+    three, last = LastCheckpoints(n=3, every_tokens=BATCH), LastCheckpoints(n=1, every_tokens=BATCH)
+    slow = ExponentialAverage(half_life_tokens=4 * BATCH)
+    result = trainer.train(numerics, stem(recipe, 20 * BATCH), averaged=True, averages=(three, last, slow))
+    # The last three of twenty steps are the last 15 %.
+    assert result.average_losses[three] == pytest.approx(result.averaged_loss, rel=1e-6)
+    assert result.average_losses[last] == result.loss
+    assert result.average_losses[slow] > result.average_losses[three]
+    plain = trainer.train(numerics, stem(recipe, 20 * BATCH))
+    assert_same(replace(result, averaged_loss=None), plain)
+    late = replace(stem(recipe, 30 * BATCH), start=20 * BATCH)
+    with pytest.raises(ValueError, match="begins at 0 tokens, before the segment's start at 2560$"):
+        trainer.train(numerics, late, result.state, averages=(slow,))
+    with pytest.raises(ValueError, match="every_tokens must be a multiple of batch_tokens=128, got 100"):
+        trainer.train(numerics, late, result.state, averages=(LastCheckpoints(n=2, every_tokens=100),))
 
 
 def test_observing_a_run_leaves_it_as_it_is(
