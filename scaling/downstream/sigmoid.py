@@ -3,7 +3,8 @@
     metric = floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))
 
 (Bhagia et al. 2412.04403, the OLMo ladder, its second step.) Fitted by scipy's bounded least squares; intervals by refits under
-resampled runs, with the residuals' scatter. `scaling.downstream.two_step` goes from (N, D) to the metric by way of the task's loss.
+resampled runs, drawn apart as those of a law are, with the residuals' scatter. `scaling.downstream.two_step` goes from (N, D) to
+the metric by way of the task's loss.
 
 A metric that is positive and falls to a floor as a loss does (bits per byte, perplexity's logarithm, the share answered wrongly) is
 fitted by `fit` itself: give it as `loss`, and its unit as `loss_unit`.
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
+from scaling.minimizers.bootstrap import widening
 from scaling.presentation import Result, lines, span
 from scaling.weights import stem_weights
 
@@ -50,6 +52,7 @@ class DownstreamLaw(Result):
         loss_range: least and largest loss fitted.
         n_rows: rows fitted.
         draws: the four under resampled runs, [n_draws, 4].
+        widening: by how much what the draws predict is drawn apart in an interval (`minimizers.bootstrap`).
         warnings: why it is doubtful; empty if it is not.
     """
 
@@ -64,6 +67,7 @@ class DownstreamLaw(Result):
     loss_range: tuple[float, float]
     n_rows: int
     draws: Array = field(repr=False)
+    widening: float
     warnings: tuple[str, ...]
 
     @property
@@ -76,7 +80,10 @@ class DownstreamLaw(Result):
         return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
 
     def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Where the metric of one run of this loss lies, between 0 and `most`: percentiles over the refits, with scatter."""
+        """Where the metric of one run of this loss lies, between 0 and `most`: percentiles over the refits, with scatter.
+
+        Measured on planted sigmoids, one span of the noise below the least of 12 to 60 losses: 90 % intervals held COVER
+        """
         return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
@@ -84,7 +91,8 @@ class DownstreamLaw(Result):
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         each = losses.reshape(len(self.draws), -1)
-        values = _sigmoid(self.draws.T[:, :, None], each)
+        centre = self.predict(each)
+        values = centre + self.widening * (_sigmoid(self.draws.T[:, :, None], each) - centre)
         scattered = values[..., None] + self.residual * np.random.default_rng(seed).standard_normal((*values.shape, 20))
         low, high = np.quantile(scattered, [(1 - level) / 2, (1 + level) / 2])
         return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
@@ -103,7 +111,10 @@ class DownstreamLaw(Result):
 
     def __str__(self) -> str:
         """The four numbers with 90 % intervals, the data and the status."""
-        low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)
+        estimate = np.array([getattr(self, name) for name in PARAMETERS])
+        most = np.array([self.most, self.most, np.inf, np.inf])
+        apart = np.clip(estimate + self.widening * (self.draws - estimate), 0, most)
+        low, high = np.quantile(apart, [0.05, 0.95], axis=0)
         told = [
             f"{name} {getattr(self, name):.4g} ({'given' if name in self.held else f'{span(a, b)}'})"
             for name, a, b in zip(PARAMETERS, low, high, strict=True)
@@ -135,8 +146,8 @@ def fit_downstream(
         rows: one row per run or checkpoint: `loss` (best the task's own, in any unit) and the metric's column; optional `stem`
             (rows of one training run, which are resampled together; without it each row is a run of its own).
         metric: the column.
-        chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the least metric if not given.
-        ceiling: fitted up to `most` if not given.
+        chance: the floor in the metric's unit, e.g. .25 of four choices; fitted between 0 and the mean of the rows if not given.
+        ceiling: fitted between that mean and `most` if not given.
         most: the metric's largest possible value, 1 of a share, 100 of a percentage.
         n_bootstrap: refits under resampled runs.
         seed: of the resampling.
@@ -178,6 +189,9 @@ def fit_downstream(
         name for name, given in zip(PARAMETERS, (chance, ceiling, None, None), strict=True) if given is not None
     )
     residual = math.sqrt(best[1] / max(len(loss) - len(PARAMETERS) + len(held), 1))
+    lower, upper = bounds
+    snug = 1e-6 * (upper - lower)  # the solver stays inside of a bound, by less than this
+    free = (theta > lower + snug) & (theta < upper - snug) & np.array([name not in held for name in PARAMETERS])
     return DownstreamLaw(
         metric=metric,
         **dict(zip(PARAMETERS, map(float, theta), strict=True)),
@@ -187,6 +201,7 @@ def fit_downstream(
         loss_range=(float(loss.min()), float(loss.max())),
         n_rows=len(loss),
         draws=draws,
+        widening=widening(_jacobian(theta, loss)[:, free], np.ones(len(loss)), np.asarray(stems, np.int64)),
         warnings=tuple(_doubts(theta, loss, value, residual, top, "ceiling" in held, len(runs))),
     )
 
@@ -196,19 +211,26 @@ def _sigmoid(theta: Array, loss: Array) -> Array:
     return np.asarray(floor + (ceiling - floor) / (1 + np.exp(np.clip((loss - midpoint) / width, -500, 500))))
 
 
+def _jacobian(theta: Array, loss: Array) -> Array:
+    """Of the metric by (floor, ceiling, midpoint, width), [K, 4]."""
+    floor, ceiling, midpoint, width = theta
+    share = _sigmoid(np.array([0.0, 1.0, midpoint, width]), loss)
+    slope = (ceiling - floor) * share * (1 - share) / width
+    return np.stack([1 - share, share, slope, slope * (loss - midpoint) / width], axis=1)
+
+
 def _bounds(
     loss: Array, value: Array, low: float, top: float, floor_held: bool, ceiling_held: bool
 ) -> tuple[Array, Array]:
-    """Of (floor, ceiling, midpoint, width); what is held has a hair's breadth."""
+    """Of (floor, ceiling, midpoint, width); what is held has a hair's breadth.
+
+    The mean of the metric parts floor from ceiling. Its extremes would not do: noise takes them beyond both, the farther
+    the more rows there are.
+    """
     reach, hair = float(np.ptp(loss)), 1e-9 * (top - low)
-    lower = [low, top - hair if ceiling_held else max(value.max(), low + 1e-6), loss.min() - 3 * reach, 1e-3 * reach]
-    upper = [
-        low + hair if floor_held else max(value.min(), low + hair),
-        top,
-        loss.max() + 3 * reach,
-        2 * MAX_WIDTHS * reach,
-    ]
-    lower[1] = min(lower[1], top - hair)
+    middle = float(np.clip(value.mean(), low + hair, top - hair))
+    lower = [low, top - hair if ceiling_held else middle, loss.min() - 3 * reach, 1e-3 * reach]
+    upper = [low + hair if floor_held else middle, top, loss.max() + 3 * reach, 2 * MAX_WIDTHS * reach]
     return np.array(lower, np.float64), np.array(upper, np.float64)
 
 
@@ -228,20 +250,12 @@ def _fitted(
     from scipy.optimize import least_squares
 
     root = np.sqrt(weights)
-
-    def jacobian(theta: Array) -> Array:
-        floor, ceiling, midpoint, width = theta
-        share = _sigmoid(np.array([0.0, 1.0, midpoint, width]), loss)
-        slope = (ceiling - floor) * share * (1 - share) / width
-        by_each = [1 - share, share, slope, slope * (loss - midpoint) / width]
-        return np.asarray(root[:, None] * np.stack(by_each, axis=1))
-
     lower, upper = bounds
     inner = np.clip(start, lower + 1e-3 * (upper - lower), upper - 1e-3 * (upper - lower))
     result = least_squares(
         lambda theta: root * (_sigmoid(theta, loss) - value),
         inner,
-        jac=jacobian,
+        jac=lambda theta: root[:, None] * _jacobian(theta, loss),
         bounds=bounds,
         x_scale="jac",
         max_nfev=500,

@@ -22,7 +22,7 @@ from scaling.fits.runs import Runs, Table, check_runs, naming, read_table, requi
 from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.form import Form, Problem
 from scaling.forms.law import NATS, Law
-from scaling.minimizers.bootstrap import refit, widening
+from scaling.minimizers.bootstrap import free_columns, refit, widening
 from scaling.minimizers.minima import minima
 from scaling.minimizers.multistart import N_STARTS as N_MULTISTARTS
 from scaling.minimizers.multistart import descend
@@ -113,7 +113,7 @@ def fit(
     stems = pd.factorize(rows["stem"])[0]
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], deltas[1:] or deltas)
-    apart = thetas[best] + widening(problem, thetas[best], weights, stems) * (draws - thetas[best])
+    apart = thetas[best] + widening(free_columns(problem, thetas[best]), weights, stems) * (draws - thetas[best])
 
     return ScalingFit(
         law=Law(

@@ -32,7 +32,7 @@ from scaling.errors import ScalingError
 from scaling.fits.profile_trace import Quantity, Trace
 from scaling.forms.form import Form, Problem
 from scaling.forms.law import params_exponent
-from scaling.minimizers.bootstrap import refit, share_seen
+from scaling.minimizers.bootstrap import free_columns, refit, share_seen
 from scaling.minimizers.minima import minima
 from scaling.minimizers.newton import objective
 from scaling.presentation import Result, counted, lines
@@ -237,7 +237,7 @@ def _calibrated(
     thetas, _ = refit(problem, log_loss, resampled, best, deltas)
     there = objective(problem, log_loss, resampled, np.tile(best, (len(thetas), 1)), fit.delta)
     gained = there - objective(problem, log_loss, resampled, thetas, fit.delta)
-    scale = 2 * float(gained.mean()) / len(best) / share_seen(problem, best, weights, stems)
+    scale = 2 * float(gained.mean()) / len(best) / share_seen(free_columns(problem, best), weights, stems)
     spread = quantity(thetas)
     low, high = np.quantile(spread, [0.16, 0.84])
     return scale, max(float(high - low) / 2, 1e-6)

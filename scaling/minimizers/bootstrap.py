@@ -33,7 +33,13 @@ def refit(
     return theta, converged
 
 
-def share_seen(problem: Problem, theta: Array, weights: Array, stems: NDArray[np.int64]) -> float:
+def free_columns(problem: Problem, theta: Array) -> Array:
+    """The Jacobian of log loss at the estimate [P] by the parameters that lie within their bounds, [K, F]."""
+    free = (theta > problem.lower) & (theta < problem.upper)
+    return np.asarray(problem.linearise(theta[None])[1][0][:, free])
+
+
+def share_seen(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> float:
     """The part of the errors' variance that a refit's gain in the objective shows, as residuals are smaller than errors.
 
     It is that of linear least squares on the same rows with one error for each run, about .6 for 20 runs and 5 parameters. With
@@ -42,16 +48,14 @@ def share_seen(problem: Problem, theta: Array, weights: Array, stems: NDArray[np
     of a score in H*⁻¹, or in H⁻¹.
 
     Args:
-        problem: a form at K points.
-        theta: the estimate, [P].
+        jacobian: of what is fitted by its free parameters, at the estimate, [K, F].
         weights: row weights of the fit, [K].
         stems: number of the stem of each row, [K], from 0.
     """
-    free = (theta > problem.lower) & (theta < problem.upper)
-    if (n_stems := int(stems.max()) + 1) >= MANY_STEMS or not free.any():
+    n = jacobian.shape[1]
+    if (n_stems := int(stems.max()) + 1) >= MANY_STEMS or not n:
         return 1.0
-    jacobian = problem.linearise(theta[None])[1][0][:, free]
-    weighted, n = weights[:, None] * jacobian, int(free.sum())
+    weighted = weights[:, None] * jacobian
     scores = np.stack([np.bincount(stems, column) for column in weighted.T], axis=1)
     products = np.stack([np.bincount(stems, a * b) for a in weighted.T for b in jacobian.T], axis=1).reshape(-1, n, n)
     squares = scores[:, :, None] * scores[:, None, :]
@@ -71,12 +75,12 @@ def share_seen(problem: Problem, theta: Array, weights: Array, stems: NDArray[np
     return float(seen.mean() / np.trace(np.linalg.solve(whole + ridge, all_of_it)))
 
 
-def widening(problem: Problem, theta: Array, weights: Array, stems: NDArray[np.int64]) -> float:
+def widening(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> float:
     """By how much draws are to be drawn apart, so that their percentiles cover as often as they say.
 
-    One over the root of `share_seen`, times the standard deviation of Student's t for the runs less the parameters (of three
+    One over the root of `share_seen`, times the standard deviation of Student's t for the runs less the free parameters (of three
     at least), as the errors' variance is itself estimated. It is 1.4 for 20 runs and 5 parameters, 1.03 for 240. The share
     of the parameters' own variance is somewhat larger; with this one the intervals were found to cover (RESULTS.md).
     """
-    dof = max(int(stems.max()) + 1 - len(theta), 3)
-    return float(np.sqrt(dof / (dof - 2) / share_seen(problem, theta, weights, stems)))
+    dof = max(int(stems.max()) + 1 - jacobian.shape[1], 3)
+    return float(np.sqrt(dof / (dof - 2) / share_seen(jacobian, weights, stems)))

@@ -3,13 +3,17 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.optimize import curve_fit
+from scipy.stats import linregress
 
 from scaling import DownstreamLaw, Law, ScalingError, TaskForecast, TwoStep, fit, fit_downstream, fit_two_step
+from scaling.weights import stem_weights
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -34,6 +38,57 @@ def test_planted_sigmoid_is_recovered(given: dict[str, float]) -> None:
     assert law.status == "ok"
 
 
+def test_percentages_are_shares_times_a_hundred() -> None:
+    shares = rows(0.01)
+    percent = shares.assign(accuracy=100 * shares["accuracy"])
+    share = fit_downstream(shares, chance=0.25, ceiling=0.9, n_bootstrap=5)
+    law = fit_downstream(percent, chance=25, ceiling=90, most=100, n_bootstrap=5)
+    assert law.predict(2.2) == pytest.approx(100 * float(share.predict(2.2)), rel=1e-6)
+    assert law.residual == pytest.approx(100 * share.residual, rel=1e-6)
+
+
+@pytest.mark.parametrize("given", [{}, {"chance": 0.25}, {"chance": 0.25, "ceiling": 0.9}])
+def test_the_residual_is_by_the_degrees_of_freedom_that_are_left(given: dict[str, float]) -> None:
+    table = rows(0.02)
+    law = fit_downstream(table, n_bootstrap=2, **given)  # type: ignore[arg-type]
+    squares = float(((law.predict(table["loss"]) - table["accuracy"]) ** 2).sum())
+    assert law.residual == pytest.approx(math.sqrt(squares / (len(table) - 4 + len(given))), rel=1e-9)
+    assert law.loss_range == (1.8, 3.6)
+    told = str(law).splitlines()[1]
+    assert [f"{name} " in told and "(given" in told.split(name)[1].split(",")[0] for name in ("floor", "ceiling")] == [
+        "chance" in given,
+        "ceiling" in given,
+    ]
+
+
+def test_a_refit_weighs_each_run_as_often_as_it_was_drawn() -> None:
+    """The first draw is the least-squares fit, by scipy's own search, of a table in which each row stands so often."""
+    table = rows(0.02)
+    law = fit_downstream(table, n_bootstrap=2, seed=4)
+    weights = stem_weights(np.arange(len(table)), 2, 4)[0]
+    found, _ = curve_fit(
+        lambda x, floor, ceiling, midpoint, width: floor + (ceiling - floor) / (1 + np.exp((x - midpoint) / width)),
+        table["loss"],
+        table["accuracy"],
+        p0=[0.25, 0.9, 2.4, 0.25],
+        sigma=1 / np.sqrt(np.maximum(weights, 1e-12)),
+    )
+    np.testing.assert_allclose(law.draws[0], found, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("t", "falls"), [(3.1, True), (2.9, False)])
+def test_a_metric_falls_where_a_line_says_so_by_three_standard_errors(t: float, falls: bool) -> None:
+    """The scatter is made at right angles to the line and as large as the t value asks (Student)."""
+    loss = np.linspace(2, 3, 20)
+    line = (loss - loss.mean()) / np.linalg.norm(loss - loss.mean())
+    rng = np.random.default_rng(0)
+    columns = np.linalg.qr(np.column_stack([np.ones(20), line, rng.standard_normal(20)]))[0]
+    table = pd.DataFrame({"loss": loss, "accuracy": 0.5 + 0.02 * (t * line + math.sqrt(18) * columns[:, 2])})
+    assert linregress(loss, table["accuracy"]).slope / linregress(loss, table["accuracy"]).stderr == pytest.approx(t)
+    told = any("falls as the loss falls" in doubt for doubt in fit_downstream(table, n_bootstrap=2).warnings)
+    assert told == falls
+
+
 def test_intervals_cover_a_further_run() -> None:
     """Losses to 2.2, a run at 2.0: with chance known, and the scatter of one run."""
     covered = []
@@ -43,6 +98,20 @@ def test_intervals_cover_a_further_run() -> None:
         new = float(accuracy(np.array(2.0))) + 0.01 * np.random.default_rng(1000 + seed).standard_normal()
         covered.append(low < new < high)
     assert np.mean(covered) >= 0.75
+
+
+def test_draws_are_drawn_apart_for_what_few_runs_do_not_show() -> None:
+    """Without scatter the interval is that of the draws' predictions, as much wider as is said: much of 12 runs, little of 400."""
+    for n, least, most in ((12, 1.4, 2.0), (400, 1.0, 1.02)):
+        law = replace(fit_downstream(rows(0.01, n=n), n_bootstrap=40), residual=0.0)
+        assert least < law.widening < most
+        middle = law.predict(2.1)
+        plain = np.array(replace(law, widening=1.0).interval(2.1)) - middle
+        np.testing.assert_allclose(np.array(law.interval(2.1)) - middle, law.widening * plain)
+    every = rows(0.01, n=12).assign(stem=np.arange(12))
+    doubled = pd.concat([every, every], ignore_index=True)
+    one, two = (fit_downstream(table, n_bootstrap=2).widening for table in (every, doubled))
+    assert two == pytest.approx(one, rel=1e-2), "rows of one run are one run"
 
 
 def test_rows_of_one_run_are_resampled_together() -> None:
@@ -58,6 +127,8 @@ def test_doubts() -> None:
     assert "may all be at chance" in "; ".join(fit_downstream(at_chance, chance=0.25, n_bootstrap=5).warnings)
     early = fit_downstream(rows(0.002, losses=(2.9, 4)), chance=0.25, n_bootstrap=5)
     assert any("no run is half-way up" in warning for warning in early.warnings) or early.ceiling < 0.999
+    told = fit_downstream(rows(losses=(2.9, 4)), chance=0.25, ceiling=0.9, n_bootstrap=5)
+    assert not told.warnings, "a ceiling that was given needs no run half-way up"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from scaling import Chinchilla
 from scaling.forms.form import Problem
-from scaling.minimizers.bootstrap import share_seen, widening
+from scaling.minimizers.bootstrap import free_columns, share_seen, widening
 from scaling.weights import stem_weights
 
 LAW = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
@@ -37,12 +37,14 @@ def test_the_share_is_that_of_linear_least_squares(n: int) -> None:
         score = (weights * residual) @ jacobian
         seen += np.einsum("ji,ji->", score, np.linalg.solve(normal, score[..., None])[..., 0]) / len(weights)
         true += estimate @ jacobian.T @ jacobian @ estimate
-    assert share_seen(problem, theta, np.ones(n), np.arange(n)) == pytest.approx(seen / true, rel=0.15)
+    assert share_seen(jacobian, np.ones(n), np.arange(n)) == pytest.approx(seen / true, rel=0.15)
 
 
 def test_few_runs_are_drawn_apart_and_many_hardly() -> None:
     few, many = (
-        widening(problem, theta, np.ones(n), np.arange(n)) for n in (12, 400) for problem, theta, _ in [runs(n)]
+        widening(free_columns(problem, theta), np.ones(n), np.arange(n))
+        for n in (12, 400)
+        for problem, theta, _ in [runs(n)]
     )
     assert 1.3 < few < 3
     assert 1 < many < 1.05
@@ -51,5 +53,16 @@ def test_few_runs_are_drawn_apart_and_many_hardly() -> None:
 def test_rows_of_one_run_count_once() -> None:
     """Sixty rows of twelve runs are drawn apart as twelve runs are, not as sixty."""
     problem, theta, _ = runs(60)
-    by_run, by_row = (widening(problem, theta, np.ones(60), stems) for stems in (np.arange(60) // 5, np.arange(60)))
+    by_run, by_row = (
+        widening(free_columns(problem, theta), np.ones(60), stems) for stems in (np.arange(60) // 5, np.arange(60))
+    )
     assert by_run > 1.2 > by_row
+
+
+def test_a_parameter_on_its_bound_is_not_counted() -> None:
+    problem, theta, _ = runs(20)
+    stuck = theta.copy()
+    stuck[4] = problem.upper[4]
+    np.testing.assert_array_equal(free_columns(problem, stuck), problem.linearise(stuck[None])[1][0][:, :4])
+    none = free_columns(problem, problem.lower)
+    assert (none.shape, share_seen(none, np.ones(20), np.arange(20))) == ((20, 0), 1.0)
