@@ -103,10 +103,11 @@ class ScheduleLaw(Result):
         """Loss, nats per token, at each row of one run's schedule: `step` and `lr`, densely enough to follow the rate.
 
         Raises:
-            ValueError: a column is missing or breaks its rule, the first step lies in the warmup, or its rate is 0.
+            ValueError: a column is missing or breaks its rule, the rows are of several runs, the first step lies in the warmup,
+                or its rate is 0.
             ScalingError: the law's answer is no loss, as decay gains more than there is.
         """
-        require_columns(schedule, ("step", "lr"))
+        _require_schedule(schedule)
         steps = numbers(schedule, "step")
         curve = Curve.of(steps, numbers(schedule, "lr", inclusive=True), steps, self.warmup_steps)
         theta = np.log([getattr(self, name) for name in BOUNDS])
@@ -121,9 +122,9 @@ class ScheduleLaw(Result):
         """Why a prediction of this schedule is outside the declared support; empty inside.
 
         Raises:
-            ValueError: a column is missing or breaks its rule, or the rate is 0 in every row.
+            ValueError: a column is missing or breaks its rule, the rows are of several runs, or the rate is 0 in every row.
         """
-        require_columns(schedule, ("step", "lr"))
+        _require_schedule(schedule)
         length, rates = float(numbers(schedule, "step").max()), numbers(schedule, "lr", inclusive=True)
         peak, depth = peak_and_depth(rates)
         reasons, (low, high) = list(self.warnings), self.peaks
@@ -253,6 +254,12 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
         deepest=min(depth for _, depth in reached),
         warnings=tuple(doubts),
     )
+
+
+def _require_schedule(schedule: pd.DataFrame) -> None:
+    require_columns(schedule, ("step", "lr"))
+    if "run" in schedule and (runs := schedule["run"].unique()).size > 1:
+        raise ValueError(f"a schedule must be of one run, got {runs.size}: {', '.join(map(str, runs[:3]))}")
 
 
 def _minimised(curves: list[Curve], log_loss: Array, delta: float) -> tuple[Array, bool]:

@@ -114,6 +114,23 @@ def test_a_schedule_far_from_the_fitted_ones_is_told_of() -> None:
         assert law.reasons_against(rows) == (reason,)
 
 
+def test_fitted_peaks_are_the_least_and_the_greatest() -> None:
+    rates = {"constant": 1.0, "cosine": 0.8, "two stages": 1.2}
+    parts = [schedule(kind).assign(lr=lambda t, by=by: by * t["lr"]) for kind, by in rates.items()]
+    rows = pd.concat([part.assign(loss=PLANTED.predict(part)) for part in parts], ignore_index=True)
+    law = fit_schedule_law(rows, warmup_steps=WARMUP)
+    assert law.peaks == pytest.approx((0.8 * PEAK, 1.2 * PEAK))
+    assert law.reasons_against(schedule("two stages").assign(lr=0.6 * PEAK)) == ()
+
+
+def test_rates_before_the_first_row_are_those_of_it() -> None:
+    """Without a warmup: a constant schedule read from its middle on has trained as long as one read from its start."""
+    law = replace(PLANTED, warmup_steps=0.0)
+    rows = schedule("constant")
+    late = rows[rows["step"] >= 5000]
+    np.testing.assert_allclose(law.predict(late), law.predict(rows)[rows["step"] >= 5000], rtol=1e-12)
+
+
 def test_an_answer_that_is_no_loss_is_refused() -> None:
     """Without a warmup to set against it, what a decay from a hundred times the peak gains is more than the whole loss."""
     rows = schedule("cosine")
@@ -139,6 +156,13 @@ def test_a_score_wants_losses() -> None:
     assert PLANTED.score(rows[:1])["r_squared"].isna().all()
     with pytest.raises(ValueError, match="loss must be known in some row of run cosine, got none"):
         PLANTED.score(rows.assign(loss=np.nan))
+
+
+def test_the_schedule_of_several_runs_is_none() -> None:
+    rows = pd.concat([schedule("constant"), schedule("wsd")])
+    for ask in (PLANTED.predict, PLANTED.reasons_against):
+        with pytest.raises(ValueError, match="a schedule must be of one run, got 2: constant, wsd"):
+            ask(rows)
 
 
 def test_rates_of_nothing_but_0_are_refused() -> None:
