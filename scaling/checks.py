@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -103,6 +104,25 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
             f"loss must be above 0 (or NaN: diverged), got {values[first]:g} in row {row_name(rows, first)}"
         )
     return values
+
+
+def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
+    """The column `seed` of a grid's runs, 0 in each where the table has none: equal settings are then further seeds.
+
+    Raises:
+        ValueError: two rows have one seed and the same settings; one run twice is no evidence of noise.
+    """
+    if "seed" not in rows:
+        return np.zeros(len(rows), np.int64)
+    twice = rows.duplicated([*settings, "seed"]).to_numpy()
+    if twice.any():
+        first = int(np.argmax(twice))
+        values = rows[[*settings, "seed"]].astype(object).iloc[first]
+        run = ", ".join(
+            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        )
+        raise ValueError(f"a run must be there once, row {row_name(rows, first)} is another of {run}")
+    return np.asarray(rows["seed"])
 
 
 def row_name(rows: pd.DataFrame, number: int) -> str:

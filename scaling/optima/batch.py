@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from scaling.checks import losses, names, numbers, require_columns
+from scaling.checks import losses, names, numbers, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.tokens_law import TokensLaw, optima_table
@@ -76,14 +76,15 @@ def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRI
         prior: mean and standard deviation of the exponent, or None.
 
     Raises:
-        ValueError: a column is missing or breaks its rule.
+        ValueError: a column is missing or breaks its rule, or a run of one seed is there twice.
         ScalingError: no group has optima inside the tested batches at two budgets, or the noise is unknown.
     """
     require_columns(rows, ("n_tokens", "batch_tokens", "rate", "loss"))
     table = pd.DataFrame({name: numbers(rows, name) for name in ("n_tokens", "batch_tokens", "rate")})
     table["loss"] = losses(rows)
-    table["group"] = names(rows, "group") if "group" in rows else "all"
-    table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
+    by = ["group"] if "group" in rows else []
+    table["group"] = names(rows, "group") if by else "all"
+    table["seed"] = seeds(rows, *by, "n_tokens", "batch_tokens", "rate")
     cells = _cells(table)
     fitted: dict[tuple[str, float], Optimum | None] = {}
     for (group, n_tokens), part in cells.groupby(["group", "n_tokens"]):

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from scaling.checks import losses, names, numbers, require_columns
+from scaling.checks import losses, names, numbers, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.tokens_law import TokensLaw, optima_table
@@ -64,14 +64,15 @@ def fit_horizon_law(
             and nothing of the level.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, the prior has no spread, or a group of `optima` is one of the grids'.
+        ValueError: a column is missing or breaks its rule, a run of one seed is there twice, the prior has no spread, or a group
+            of `optima` is one of the grids'.
         ScalingError: no group has optima inside the tested rates at two budgets, no grid has one, or the noise is unknown.
     """
     require_columns(rows, ("n_tokens", "rate", "loss"))
     table = pd.DataFrame({"n_tokens": numbers(rows, "n_tokens"), "rate": numbers(rows, "rate"), "loss": losses(rows)})
     by = next((column for column in ("group", "width") if column in rows), None)
     table["group"] = names(rows, by) if by else "all"
-    table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
+    table["seed"] = seeds(rows, *([by] if by else []), "n_tokens", "rate")
     fitted: dict[tuple[str, float], Optimum | None] = {}
     for (group, n_tokens), part in table.groupby(["group", "n_tokens"]):
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from scaling.checks import losses, numbers, require_columns
+from scaling.checks import losses, numbers, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.presentation import Result, jsonable, lines
@@ -155,14 +155,14 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
         over: the column of the hyperparameter; its optimum is found in log2.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or there is one size only.
+        ValueError: a column is missing or breaks its rule, a run of one seed is there twice, or there is one size only.
         ScalingError: at some size fewer than three values have a finite loss.
     """
     if len({along, over, "loss", "seed"}) < 4:
         raise ValueError(f"along and over must be two columns beside loss and seed, got {along!r} and {over!r}")
     require_columns(rows, (along, over, "loss"))
     table = pd.DataFrame({along: numbers(rows, along), over: numbers(rows, over), "loss": losses(rows)})
-    table["seed"] = rows["seed"].to_numpy() if "seed" in rows else 0
+    table["seed"] = seeds(rows, along, over)
     if table[along].nunique() < 2:
         raise ValueError(f"{along} must take at least 2 values, got {table[along].unique().tolist()}")
 

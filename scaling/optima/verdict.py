@@ -199,7 +199,7 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None) -> Ve
     """
     require_columns(rows, ("along", "size", "over", "value", "n_tokens", "loss"))
     named = {column: names(rows, column) for column in ("along", "over")}
-    rows = rows.assign(**named, n_tokens=numbers(rows, "n_tokens"), seed=rows.get("seed", 0))
+    rows = rows.assign(**named, n_tokens=numbers(rows, "n_tokens"))
     sized = rows[rows["along"] != "batch"]
     if sized.empty:
         raise ValueError(f"along must name a scale beside batch, got {sorted(rows['along'].unique())}")
@@ -243,7 +243,9 @@ def _longest_shared(grid: pd.DataFrame) -> float:
 
 def _named(grid: pd.DataFrame, along: str, over: str) -> pd.DataFrame:
     """The grid with its size and its value under their own names."""
-    return pd.DataFrame({along: grid["size"], over: grid["value"], "loss": grid["loss"], "seed": grid["seed"]})
+    return grid[["size", "value", "loss", *grid.columns.intersection(["seed"])]].rename(
+        columns={"size": along, "value": over}
+    )
 
 
 def _toml(value: Any) -> str:

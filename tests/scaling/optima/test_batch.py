@@ -104,6 +104,11 @@ def test_no_usable_answer() -> None:
         fit_batch_law(grid(budgets=(1e9,)))
     with pytest.raises(ScalingError, match="one run at each of three batches, so the noise is unknown: add a batch or"):
         fit_batch_law(grid(batches=(2.0**17, 2.0**18.5, 2.0**20)))
+    once = grid().assign(seed=0)
+    with pytest.raises(
+        ValueError, match="a run must be there once, row 3 is another of group size 0.0, n_tokens 1e.09"
+    ):
+        fit_batch_law(pd.concat([once, once.iloc[[3]]]))
     with pytest.raises(ValueError, match="missing column batch_tokens"):
         fit_batch_law(grid().drop(columns="batch_tokens"))
 

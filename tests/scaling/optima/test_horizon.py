@@ -224,6 +224,9 @@ def test_bad_arguments() -> None:
         fit_horizon_law(sweep()).rate(0)
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 2"):
         fit_horizon_law(sweep()).interval(1e9, 2)
+    once = sweep().assign(seed=0)
+    with pytest.raises(ValueError, match="a run must be there once, row 0 is another of"):
+        fit_horizon_law(pd.concat([once, once.iloc[[0]]]))
     with pytest.raises(ValueError, match="the prior's standard deviation must be finite and above 0, got 0"):
         fit_horizon_law(sweep(), prior=(0.3, 0))
     with pytest.raises(ValueError, match="the prior's mean must be finite, got nan"):
