@@ -214,7 +214,7 @@ def by_tune(folder: Path, trials: int, *, reused: bool) -> list[float]:
 
     # a class would have to write a checkpoint at its end; for a function, Tune refuses the very question
     checkpoints = tune.CheckpointConfig(checkpoint_at_end=False) if reused else tune.CheckpointConfig()
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as scratch:
         tuner = tune.Tuner(
             tune.with_resources(Class if reused else function, {"cpu": 1}),
