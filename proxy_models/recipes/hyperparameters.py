@@ -212,10 +212,9 @@ class Hyperparameters:
         doublings = self.batch_doublings
         ramp = doublings * self.whole_batches(self.batch_ramp_tokens / doublings) if doublings else 0
         for name, length in (("warmup", warmup), ("batch ramp", ramp)):
-            if length >= n_tokens * (1 - self.cooldown_fraction):
-                raise ValueError(
-                    f"a {name} of {length} tokens does not fit into the stable part of a run of {n_tokens} tokens"
-                )
+            if length >= (before := n_tokens * (1 - self.cooldown_fraction)):
+                where = f"the first {before:.0f} of " if self.cooldown_fraction else ""
+                raise ValueError(f"a {name} of {length} tokens does not fit into {where}a run of {n_tokens} tokens")
         resolved: dict[str, Any] = {
             "weight_decay": self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),
             "warmup_tokens": warmup,

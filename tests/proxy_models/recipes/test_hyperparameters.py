@@ -120,6 +120,14 @@ def test_schedules_with_a_cooldown_have_a_stem_that_lengths_share() -> None:
         branch(values.resolve(40 * BATCH), 34 * BATCH, 40 * BATCH, "cosine")
 
 
+def test_a_warmup_ends_before_the_cooldown_begins() -> None:
+    values = hyperparameters(warmup_floor_tokens=34 * BATCH)
+    told = f"a warmup of {34 * BATCH} tokens does not fit into the first {34 * BATCH} of a run of {40 * BATCH} tokens"
+    with pytest.raises(ValueError, match=told):
+        values.resolve(40 * BATCH)
+    assert values.resolve(42 * BATCH).warmup_tokens == 34 * BATCH
+
+
 def test_cycles_follow_each_other_without_a_jump() -> None:
     segments = chain(hyperparameters(schedule="cosine_cycles", cycles=3, final_fraction=0.2), 41 * BATCH)
     assert [(s.start // BATCH, s.end // BATCH) for s in segments] == [(0, 13), (13, 27), (27, 41)]
