@@ -366,6 +366,12 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert data["n_params"] == found.n_params
     assert data["dollars"] == pytest.approx(5e4)
+    assert found.tokens_per_param == found.n_tokens / found.n_params
+    assert f"({found.tokens_per_param:.4g} per parameter)\n" in text, "no shape was chosen among, so none is named"
+    for flops, status in ((1e21, "supported"), (1e28, "unsupported: ")):
+        assert f", {status}" in next(
+            line for line in str(decide(fitted, flops)).splitlines() if line.startswith("forecast")
+        )
     assert isinstance(found, Decision)
 
 

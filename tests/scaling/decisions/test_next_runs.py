@@ -115,6 +115,7 @@ def test_batches_keep_within_what_is_affordable_and_shrink_the_interval(fitted: 
     assert found.runs["spent_flops"].tolist() == pytest.approx(found.runs["cost_flops"].cumsum().tolist())
     shares = [1, *found.runs["variance_left"]]
     assert all(b < a for a, b in itertools.pairwise(shares))
+    assert found.width_now == (found.now.high - found.now.low) / found.now.loss
     assert found.width_then < found.width_now
     assert found.runs.index.is_unique
     text = str(found)

@@ -62,6 +62,7 @@ def test_one_draw_is_the_fit_of_its_losses(planted: Law) -> None:
         forecast.loss, rel=1e-8
     )  # the losses agree to rounding, the fits to their tolerance
     assert found.trials["error"][0] == pytest.approx(math.log(forecast.loss / planted.loss(1e9, 2e10)), rel=1e-6)
+    assert found.trials["width"][0] == pytest.approx((forecast.high - forecast.low) / forecast.loss, rel=1e-4)
 
 
 def test_errors_grow_with_the_noise_and_with_shared_stems(planted: Law) -> None:

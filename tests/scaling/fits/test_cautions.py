@@ -1,5 +1,6 @@
 """What a fit asks to be looked at: single rows far off, best sizes beside the runs', losses of more than one recipe."""
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +31,19 @@ def test_a_mistyped_loss_is_named_by_its_row(ladder: Ladder) -> None:
     assert "row run-7 (N" in found.cautions[0]
     assert "run-7" in str(found)
     assert found.forecast(1e9, 2e10).supported, "the fits are robust: it is looked at, not refused"
+
+
+def test_of_many_far_rows_the_farthest_are_named_first(ladder: Ladder) -> None:
+    runs = ladder(noise=0.003)
+    wild = {2: 1.3, 5: 1.6, 9: 0.6, 13: 1.2, 17: 1.45}
+    for row, factor in wild.items():
+        runs.loc[row, "loss"] *= factor
+    found = fitted(runs)
+    text = next(caution for caution in found.cautions if "far off the law" in caution)
+    assert text.startswith("5 rows lie")
+    assert re.findall(r"row (\d+)", text) == ["5", "17", "9"]
+    usual = np.median(np.abs(np.expm1(found.residuals()["log_residual"])))
+    assert f"half of all are within {usual:.2%}" in text
 
 
 def test_runs_beside_the_best_ratio_are_off_centre(ladder: Ladder, planted: Law) -> None:

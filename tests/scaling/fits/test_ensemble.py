@@ -1,5 +1,6 @@
 """The fits behind a forecast: exact where the law is true, stable against single rows, and steady under another order."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +26,21 @@ def test_without_noise_every_variant_says_the_truth(ladder: Ladder, planted: Law
     assert len(found.variants) == 5
     assert found.residual < 1e-4
     assert float(found.form_spread(*TARGET)) < 3e-4
+
+
+def test_moves_are_of_every_fit_with_every_draw(ladder: Ladder) -> None:
+    """What a fit says against their mean, and a draw against the first fit: here by laws, one by one."""
+    found = fit_ensemble(with_stems(ladder(noise=0.003)))
+    n, d = TARGET
+    rows = Joint().columns_of({"n_params": np.array([n]), "n_tokens": np.array([d])})
+    moves = found.moves(lambda values, _: np.log(Joint().loss(values, rows)))[:, 0]
+    fits = [math.log(float(law.loss(n, d))) for law in found.variants.values()]
+    draws = [
+        math.log(float(Joint().law(**dict(zip(Joint.parameters, draw, strict=True))).loss(n, d)))
+        for draw in found.draws
+    ]
+    expected = [fit - np.mean(fits) + draw - fits[0] for fit in fits for draw in draws]
+    np.testing.assert_allclose(moves, expected, atol=1e-12)
 
 
 def test_two_wild_rows_hardly_move_it(ladder: Ladder, planted: Law) -> None:

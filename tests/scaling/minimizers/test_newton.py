@@ -9,7 +9,7 @@ from scipy.optimize import minimize as scipy_minimize
 
 from scaling.arrays import Array
 from scaling.forms.powers import SumOfPowers
-from scaling.minimizers.newton import huber, minimize, objective
+from scaling.minimizers.newton import Prior, huber, minimize, objective
 
 DELTA = 1e-3
 
@@ -57,3 +57,32 @@ def test_members_of_a_batch_do_not_influence_each_other(points: tuple[SumOfPower
         alone, value, _ = minimize(form, log_loss, weights[i : i + 1], THETA[i : i + 1], (DELTA,))
         np.testing.assert_allclose(together[i], alone[0], rtol=1e-6)
         assert values[i] == pytest.approx(value[0], rel=1e-10)
+
+
+def test_a_prior_weighs_as_a_normal_one(points: tuple[SumOfPowers, Array]) -> None:
+    """The objective written out once more, and minimised by scipy: its minimum lies between the runs' and the prior's."""
+    form, log_loss = points
+    prior = Prior(mean=THETA[0], precision=np.array([0.0, 0.0, 0.0, 0.2, 0.05]))
+
+    def written_out(theta: Array, precision: Array) -> float:
+        residual = np.abs(form.log_loss(theta[None])[0] - log_loss)
+        runs = np.where(residual <= DELTA, residual**2 / 2, DELTA * (residual - DELTA / 2)).sum()
+        return float(runs + sum(p * (t - m) ** 2 for p, t, m in zip(precision, theta, prior.mean, strict=True)) / 2)
+
+    one = np.ones((1, log_loss.size))
+    assert objective(form, log_loss, one, THETA[1:], DELTA, prior)[0] == pytest.approx(
+        written_out(THETA[1], prior.precision)
+    )
+    theta, value, converged = minimize(form, log_loss, one, THETA[:1], (10 * DELTA, DELTA), prior)
+    assert converged.all()
+    found = scipy_minimize(
+        lambda t: 1e3 * written_out(t, prior.precision),
+        theta[0],
+        method="Nelder-Mead",
+        options={"xatol": 1e-9, "fatol": 1e-13},
+    )
+    assert 1e3 * value[0] <= found.fun * (1 + 1e-7)
+    free, _, _ = minimize(form, log_loss, one, THETA[:1], (10 * DELTA, DELTA))
+    for i in (3, 4):
+        low, high = sorted((free[0, i], prior.mean[i]))
+        assert low < theta[0, i] < high

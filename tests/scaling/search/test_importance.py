@@ -92,6 +92,16 @@ def test_a_wall_decides_the_plain_variance_and_not_the_good_region() -> None:
     assert set(near.told) == {"decay", "rate", "init", "activation"}  # the wall is real, and no longer all there is
 
 
+def test_beyond_the_best_half_a_loss_counts_by_what_a_hyperbola_leaves_of_it() -> None:
+    """The same table from losses compressed by hand, of which none is to be compressed any more."""
+    rows = planted(120)
+    excess = np.log(rows["loss"]) - np.log(rows["loss"]).min()
+    knee = np.quantile(excess, 0.5)
+    compressed = rows.assign(loss=np.exp(np.where(excess <= knee, excess, 2 * knee - knee**2 / excess)))
+    table = importance(rows, within=0.5).table
+    np.testing.assert_allclose(table[["share", "noise"]], importance(compressed).table[["share", "noise"]], atol=1e-9)
+
+
 def test_it_agrees_with_ped_anova_on_what_matters_most() -> None:
     optuna = pytest.importorskip("optuna")
     rows = planted(300, noise=0.003)

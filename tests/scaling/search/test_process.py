@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from scaling.arrays import Array
 from scaling.search.acquisition import latin_hypercube, log_expected_improvement
 from scaling.search.basin import Layout
 from scaling.search.process import Observations, Process, negative_log_density
@@ -60,6 +61,39 @@ def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, l
         prior = -(shift**2) * len(mean) / 2
         told.append(negative_log_density(theta, data, layout)[0] + log_density + prior)
     assert told[0] == pytest.approx(told[1], abs=1e-5)
+
+
+def test_uncertainty_is_that_of_the_density_around_its_peak(data: Observations, layout: Layout) -> None:
+    """Second differences of the density itself, in the prior's units, whose own part is one; two runs leave the prior."""
+    mean, spread = layout.prior
+    process = Process.fit(data, layout)
+    step, units = 0.02, np.diag(spread)
+
+    def density(*moved: Array) -> float:
+        return negative_log_density(process.theta + step * sum(moved), data, layout)[0]
+
+    p = len(mean)
+    hessian = np.array(
+        [
+            [
+                density(units[i], units[j])
+                - density(units[i], -units[j])
+                - density(-units[i], units[j])
+                + density(-units[i], -units[j])
+                for j in range(p)
+            ]
+            for i in range(p)
+        ]
+    ) / (4 * step**2)
+    values, vectors = np.linalg.eigh(hessian)
+    expected = (vectors / np.maximum(values, 1)) @ vectors.T
+    np.testing.assert_allclose(process.uncertainty, expected, atol=0.02)
+    assert np.trace(expected) < 0.95 * p, "the runs tell something"
+    few = Observations(u=data.u[:2], s=data.s[:2], cell=data.cell[:2], w=data.w[:2], exact=data.exact[:2])
+    np.testing.assert_array_equal(Process.fit(few, layout).uncertainty, np.eye(p))
+    drawn = [process.redrawn(np.random.default_rng(seed)).theta for seed in range(400)]
+    moved = (np.array(drawn) - process.theta) / spread
+    np.testing.assert_allclose(np.cov(moved.T), process.uncertainty, atol=0.25)
 
 
 def test_an_exact_observation_is_met_and_certain(data: Observations, layout: Layout) -> None:
