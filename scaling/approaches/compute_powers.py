@@ -39,7 +39,8 @@ class ComputePowers(Result):
         compute_ref: geometric mean of the points' compute, FLOPs.
         n_params_convention: what N counts.
         loss_unit: of the points' losses.
-        draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`.
+        draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`; those of isoFLOPs are drawn
+            apart for what so few runs do not show of their errors (`minimizers.bootstrap`).
         points: the optima: compute_flops, n_params, n_tokens, loss, and what the approach knows besides.
         rows: what they were read off: n_params, n_tokens, loss, compute_flops (of an isoFLOP, its budget), and the `run` of
             an envelope's curves.
@@ -160,6 +161,13 @@ def require_draws(n_bootstrap: int) -> None:
     """Raise ValueError unless there are resamplings enough for an interval."""
     if n_bootstrap < 2:
         raise ValueError(f"n_bootstrap must be at least 2, got {n_bootstrap!r}")
+
+
+def drawn_apart(estimate: Powers, draws: Array, factor: float) -> Array:
+    """Draws [n, 4] so many times as far from the estimate, sizes and tokens in their logarithms."""
+    centre = np.array([*estimate[:2], *np.log(estimate[2:])])
+    apart = centre + factor * (np.hstack([draws[:, :2], np.log(draws[:, 2:])]) - centre)
+    return np.hstack([apart[:, :2], np.exp(apart[:, 2:])])
 
 
 def resampled(n_draws: int, one: Callable[[int], Powers | None]) -> tuple[Array, float]:

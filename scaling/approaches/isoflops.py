@@ -20,6 +20,7 @@ from scaling.approaches.compute_powers import (
     MIN_POINTS,
     ComputePowers,
     Powers,
+    drawn_apart,
     powers_through,
     require_draws,
     resampled,
@@ -30,6 +31,7 @@ from scaling.fits.fitting import fit, select
 from scaling.fits.runs import Table, require_convention
 from scaling.forms import Chinchilla
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
+from scaling.minimizers.bootstrap import widening
 from scaling.weights import stem_weights
 
 SAME_BUDGET = 0.05
@@ -151,6 +153,7 @@ def fit_isoflops(
     draws, unanswered = resampled(n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, weights[i], reference))
     estimate = _powers(used, log_n, log_d, loss, even, reference)
     assert estimate is not None  # noqa: S101 - every budget in use has a vertex
+    draws = drawn_apart(estimate, draws, _widening(used, log_n, rows["stem"]))
     law = fit(rows, n_params_convention=n_params_convention, loss_unit=checked.loss_unit, n_bootstrap=2).law
     bias = _bias(law, used, n_params, n_tokens)
     doubts = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_doubts(points, bias)]
@@ -202,6 +205,17 @@ def _powers(
         return None
     budgets, sizes, tokens = np.array(usable).T
     return powers_through(budgets, sizes, tokens, reference)
+
+
+def _widening(grids: list[_Grid], log_n: Array, stem: pd.Series) -> float:
+    """Of the draws, for what three numbers of each budget's few runs take of the errors."""
+    rows = np.concatenate([grid.rows for grid in grids])
+    columns = np.zeros((len(rows), 3 * len(grids)))
+    for i, grid in enumerate(grids):
+        here = np.isin(rows, grid.rows)
+        x = log_n[rows[here]]
+        columns[here, 3 * i : 3 * i + 3] = np.vander(x - x.mean(), 3)
+    return widening(columns, np.ones(len(rows)), pd.factorize(stem.iloc[rows])[0])
 
 
 def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array) -> dict[str, float]:
