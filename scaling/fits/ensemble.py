@@ -22,7 +22,7 @@ from scaling.forms.form import Problem, Values
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
-from scaling.minimizers.bootstrap import refit
+from scaling.minimizers.bootstrap import free_columns, refit, widening
 from scaling.minimizers.newton import Prior, minimize
 from scaling.minimizers.screening import screened
 from scaling.weights import noise_weights, stem_weights
@@ -51,6 +51,8 @@ class Ensemble:
         variants: of which the forecast is the mean in log loss, by name; the first is the base.
         squares: the base under squared residuals: far from the others where single rows decide.
         draws: the base under resampled stems, parameters in the form's order, [n_draws, 6].
+        widening: by how much `moves` draws them apart (`minimizers.bootstrap`); the forecast's own scale was calibrated to the
+            draws as they are.
         residual: recency-weighted rms of the base's log residuals.
         compute_range: least and largest C fitted, FLOPs.
     """
@@ -58,6 +60,7 @@ class Ensemble:
     variants: Mapping[str, Law]
     squares: Law
     draws: Array
+    widening: float
     residual: float
     compute_range: tuple[float, float]
 
@@ -69,8 +72,8 @@ class Ensemble:
     def moves(self, log_of: Callable[[Values, int], Array]) -> Array:
         """How a quantity's logarithm moves with the fit and with the runs, [n_variants·n_draws, …].
 
-        What each variant says against their mean, and what each draw says against the base, of every pair of the two; infinite
-        where a fit gives none.
+        What each variant says against their mean, and what each draw, drawn apart, says against the base, of every pair of
+        the two; infinite where a fit gives none.
 
         Args:
             log_of: the logarithm, [J, …], of J sets of the joint form's parameters, [J, 1] each.
@@ -81,7 +84,7 @@ class Ensemble:
         fits, draws = logs[: len(laws)], logs[len(laws) :]
         with np.errstate(invalid="ignore"):
             centre = np.nanmean(np.where(np.isfinite(fits), fits, np.nan), axis=0)
-            moved = (fits - centre)[:, None] + (draws - fits[0])
+            moved = (fits - centre)[:, None] + self.widening * (draws - fits[0])
         return np.asarray(np.nan_to_num(moved, nan=np.inf, posinf=np.inf, neginf=-np.inf).reshape(-1, *logs.shape[1:]))
 
     def log_loss(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
@@ -153,7 +156,8 @@ def fit_ensemble(
     squares = fits.polished(
         even, (math.inf,), max(float(np.average(residual**2, weights=weights)), _LEAST_SIGMA**2), base
     )
-    resampled = weights * stem_weights(pd.factorize(rows["stem"])[0], N_DRAWS, seed)
+    stems = pd.factorize(rows["stem"])[0]
+    resampled = weights * stem_weights(stems, N_DRAWS, seed)
     draws, _ = refit(fits.problem, log_loss, resampled, base, (robust,), fits.prior(sigma**2))
 
     telling = (ratio >= RESIDUAL_RATIO[0]) & (ratio <= RESIDUAL_RATIO[1])
@@ -163,6 +167,7 @@ def fit_ensemble(
         variants={name: fits.law(theta) for name, theta in thetas.items()},
         squares=fits.law(squares),
         draws=fits.problem.natural(draws),
+        widening=widening(free_columns(fits.problem, base), weights, stems),
         residual=float(np.sqrt(np.average(residual[telling] ** 2, weights=(weights * recent)[telling]))),
         compute_range=(float(10 ** log_compute.min()), float(10 ** log_compute.max())),
     )

@@ -39,7 +39,8 @@ def test_moves_are_of_every_fit_with_every_draw(ladder: Ladder) -> None:
         math.log(float(Joint().law(**dict(zip(Joint.parameters, draw, strict=True))).loss(n, d)))
         for draw in found.draws
     ]
-    expected = [fit - np.mean(fits) + draw - fits[0] for fit in fits for draw in draws]
+    expected = [fit - np.mean(fits) + found.widening * (draw - fits[0]) for fit in fits for draw in draws]
+    assert 1.3 < found.widening < 1.7, "twenty runs, six parameters"
     np.testing.assert_allclose(moves, expected, atol=1e-12)
 
 
