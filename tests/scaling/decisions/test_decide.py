@@ -29,6 +29,7 @@ from scaling import (
     fit,
 )
 from scaling.forms.law import Allocation
+from scaling.presentation import span
 
 HOFFMANN = Chinchilla().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
 LAWS = [
@@ -358,6 +359,19 @@ def test_money_spent_on_a_plateau_is_doubted() -> None:
     assert decide(law, enough, unique_tokens=1e8).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
     assert not decide(law, 1e22, unique_tokens=1e12).doubts
     assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).doubts)
+    dear = decide(law, 1e27, unique_tokens=1e8, tolerance=0)
+    assert not any("buys next to nothing" in doubt for doubt in dear.doubts), "nothing was said to be near enough"
+    shapes = decide(law, 1e27, unique_tokens=1e8, sizes=[1e9, 1e10])
+    assert not any("buys next to nothing" in doubt for doubt in shapes.doubts)
+
+
+def test_a_memory_that_is_large_enough_holds_nothing_back() -> None:
+    small, large = (decide(HOFFMANN, 1e21, memory=[MemoryLimit.serving("A100 40GB", n_devices=n)]) for n in (1, 64))
+    assert not large.limits
+    assert large.n_params == pytest.approx(decide(HOFFMANN, 1e21).n_params, rel=1e-6)
+    assert "memory holds every parameter, also those that N may not count" in large.assumptions
+    assert not any("memory" in said for said in decide(HOFFMANN, 1e21).assumptions)
+    assert small.n_params <= large.n_params
 
 
 def test_on_other_devices_the_old_price_is_not_told(fitted: ScalingFit) -> None:
@@ -386,6 +400,11 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
     assert data["n_params"] == found.n_params
     assert data["dollars"] == pytest.approx(5e4)
     assert found.tokens_per_param == found.n_tokens / found.n_params
+    assert f"cost {found.cost.worth}, {found.serving_flops / found.total_flops:.0%} of it for serving" in re.sub(
+        " +", " ", text
+    )
+    assert found.size_by_fit is not None
+    assert f"would choose {span(found.size_by_fit.min(), found.size_by_fit.max())} parameters" in text
     assert f"({found.tokens_per_param:.4g} per parameter)\n" in text, "no shape was chosen among, so none is named"
     for flops, status in ((1e21, "supported"), (1e28, "unsupported: ")):
         assert f", {status}" in next(

@@ -11,6 +11,7 @@ import pytest
 from scaling import Law, ScalingFit, candidate_runs, compute_flops, fit, next_runs
 from scaling.decisions.design import LEAST_NOISE, MISFIT_PER_DECADE, Design
 from scaling.fits.ensemble import PRIOR
+from scaling.fits.forecast import interval_factor
 from scaling.forms.powers import Joint, JointPowers
 
 TARGET = (2e9, 4e10)
@@ -93,6 +94,7 @@ def test_noise_grows_with_the_decades_below_the_target(fitted: ScalingFit, desig
     noise = fitted.ensemble.residual
     assert design.noise_variance([target, 10 * target]) == pytest.approx([noise**2] * 2)
     assert design.noise_variance(target / 100) == pytest.approx(noise**2 + (2 * MISFIT_PER_DECADE) ** 2)
+    assert design.noise_variance(target / 100, 4.0) == pytest.approx(noise**2 / 4 + (2 * MISFIT_PER_DECADE) ** 2)
 
 
 def test_the_first_run_is_the_best_of_all_that_can_be_paid_for(fitted: ScalingFit, design: Design) -> None:
@@ -106,6 +108,26 @@ def test_the_first_run_is_the_best_of_all_that_can_be_paid_for(fitted: ScalingFi
     assert found.runs["variance_left"].iloc[0] == pytest.approx(min(left), rel=1e-4)
     assert found.runs.index[0] == int(np.argmin(left))
     assert candidates["cost_flops"].max() <= 3e19
+
+
+def test_candidates_are_as_dense_as_is_asked(fitted: ScalingFit) -> None:
+    """From 1e7 to the target's 2e9 parameters, 2.3 decades, six sizes a decade and three ratios; the ratios from 10 to 160."""
+    found = candidate_runs(fitted, *TARGET, affordable_flops=1e30)
+    np.testing.assert_allclose(np.unique(found["n_params"].round(-2)), np.geomspace(1e7, 2e9, 15), rtol=1e-4)
+    ratios = np.unique((found["n_tokens"] / found["n_params"]).round(6))
+    np.testing.assert_allclose(ratios, np.geomspace(10, 160, 5), rtol=1e-5)
+
+
+def test_a_run_shrinks_both_spreads_of_the_forecast_as_the_deviation_it_leaves(fitted: ScalingFit) -> None:
+    """The width that is expected is that of the forecast's own formula, its two spreads times the root of the share."""
+    found = next_runs(fitted, *TARGET, affordable_flops=3e19, n_runs=1)
+    ensemble, share = fitted.ensemble, float(found.runs["variance_left"].iloc[0])
+    most = max(ensemble.compute_range[1], float(found.runs["cost_flops"].iloc[0]))
+    decades = math.log10(most / ensemble.compute_range[0])
+    beyond = math.log10(compute_flops(*TARGET) / most) / decades
+    spread = share * (0.99 * ensemble.draw_spread(*TARGET) ** 2 + 0.70 * ensemble.form_spread(*TARGET) ** 2)
+    scale = math.sqrt(0.0053**2 + 0.50 * ensemble.residual**2 + spread + (0.0089 * beyond) ** 2)
+    assert found.width_then == pytest.approx(2 * math.sinh(interval_factor(0.9) * scale), rel=1e-9)
 
 
 def test_batches_keep_within_what_is_affordable_and_shrink_the_interval(fitted: ScalingFit) -> None:

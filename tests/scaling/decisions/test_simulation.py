@@ -1,6 +1,7 @@
 """Planted ladders: what a design costs, and that its simulated forecasts are those that the fit would make."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -75,7 +76,13 @@ def test_errors_grow_with_the_noise_and_with_shared_stems(planted: Law) -> None:
     assert quiet.rms_error < loud.rms_error
     assert quiet.width < loud.width
     assert quiet.rms_error < shared.rms_error
+    error, size_error = loud.trials["error"].to_numpy(), loud.trials["size_error"].to_numpy()
+    assert loud.rms_error == pytest.approx(math.sqrt(sum(error**2) / 6))
+    assert loud.bias == pytest.approx(sum(error) / 6)
+    assert loud.size_error == pytest.approx(math.sqrt(sum(size_error**2) / 6))
+    assert replace(loud, trials=loud.trials.assign(held=[True, True, True, True, False, False])).coverage == 4 / 6
     text = str(loud)
+    assert f"within a factor {math.exp(loud.size_error):.3g} (rms)" in text
     assert "20 runs, 5 of their own" in text
     assert "5 independent runs: intervals were found honest from 15 on" in text
     assert f"rms {loud.rms_error:.2%}" in text

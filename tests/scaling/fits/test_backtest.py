@@ -53,6 +53,15 @@ def test_the_table_counts(runs: pd.DataFrame) -> None:
     assert table.loc["kaplan", "top_error"] == pytest.approx(100 * error[top].mean())
     inside = (part["low_0.95"] <= part["loss"]) & (part["loss"] <= part["high_0.95"])
     assert table.loc["kaplan", "coverage_0.95"] == pytest.approx(inside.mean())
+    assert table.loc["kaplan", "bias"] == pytest.approx(100 * np.log(part["predicted"] / part["loss"]).mean())
+    assert table.loc["kaplan", "width_0.9"] == pytest.approx(100 * np.median(part["high_0.9"] / part["low_0.9"] - 1))
+    of_default = found.predictions[found.predictions["method"] == DEFAULT]
+    assert table.loc[DEFAULT, "supported"] == pytest.approx(sum(of_default["supported"]) / len(of_default))
+    inside = part["loss"].between(part["low_0.9"], part["high_0.9"])
+    assert table.loc["kaplan", "coverage_0.9"] == pytest.approx(sum(inside) / len(inside))
+    # Of a form alone the ends are a normal distribution's: 90 % lie within 1.645 standard deviations, 95 % within 1.960.
+    reach = np.log(part["high_0.95"] / part["low_0.95"]) / np.log(part["high_0.9"] / part["low_0.9"])
+    np.testing.assert_allclose(reach, 1.959964 / 1.644854, rtol=1e-6)
     assert table.loc[DEFAULT, "mean_error"] < table.loc["kaplan", "mean_error"]
     assert "kaplan" in str(found)
 

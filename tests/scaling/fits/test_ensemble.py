@@ -44,6 +44,34 @@ def test_moves_are_of_every_fit_with_every_draw(ladder: Ladder) -> None:
     np.testing.assert_allclose(moves, expected, atol=1e-12)
 
 
+def test_the_numbers_of_one_ladder_stay_what_they_were(planted: Law) -> None:
+    """Weighted rows, two of a stem, one wild, some of unusual ratios: what each fit said of the target when this was written."""
+    sizes, ratios = np.meshgrid(np.geomspace(1e7, 2e8, 5), [3.0, 10.0, 30.0, 80.0, 250.0])
+    n, d = sizes.ravel(), (sizes * ratios).ravel()
+    loss = planted.loss(n, d) * np.exp(0.004 * np.random.default_rng(11).standard_normal(25))
+    loss[7] *= 1.04
+    noise = np.where(n < 2e7, 0.008, 0.004)
+    found = fit_ensemble(
+        pd.DataFrame({"n_params": n, "n_tokens": d, "loss": loss, "noise": noise, "stem": np.arange(25) // 2})
+    )
+    said = {name: math.log(float(law.loss(*TARGET))) for name, law in found.variants.items()}
+    assert said == pytest.approx(
+        {
+            "adaptive Huber": 0.884922,
+            "least absolute residuals": 0.883361,
+            "recent rows weigh more": 0.885927,
+            "recent rows weigh most": 0.894517,
+            "rows of 5 to 200 tokens per parameter": 0.890208,
+        },
+        abs=2e-5,
+    )
+    assert math.log(float(found.squares.loss(*TARGET))) == pytest.approx(0.878579, abs=2e-5)
+    assert float(found.draw_spread(*TARGET)) == pytest.approx(0.0072788, rel=1e-3)
+    assert float(found.form_spread(*TARGET)) == pytest.approx(0.0050506, rel=1e-3)
+    assert found.residual == pytest.approx(0.0049132, rel=1e-3)
+    assert found.widening == pytest.approx(1.82499, rel=1e-3)
+
+
 def test_two_wild_rows_hardly_move_it(ladder: Ladder, planted: Law) -> None:
     runs = with_stems(ladder(noise=0.002))
     calm = fit_ensemble(runs)

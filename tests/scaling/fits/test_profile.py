@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -100,6 +101,8 @@ def test_what_the_runs_do_not_bound_is_open(ladder: Ladder) -> None:
     assert interval.estimate < interval.high < runs["loss"].min(), "though every refit lies next to E's bound"
     assert interval.is_open
     assert "open: the runs do not bound it" in str(interval)
+    assert not replace(interval, low=0.1).is_open
+    assert replace(interval, low=0.1, high=np.inf).is_open
 
 
 def test_bad_names_and_too_few_runs(ladder: Ladder) -> None:
