@@ -366,12 +366,11 @@ def test_money_spent_on_a_plateau_is_doubted() -> None:
 
 
 def test_a_memory_that_is_large_enough_holds_nothing_back() -> None:
-    small, large = (decide(HOFFMANN, 1e21, memory=[MemoryLimit.serving("A100 40GB", n_devices=n)]) for n in (1, 64))
+    large = decide(HOFFMANN, 1e21, memory=[MemoryLimit.serving("A100 40GB")])
     assert not large.limits
     assert large.n_params == pytest.approx(decide(HOFFMANN, 1e21).n_params, rel=1e-6)
     assert "memory holds every parameter, also those that N may not count" in large.assumptions
     assert not any("memory" in said for said in decide(HOFFMANN, 1e21).assumptions)
-    assert small.n_params <= large.n_params
 
 
 def test_on_other_devices_the_old_price_is_not_told(fitted: ScalingFit) -> None:
