@@ -50,6 +50,11 @@ def test_runs_beside_the_best_ratio_are_off_centre(ladder: Ladder, planted: Law)
     runs = ladder(noise=0.002).assign(n_tokens=lambda t: 60 * t["n_tokens"])
     runs["loss"] = planted.loss(runs["n_params"], runs["n_tokens"]) * (runs["loss"] / ladder()["loss"])
     assert "off-centre: the law's best D/N" in fitted(runs).cautions[0]
+    short = ladder().assign(n_tokens=lambda t: t["n_tokens"] / 60)
+    short["loss"] = planted.loss(short["n_params"], short["n_tokens"]) * (
+        runs["loss"] / planted.loss(runs["n_params"], runs["n_tokens"])
+    )
+    assert "off-centre: the law's best D/N" in fitted(short).cautions[0]
     assert not fitted(ladder(noise=0.002)).cautions
 
 

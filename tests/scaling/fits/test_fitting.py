@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, Joint, Law, ScalingFit, fit
+from scaling.fits.fitting import doubts_about_rows
 from tests.scaling.conftest import PLANTED
 
 Ladder = Callable[..., pd.DataFrame]
@@ -186,6 +187,17 @@ def test_a_parameter_on_its_bound_is_doubtful(ladder: Ladder) -> None:
     runs = ladder()
     runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
     assert "E lies on its bound" in doubts(runs)
+
+
+def test_a_ladder_is_told_how_many_runs_and_decades_of_compute_it_lacks() -> None:
+    sizes = np.geomspace(1e7, 1e10, 12)
+    rows = pd.DataFrame({"n_params": sizes, "n_tokens": 1e19 / sizes, "stem": np.arange(12)})
+    few, narrow = doubts_about_rows(rows)
+    assert few == "12 independent runs: intervals were found honest from 15 on, 3 more"
+    assert narrow == "the runs span 0.00 decades of compute: at least 1 is wanted"
+    assert doubts_about_rows(rows.assign(n_tokens=2e10, stem=0)) == [
+        "1 independent runs: intervals were found honest from 15 on, 14 more"
+    ]
 
 
 def test_an_irreducible_loss_above_a_run_is_doubted(ladder: Ladder) -> None:

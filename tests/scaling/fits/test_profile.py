@@ -105,6 +105,13 @@ def test_what_the_runs_do_not_bound_is_open(ladder: Ladder) -> None:
     assert replace(interval, low=0.1, high=np.inf).is_open
 
 
+def test_what_goes_to_tokens_is_what_does_not_go_to_parameters(ladder: Ladder) -> None:
+    result = fitted(ladder(0.003))
+    a, b = result.profile("params_exponent"), result.profile("tokens_exponent")
+    assert b.estimate == pytest.approx(1 - a.estimate, rel=1e-6)
+    assert (b.low, b.high) == pytest.approx((1 - a.high, 1 - a.low), rel=0.01)
+
+
 def test_bad_names_and_too_few_runs(ladder: Ladder) -> None:
     result = fitted(ladder(0.003))
     with pytest.raises(ValueError, match="name must be one of E, A, B, alpha, beta, params_exponent, .* got 'gamma'"):
