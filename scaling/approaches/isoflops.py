@@ -209,12 +209,10 @@ def _powers(
 
 def _widening(grids: list[_Grid], log_n: Array, stem: pd.Series) -> float:
     """Of the draws, for what three numbers of each budget's few runs take of the errors."""
+    from scipy.linalg import block_diag
+
     rows = np.concatenate([grid.rows for grid in grids])
-    columns = np.zeros((len(rows), 3 * len(grids)))
-    for i, grid in enumerate(grids):
-        here = np.isin(rows, grid.rows)
-        x = log_n[rows[here]]
-        columns[here, 3 * i : 3 * i + 3] = np.vander(x - x.mean(), 3)
+    columns = block_diag(*(np.vander(log_n[grid.rows] - log_n[grid.rows].mean(), 3) for grid in grids))
     return widening(columns, np.ones(len(rows)), pd.factorize(stem.iloc[rows])[0])
 
 

@@ -13,6 +13,8 @@ BATCH = 100
 N_SHARE_DRAWS = 64
 MANY_STEMS = 1000
 """From so many on, it sees all of the errors but half a percent."""
+LEAST_SEEN = 0.1
+"""Part of the errors that counts as seen where there are fewer runs than parameters, and next to none is: .2 are of five runs."""
 
 
 def refit(
@@ -83,4 +85,4 @@ def widening(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> float
     of the parameters' own variance is somewhat larger; with this one the intervals were found to cover (RESULTS.md).
     """
     dof = max(int(stems.max()) + 1 - jacobian.shape[1], 3)
-    return float(np.sqrt(dof / (dof - 2) / share_seen(jacobian, weights, stems)))
+    return float(np.sqrt(dof / (dof - 2) / max(share_seen(jacobian, weights, stems), LEAST_SEEN)))

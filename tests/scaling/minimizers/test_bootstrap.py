@@ -1,9 +1,11 @@
 """What resampling sees of the errors behind a fit, and by how much its draws are drawn apart for the rest."""
 
+import math
+
 import numpy as np
 import pytest
 
-from scaling import Chinchilla
+from scaling import Chinchilla, Joint
 from scaling.forms.form import Problem
 from scaling.minimizers.bootstrap import free_columns, share_seen, widening
 from scaling.weights import stem_weights
@@ -66,3 +68,16 @@ def test_a_parameter_on_its_bound_is_not_counted() -> None:
     np.testing.assert_array_equal(free_columns(problem, stuck), problem.linearise(stuck[None])[1][0][:, :4])
     none = free_columns(problem, problem.lower)
     assert (none.shape, share_seen(none, np.ones(20), np.arange(20))) == ((20, 0), 1.0)
+
+
+def test_draws_of_fewer_runs_than_parameters_stay_within_reason() -> None:
+    """Three sizes, each a run read at four lengths: what is seen of their errors is rounding."""
+    n_params = np.repeat([1e7, 1e8, 1e9], 4)
+    n_tokens = n_params * np.tile([10, 20, 40, 80], 3)
+    law = Joint().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37, g=1.0)
+    log_loss = np.log(law.loss(n_params, n_tokens))
+    problem = law.form.problem({"n_params": n_params, "n_tokens": n_tokens}, log_loss)
+    theta = np.clip(problem.starts(log_loss)[0], problem.lower + 0.01, problem.upper - 0.01)
+    three = free_columns(problem, theta), np.ones(12), np.arange(12) // 4
+    assert share_seen(*three) < 0.05
+    assert widening(*three) == pytest.approx(math.sqrt(30))
