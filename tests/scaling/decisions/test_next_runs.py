@@ -110,6 +110,21 @@ def test_the_first_run_is_the_best_of_all_that_can_be_paid_for(fitted: ScalingFi
     assert candidates["cost_flops"].max() <= 3e19
 
 
+def test_what_a_flop_tells_may_be_asked_for(fitted: ScalingFit, design: Design) -> None:
+    candidates = candidate_runs(fitted, *TARGET, affordable_flops=3e19)
+    size, tokens, cost = (candidates[name].to_numpy() for name in ("n_params", "n_tokens", "cost_flops"))
+    (most, _), (each, _) = (
+        next(design.greedy(size, tokens, cost, 3e19, criterion)) for criterion in ("variance", "variance per FLOP")
+    )
+    gains = [
+        design.variance
+        - design.with_run(numeric_gradient(fitted, design.law, n, d), float(design.noise_variance(c))).variance
+        for n, d, c in zip(size, tokens, compute_flops(size, tokens), strict=True)
+    ]
+    assert (most, each) == (int(np.argmax(gains)), int(np.argmax(gains / cost)))
+    assert cost[each] < cost[most]
+
+
 def test_candidates_are_as_dense_as_is_asked(fitted: ScalingFit) -> None:
     """From 1e7 to the target's 2e9 parameters, 2.3 decades, six sizes a decade and three ratios; the ratios from 10 to 160."""
     found = candidate_runs(fitted, *TARGET, affordable_flops=1e30)

@@ -58,7 +58,10 @@ def test_one_draw_is_the_fit_of_its_losses(planted: Law) -> None:
     stem = 0.004 * generator.standard_normal(len(SIZES))
     error = np.repeat(stem, len(RATIOS)) + 0.002 * generator.standard_normal(len(design))
     runs = design.assign(loss=planted.loss(design["n_params"], design["n_tokens"]) * np.exp(error))
-    forecast = fit(runs, n_params_convention="total", n_bootstrap=20).forecast(1e9, 2e10)
+    fitted = fit(runs, n_params_convention="total", n_bootstrap=20)
+    forecast, flops = fitted.forecast(1e9, 2e10), float(compute_flops(1e9, 2e10))
+    size_error = math.log(fitted.law.allocate(flops).n_params / planted.allocate(flops).n_params)
+    assert found.trials["size_error"][0] == pytest.approx(size_error, rel=1e-4)
     assert found.trials["loss"][0] == pytest.approx(
         forecast.loss, rel=1e-8
     )  # the losses agree to rounding, the fits to their tolerance
