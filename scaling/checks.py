@@ -107,13 +107,15 @@ def losses(rows: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
-    """The column `seed` of a grid's runs, 0 in each where the table has none: equal settings are then further seeds.
+    """The column `seed`, 0 in each row where the table has none: equal settings are then further seeds.
 
     Raises:
-        ValueError: two rows have one seed and the same settings; one run twice is no evidence of noise.
+        ValueError: a seed is missing, or two rows have one seed and the same settings: one run twice is no evidence of noise.
     """
     if "seed" not in rows:
         return np.zeros(len(rows), np.int64)
+    if missing := int(rows["seed"].isna().sum()):
+        raise ValueError(f"seed must be known for every run, got {missing} empty values")
     twice = rows.duplicated([*settings, "seed"]).to_numpy()
     if twice.any():
         first = int(np.argmax(twice))

@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.checks import losses, require_columns
-from scaling.comparisons.noise import TwoWay, fit_two_way, refuse_repeats
+from scaling.checks import losses, require_columns, seeds
+from scaling.comparisons.noise import TwoWay, fit_two_way
 from scaling.errors import ScalingError
 from scaling.presentation import Result, jsonable, lines
 
@@ -186,8 +186,9 @@ def compare_leaders(
             f"noise must be a standard deviation, at least 0, and its degrees of freedom, above 0, got {noise!r}"
         )
     require_columns(rows, ("trial", "seed", "loss"))
-    table = pd.DataFrame({"trial": rows["trial"].to_numpy(), "seed": rows["seed"].to_numpy(), "loss": losses(rows)})
-    refuse_repeats(table, "trial")
+    if missing := int(rows["trial"].isna().sum()):
+        raise ValueError(f"trial must be named in every row, got {missing} empty values")
+    table = pd.DataFrame({"trial": rows["trial"].to_numpy(), "seed": seeds(rows, "trial"), "loss": losses(rows)})
     trials = table.groupby("trial", sort=False)["loss"].agg(
         measured="mean", n_runs="size", n_diverged=lambda loss: int(loss.isna().sum())
     )
@@ -197,8 +198,7 @@ def compare_leaders(
     compared = sound if len(sound) else trials.index[trials["measured"].notna()]
     used = table[table["trial"].isin(compared)].dropna(subset="loss")
     codes, names = pd.factorize(used["trial"])
-    seeds, _ = pd.factorize(used["seed"])
-    fitted = fit_two_way(codes, seeds, np.log(used["loss"].to_numpy()))
+    fitted = fit_two_way(codes, pd.factorize(used["seed"])[0], np.log(used["loss"].to_numpy()))
     if not fitted.connected:
         raise ScalingError(f"trials {', '.join(map(str, names))} can't be compared: they share too few seeds")
     sum_of_squares, dof = fitted.sum_of_squares, float(fitted.dof)

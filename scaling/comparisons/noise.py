@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import losses, require_columns
+from scaling.checks import losses, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import MAX_EXCESS
 from scaling.presentation import Result, lines
@@ -137,10 +137,9 @@ def seed_noise(
     if not settings:
         raise ValueError("settings must name at least one column, got none")
     require_columns(rows, (*settings, *blocks, "seed", "loss"))
-    table = pd.DataFrame({"y": np.log(losses(rows)), "seed": rows["seed"].to_numpy()})
+    table = pd.DataFrame({"y": np.log(losses(rows)), "seed": seeds(rows, *settings, *blocks)})
     table["block"] = rows.groupby(list(blocks), dropna=False).ngroup().to_numpy() if blocks else 0
     table["setting"] = rows.groupby([*settings, *blocks], dropna=False).ngroup().to_numpy()
-    refuse_repeats(table, "setting")
     mean = table.groupby("setting")["y"].transform(lambda y: y.mean(skipna=False))
     near = mean <= mean.groupby(table["block"]).transform("min") + max_excess
     repeated = table.groupby("setting")["y"].transform("size") > 1
@@ -163,15 +162,3 @@ def seed_noise(
         n_settings=used["setting"].nunique(),
         n_runs=len(used),
     )
-
-
-def refuse_repeats(table: pd.DataFrame, by: str) -> None:
-    """Raise ValueError if a setting has two runs with one seed, which would be the same run, and no evidence of noise."""
-    if table[[by, "seed"]].isna().any(axis=None):
-        raise ValueError(
-            f"{by} and seed must be known for every run, got {table[[by, 'seed']].isna().sum().sum()} empty"
-        )
-    twice = table.duplicated([by, "seed"])
-    if twice.any():
-        first, seed = table.loc[twice, by].tolist()[0], table.loc[twice, "seed"].tolist()[0]
-        raise ValueError(f"a {by} must have one run for each seed, got several of {by} {first}, seed {seed}")

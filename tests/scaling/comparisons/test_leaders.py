@@ -219,5 +219,5 @@ def test_bad_arguments_are_refused() -> None:
         compare_leaders(rows, noise=(math.nan, 2))
     with pytest.raises(ValueError, match="noise must be a standard deviation"):
         compare_leaders(rows, noise=(0.002, math.inf))
-    with pytest.raises(ValueError, match="a trial must have one run for each seed, got several of trial 0, seed 0"):
+    with pytest.raises(ValueError, match="a run must be there once, row 0 is another of trial 0, seed 0"):
         compare_leaders(pd.concat([rows, rows]))
