@@ -29,6 +29,8 @@ def test_changes_are_those_planted_whatever_the_seeds_share() -> None:
     for _, row in found.table.iterrows():
         assert row["change"] == pytest.approx(WORTH[row["component"], row["value"]], abs=1e-7)
     assert found.table["component"].tolist() == ["positions", "norm", "tied"]
+    means = rows(noise=1e-9).groupby("component")["loss"].mean()
+    assert found.table["loss"].tolist() == pytest.approx(means[found.table["component"]].tolist())
 
 
 def test_intervals_hold_as_often_as_they_say() -> None:

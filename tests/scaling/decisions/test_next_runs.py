@@ -174,6 +174,8 @@ def test_it_stops_when_narrow_enough_and_supported(fitted: ScalingFit) -> None:
     assert len(already.runs) == 0
     assert already.width_then == already.width_now
     assert already.stopped == "the interval is at most 1000.00% wide and within what was tested"
+    assert not len(next_runs(fitted, 2e8, 4e9, affordable_flops=1e19, width=1.01 * already.width_now).runs)
+    assert len(next_runs(fitted, 2e8, 4e9, affordable_flops=1e19, width=0.99 * already.width_now).runs)
     wanted = (now.width_now + now.width_then) / 2
     found = next_runs(fitted, *TARGET, affordable_flops=1e20, n_runs=8, width=wanted)
     assert found.width_then <= wanted

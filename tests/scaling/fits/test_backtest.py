@@ -1,6 +1,7 @@
 """A backtest sees only what lies below its cut, and counts what its intervals hold."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,9 @@ def test_the_table_counts(runs: pd.DataFrame) -> None:
     assert table.loc["kaplan", "width_0.9"] == pytest.approx(100 * np.median(part["high_0.9"] / part["low_0.9"] - 1))
     of_default = found.predictions[found.predictions["method"] == DEFAULT]
     assert table.loc[DEFAULT, "supported"] == pytest.approx(sum(of_default["supported"]) / len(of_default))
+    some = np.arange(len(found.predictions)) % 3 == 0
+    mixed = replace(found, predictions=found.predictions.assign(supported=some)).table().set_index("method")
+    assert mixed.loc[DEFAULT, "supported"] == pytest.approx(some[found.predictions["method"] == DEFAULT].mean())
     inside = part["loss"].between(part["low_0.9"], part["high_0.9"])
     assert table.loc["kaplan", "coverage_0.9"] == pytest.approx(sum(inside) / len(inside))
     # Of a form alone the ends are a normal distribution's: 90 % lie within 1.645 standard deviations, 95 % within 1.960.
@@ -126,6 +130,8 @@ class Broken(Kaplan):
 def test_only_too_few_runs_are_listed_by_cut(runs: pd.DataFrame) -> None:
     with pytest.raises(ValueError, match="a fault of the form's own"):
         backtest(runs, n_params_convention="total", cuts=[10], forms=[Broken()])
+    with pytest.raises(ValueError, match="cut"):
+        backtest(runs, n_params_convention="total", cuts=[10, 0.5])
 
 
 def test_without_a_cut_there_is_no_figure(runs: pd.DataFrame) -> None:

@@ -186,7 +186,7 @@ def test_n_and_d_in_proportion_are_doubtful(planted: Law) -> None:
 def test_a_parameter_on_its_bound_is_doubtful(ladder: Ladder) -> None:
     runs = ladder()
     runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
-    assert "E lies on its bound" in doubts(runs)
+    assert "E lies on its bound: the runs do not determine it" in doubts(runs)
 
 
 def test_a_ladder_is_told_how_many_runs_and_decades_of_compute_it_lacks() -> None:

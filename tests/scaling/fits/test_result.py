@@ -1,6 +1,7 @@
 """The fitted law speaks, and survives JSON."""
 
 import json
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -39,6 +40,8 @@ def test_ranges_and_counts(result: ScalingFit) -> None:
     assert result.tokens_per_param_range == pytest.approx((10, 80))
     assert result.compute_range == pytest.approx((6 * 1e7 * 1e8, 6 * 2e8 * 1.6e10))
     assert 0.003 < result.residual_std < 0.008
+    squares = (result.residuals()["log_residual"] ** 2).sum()
+    assert result.residual_std == pytest.approx(math.sqrt(squares / (19 - 5)))
 
 
 def test_residuals_are_of_the_log_loss(result: ScalingFit) -> None:

@@ -224,6 +224,7 @@ def test_what_looks_like_another_unit_is_doubted(ladder: Ladder) -> None:
     assert "3e+05 tokens per parameter in the median" in doubts(runs.assign(n_params=runs["n_params"] / 1e4))
     flops = compute_flops(runs["n_params"], runs["n_tokens"])
     assert "compute_flops is 0.1 times 6·N·D in the median" in doubts(runs.assign(compute_flops=flops / 10))
+    assert "compute_flops" not in doubts(runs.assign(compute_flops=flops / 2.5))
     assert "is it a perplexity?" in doubts(runs.assign(loss=np.exp(runs["loss"])))
     assert "perplexity" not in str(fitted(runs.assign(loss=np.exp(runs["loss"])), loss_unit="something else"))
 

@@ -31,6 +31,7 @@ def test_a_fit_names_the_rows_that_are_in_bits(share: float) -> None:
     np.testing.assert_array_equal(found, np.arange(40) < share * 40)
     (warning,) = (text for text in fit(mixed, n_params_convention="total").warnings if "bits" in text)
     assert warning.startswith(f"{round(share * 40)} of 40 rows, the first of them")
+    assert "by the factor 1.4427 of bits over nats" in warning
     assert not [text for text in fit(table, n_params_convention="total").warnings if "bits" in text]
 
 
