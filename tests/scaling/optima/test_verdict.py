@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -59,6 +60,8 @@ def test_all_that_was_asked_for_must_pass() -> None:
     assert verdict.passed
     assert verdict.reasons == ()
     assert verdict.wider_is_better
+    first, *others = verdict.transfers
+    assert not replace(verdict, transfers=(first, replace(others[0], larger_is_better=False))).wider_is_better
     assert verdict.next_runs.empty
     assert verdict.options == ""
     assert [(t.along, t.over) for t in verdict.transfers] == [
