@@ -82,8 +82,8 @@ class DownstreamLaw(Result):
     def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
         """Where the metric of one run of this loss lies, between 0 and `most`: percentiles over the refits, with scatter.
 
-        Measured on planted sigmoids of 12 to 60 losses, .3 nats below the least of them and among them: 90 % intervals hold 78 to
-        94 % of further runs, 86 % in the mean (tests/benchmarks/interval_coverage.py).
+        Measured on planted sigmoids of 12 to 60 losses, .3 nats below the least of them: 90 % intervals hold 78 to 90 % of further
+        runs, 85 % in the mean (tests/benchmarks/interval_coverage.py).
         """
         return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
 
