@@ -16,7 +16,7 @@
     fit_verdict(rows)                        all of these, and what to run if undecided    -> Verdict
     fit_regret_surface(rows, …)              what runs give up by their hyperparameters    -> RegretSurface
     compare_ablations(rows)                  what each component is worth, seed by seed      -> Ablation
-    compare_leaders(rows)                    which repeated trial is best, how surely      -> Leaders
+    compare_finalists(rows)                    which repeated trial is best, how surely      -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
     pareto_front(rows)                       the runs of which none is cheaper and better  -> DataFrame
@@ -29,7 +29,7 @@ from scaling.approaches.compute_powers import ComputePowers
 from scaling.approaches.envelope import fit_envelope
 from scaling.approaches.isoflops import fit_isoflops
 from scaling.comparisons.ablation import Ablation, compare_ablations
-from scaling.comparisons.leaders import Leaders, compare_leaders
+from scaling.comparisons.finalists import Finalists, compare_finalists
 from scaling.comparisons.noise import SeedNoise, seed_noise
 from scaling.decisions.accelerators import ACCELERATORS, Accelerator, Budget, accelerator
 from scaling.decisions.decide import decide
@@ -72,6 +72,7 @@ __all__ = [
     "ComputePowers",
     "Decision",
     "DownstreamLaw",
+    "Finalists",
     "Forecast",
     "Form",
     "HorizonLaw",
@@ -79,7 +80,6 @@ __all__ = [
     "Joint",
     "Kaplan",
     "Law",
-    "Leaders",
     "MemoryLimit",
     "NextRuns",
     "Optimum",
@@ -104,7 +104,7 @@ __all__ = [
     "backtest",
     "candidate_runs",
     "compare_ablations",
-    "compare_leaders",
+    "compare_finalists",
     "compute_flops",
     "decide",
     "fit",

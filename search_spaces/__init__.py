@@ -23,12 +23,12 @@ from search_spaces.catalogue import (
 )
 from search_spaces.condition import Condition, OneOf, Range
 from search_spaces.constraints import Constraint, register_constraint
+from search_spaces.discrete import Choice, Fixed, Ordinal
 from search_spaces.distributions import Integer, LogUniform, Uniform, is_log
 from search_spaces.errors import SpaceError
-from search_spaces.kinds import distribution_from_dict
-from search_spaces.listed import Choice, Fixed, Ordinal
 from search_spaces.narrow import Narrowed, narrow
 from search_spaces.prior import Prior
+from search_spaces.registry import distribution_from_dict
 from search_spaces.simplex import Simplex
 from search_spaces.space import Config, Space
 from search_spaces.transferability import TRANSFERABILITY, Axis, Transferability, TransferClass, transferability

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from search_spaces.condition import Condition
 from search_spaces.constraints import Constraint
+from search_spaces.discrete import Choice, Ordinal
 from search_spaces.distributions import Integer, LogUniform, Uniform
 from search_spaces.errors import SpaceError, unknown
-from search_spaces.listed import Choice, Ordinal
 from search_spaces.prior import Prior
 from search_spaces.simplex import Simplex
 from search_spaces.space import Space

@@ -11,7 +11,7 @@ from search_spaces.base import Distribution
 from search_spaces.condition import OneOf
 from search_spaces.constraints import Constraint
 from search_spaces.errors import SpaceError, unknown
-from search_spaces.kinds import can_hold, is_numeric
+from search_spaces.registry import can_hold, is_numeric
 from search_spaces.simplex import Simplex
 
 RESERVED = "constraints"

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from search_spaces.base import Distribution, Value
 from search_spaces.constraints import Constraint
 from search_spaces.errors import SpaceError, unknown
-from search_spaces.kinds import distribution_from_dict
+from search_spaces.registry import distribution_from_dict
 from search_spaces.relations import RESERVED, Relations
 from search_spaces.simplex import Simplex
 

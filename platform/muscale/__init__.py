@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
     from muscale.full_runs.continuation import Continuation
     from muscale.full_runs.continuing import Continued
+    from muscale.full_runs.dry_run import DryRun
     from muscale.full_runs.evaluating import evaluate_checkpoint
     from muscale.full_runs.promotion import Promotion
-    from muscale.full_runs.prospect import Prospect
-    from muscale.full_runs.rehearsal import Rehearsal
+    from muscale.full_runs.smoke_test import SmokeTest
+    from muscale.monitoring.calibration import Calibration
+    from muscale.monitoring.watch import Watch
     from muscale.plans.gate import Gate
     from muscale.plans.planning import Plan
     from muscale.search.sweep_result import SweepResult
     from muscale.settings.config import StudyConfig
     from muscale.study import Study
-    from muscale.watching.calibration import Calibration
-    from muscale.watching.watch import Watch
 
 __all__ = [
     "Bundle",
@@ -37,12 +37,12 @@ __all__ = [
     "CheckpointEvaluation",
     "Continuation",
     "Continued",
+    "DryRun",
     "Gate",
     "MuscaleError",
     "Plan",
     "Promotion",
-    "Prospect",
-    "Rehearsal",
+    "SmokeTest",
     "StageError",
     "Study",
     "StudyConfig",
@@ -65,8 +65,8 @@ _HOMES = {
     "MuscaleError": "errors",
     "Plan": "plans.planning",
     "Promotion": "full_runs.promotion",
-    "Prospect": "full_runs.prospect",
-    "Rehearsal": "full_runs.rehearsal",
+    "DryRun": "full_runs.dry_run",
+    "SmokeTest": "full_runs.smoke_test",
     "StageError": "errors",
     "Study": "study",
     "StudyConfig": "settings.config",

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from muscale.errors import StageError, first_line
-from muscale.interrupts import interrupted_later
+from muscale.interrupts import defer_sigint
 from muscale.settings.config import ResourceSettings
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
     Raises:
         StageError: If Ray can't be started, or the cluster not be joined.
     """
-    with interrupted_later():
+    with defer_sigint():
         import ray
 
     if ray.is_initialized():
@@ -123,7 +123,7 @@ def _hurry(left: threading.Event, own: bool) -> None:
 
 def connect(**options: Any) -> None:
     """Start Ray, or join a cluster, without its log lines."""
-    with interrupted_later():
+    with defer_sigint():
         import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send
 
 
 @contextmanager
-def interrupted_later() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Both wait for the end of the block: around imports of Ray, where import machinery and compiled modules swallow them.
 
     They are noted rather than masked: a mask holds for one thread, the system gives a signal to any, and Python then raises it
@@ -32,7 +32,7 @@ def interrupted_later() -> Iterator[None]:
 
 
 @contextmanager
-def heard() -> Iterator[None]:
+def enable_sigint() -> Iterator[None]:
     """Within it, SIGINT interrupts the main thread also where it is ignored, as in a shell's background jobs and all they start."""
     deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if deaf:

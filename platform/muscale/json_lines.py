@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from proxy_models.whole_file import named, whole_file
+from proxy_models.atomic_write import atomic_write, named
 
 _LONGEST = 1 << 16  # bytes of a record; one of a full run's metrics has some hundreds (assumed)
 
@@ -57,5 +57,5 @@ def last(file: Path) -> dict[str, Any] | None:
 
 def keep(file: Path, records: list[dict[str, Any]]) -> None:
     """Write the file anew with these records, whole or not at all."""
-    with whole_file(file) as unfinished:
+    with atomic_write(file) as unfinished:
         unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))

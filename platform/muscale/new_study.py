@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.layout import STUDY_FILE
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
@@ -138,7 +138,7 @@ def _with_value(text: str, key: str, value: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(text)
 
 

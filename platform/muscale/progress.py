@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from muscale import json_lines
-from muscale.plain import told_duration
+from muscale.formatting import format_duration
 
 _WORTH_TELLING_SECONDS = 10
 _AT_ONCE_SECONDS = 1.0
@@ -62,7 +62,9 @@ class _Left(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = self._pace.left
-        return Text("" if left is None or task.finished else f"{told_duration(left)} left", style="progress.remaining")
+        return Text(
+            "" if left is None or task.finished else f"{format_duration(left)} left", style="progress.remaining"
+        )
 
 
 class Display:
@@ -95,7 +97,9 @@ class Display:
             pace.update(done, total)
             if (tenth := int(10 * done / total)) > told:
                 told = tenth
-                left = f", {told_duration(pace.left)} left" if pace.left and pace.left >= _WORTH_TELLING_SECONDS else ""
+                left = (
+                    f", {format_duration(pace.left)} left" if pace.left and pace.left >= _WORTH_TELLING_SECONDS else ""
+                )
                 self.line(f"{name:<9} {done:,.0f} of {total:,.0f}  {note}{left}")
 
         return update

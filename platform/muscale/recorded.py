@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from muscale.full_runs import alarms, ancestry, continuing, rehearsal
+from muscale.full_runs import alarms, continuing, lineage, smoke_test
 from muscale.full_runs.promotion import Promotion
+from muscale.monitoring import band
 from muscale.plans import gate, plan_file
 from muscale.plans.planning import Plan
 from muscale.store import cancels
 from muscale.store.lineage import segment_from_dict
-from muscale.watching import band
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.training.numerics import Numerics
 from scaling import Ablation, Verdict
@@ -32,13 +32,13 @@ def readers() -> Mapping[str, Callable[[Payload], object]]:
         "observation_started": lambda payload: datetime.fromisoformat(payload["at"]),
         "observation": lambda payload: str(Promotion.from_dict(payload)),
         alarms.STAGE: lambda payload: str(alarms.Alarm.from_dict(payload)),
-        ancestry.STARTED: _read_stage,
+        lineage.STARTED: _read_stage,
         band.STAGE: lambda payload: str(band.Band.from_dict(payload)),
         cancels.TRIAL: lambda payload: (payload["sweep"], int(payload["trial"]), payload["reason"]),
         continuing.RECORD: lambda payload: str(continuing.Continued.from_dict(payload)),
         gate.RECORD: lambda payload: str(gate.Gate.from_dict(payload)),
         plan_file.RECORD: lambda payload: (payload["plan"], plan_file.hash_of(payload["contents"])),
-        rehearsal.RECORD: lambda payload: str(rehearsal.Rehearsal.from_dict(payload)),
+        smoke_test.RECORD: lambda payload: str(smoke_test.SmokeTest.from_dict(payload)),
     }
 
 
@@ -51,6 +51,6 @@ def _read_beginning(payload: Payload) -> object:
 
 
 def _read_stage(payload: Payload) -> object:
-    lineage = tuple(ancestry.Stretch(**stretch) for stretch in payload["lineage"])
+    segments = tuple(lineage.Stretch(**stretch) for stretch in payload["lineage"])
     chain = (Numerics.from_dict(payload["numerics"]), tuple(map(segment_from_dict, payload["segments"])))
-    return ancestry.plain(lineage), chain, str(payload["name"]), int(payload["position"]), str(payload["folder"])
+    return lineage.plain(segments), chain, str(payload["name"]), int(payload["position"]), str(payload["folder"])

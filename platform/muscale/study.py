@@ -21,6 +21,11 @@ from muscale.errors import BundleError, StageError
 from muscale.full_runs import promotion
 from muscale.full_runs.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
+from muscale.monitoring.band import Band, register_band, registered_band
+from muscale.monitoring.calibration import Calibration, calibrate
+from muscale.monitoring.following import guarding
+from muscale.monitoring.observe import Observer, open_observer
+from muscale.monitoring.watch import Watch, Watcher
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
 from muscale.plans.costs import estimate
@@ -46,11 +51,6 @@ from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.sources import FullRun, Trials, WholeStudy
 from muscale.tracking.tracked import TrackedRun
 from muscale.tracking.trackers import make_mirror
-from muscale.watching.band import Band, register_band, registered_band
-from muscale.watching.calibration import Calibration, calibrate
-from muscale.watching.following import guarding
-from muscale.watching.observe import Observer, open_observer
-from muscale.watching.watch import Watch, Watcher
 from proxy_models.data.corpus import MANIFEST, Corpus, CorpusError
 from proxy_models.training.numerics import Numerics
 from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle
     from muscale.full_runs.continuation import Continuation
     from muscale.full_runs.continuing import Continued
+    from muscale.full_runs.dry_run import DryRun
     from muscale.full_runs.prepared import Prepared
-    from muscale.full_runs.prospect import Prospect
-    from muscale.full_runs.rehearsal import Rehearsal
+    from muscale.full_runs.smoke_test import SmokeTest
     from proxy_models.coordinates.check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -389,8 +389,8 @@ class Study(Result):
         )
         return prepare(plan, config, self.numerics, self.directory / FULL_RUNS / plan.key)
 
-    def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> Prospect:
-        """The prospect of a run that the gate lets begin, or is forced to, with its band registered."""
+    def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
+        """The dry_run of a run that the gate lets begin, or is forced to, with its band registered."""
         seen = self._prospect(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
@@ -497,7 +497,7 @@ class Study(Result):
         self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
         return result
 
-    def prospect(self, plan: Plan | str | Path | None = None) -> Prospect:
+    def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:
         """What `promote` would do, and whether the gate lets it; trains nothing and registers no forecast.
 
         Raises:
@@ -508,7 +508,7 @@ class Study(Result):
         plan, config = self._to_promote(plan, register=False)
         return self._prospect(plan, config, self._known_check())
 
-    def rehearse(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> Rehearsal:
+    def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
         """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
 
         Its checkpoints and its forecast are left alone; the gate is not asked.
@@ -520,11 +520,11 @@ class Study(Result):
         Raises:
             StageError: If there are fewer steps, the run has fewer than twice as many, or a launch failed.
         """
-        from muscale.full_runs.rehearsal import rehearse_on_cluster
+        from muscale.full_runs.smoke_test import smoke_test_on_cluster
 
         plan, config = self._to_promote(plan, register=False)
-        with self.display.stage("rehearse"):
-            return rehearse_on_cluster(plan, config, self.ledger, self.numerics, steps=steps)
+        with self.display.stage("smoke_test"):
+            return smoke_test_on_cluster(plan, config, self.ledger, self.numerics, steps=steps)
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
         """The plan that is meant, and the settings that it is promoted with."""
@@ -536,10 +536,10 @@ class Study(Result):
         known = self.ledger.forecast(plan.key)
         return planning.register(plan, self.ledger) if known else plan, self.config
 
-    def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> Prospect:
-        from muscale.full_runs.prospect import prospect
+    def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
+        from muscale.full_runs.dry_run import dry_run
 
-        return prospect(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
+        return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
 
     def run(self, *, force: bool = False) -> Promotion:
         """Every stage in turn; what is known is not done again.

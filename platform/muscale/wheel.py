@@ -14,7 +14,7 @@ from pathlib import Path
 
 from muscale.errors import MuscaleError
 from muscale.fingerprint import package_files, package_fingerprint
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 _TAG = "py3-none-any"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can tell: equal sources make equal files
@@ -44,7 +44,7 @@ def write_wheel(folder: Path) -> Path:
 def _write(path: Path, contents: dict[str, bytes]) -> None:
     """The archive, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
+    with atomic_write(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in contents.items():
             member = zipfile.ZipInfo(name, _EPOCH)
             member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import NORM_EPS, ROTARY_BASE, Decoder
+from proxy_models.atomic_directory import atomic_directory
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
 from proxy_models.tensor_file import save_tensors
-from proxy_models.whole_folder import whole_folder
 
 MAX_SHARD_BYTES = 5 * 10**9  # as transformers 4 by default; what loads a shard holds it in memory
 WEIGHTS = "model.safetensors"
@@ -171,7 +171,7 @@ def write_llama(
     end = tokenizer.end_of_document if tokenizer else None
     config = llama_config(decoder.config, end_of_document=end)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": False}
-    with whole_folder(folder) as unfinished:
+    with atomic_directory(folder) as unfinished:
         _write_weights(decoder, unfinished, max_shard_bytes)
         _write_json(unfinished / "config.json", config)
         _write_json(unfinished / "generation_config.json", generation)

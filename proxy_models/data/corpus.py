@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from proxy_models.data.exclusive import sole_writer
+from proxy_models.data.folder_lock import folder_lock
 from proxy_models.data.kept_tokenizer import (
     TrainingText,
     discard_tokenizer,
@@ -287,7 +287,7 @@ class _Request:
     def fulfil(self, folder: Path, on_progress: OnProgress | None) -> Corpus:
         if (folder / MANIFEST).exists():
             return self._reopen(folder)
-        with sole_writer(folder):
+        with folder_lock(folder):
             if (folder / MANIFEST).exists():  # written while we waited
                 return self._reopen(folder)
             return self._write(folder, on_progress)

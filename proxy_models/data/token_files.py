@@ -19,13 +19,13 @@ from typing import Any, Self, get_args
 
 import numpy as np
 
+from proxy_models.atomic_write import atomic_write, named
 from proxy_models.data.documents import Split
 from proxy_models.data.pass_progress import OnProgress
 from proxy_models.data.sources import CorpusError, Source, SourceFile, TokenDtype
 from proxy_models.data.tokenization import Block, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
 from proxy_models.hashing import content_key
-from proxy_models.whole_file import named, whole_file
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -256,7 +256,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def replace(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_bytes(content)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.parametrization import Parametrization
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 
 class StateError(ValueError):
@@ -42,7 +42,7 @@ class TrainState:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         table = self.parametrization.to_dict()
-        with whole_file(path) as unfinished, _Telling(io.FileIO(unfinished, "w")) as file:
+        with atomic_write(path) as unfinished, _Telling(io.FileIO(unfinished, "w")) as file:
             try:
                 torch.save({"tokens": self.tokens, "parametrization": table, "tensors": self.tensors}, file)
             except RuntimeError as error:

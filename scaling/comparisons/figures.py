@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from scaling.comparisons.ablation import Ablation
-    from scaling.comparisons.leaders import Leaders
+    from scaling.comparisons.finalists import Finalists
 
 _ROW, _AROUND = 28, 110  # pixels
 
 
-def leaders_data(leaders: Leaders) -> pd.DataFrame:
+def finalists_data(leaders: Finalists) -> pd.DataFrame:
     """One row per trial, best first: trial, loss, low, high (NaN if not known), p_best; series winner, near-tie, other."""
     table = leaders.trials.reset_index()[["trial", "loss", "low", "high", "p_best"]]
     series = np.select(
@@ -27,7 +27,7 @@ def leaders_data(leaders: Leaders) -> pd.DataFrame:
     return table.replace([-np.inf, np.inf], np.nan).assign(series=series)
 
 
-def draw_leaders(data: pd.DataFrame) -> go.Figure:
+def draw_finalists(data: pd.DataFrame) -> go.Figure:
     """Each trial's loss with its interval; the text is the probability that it is the best."""
     import plotly.graph_objects as go
 

@@ -90,7 +90,7 @@ class SeedNoise(Result):
 
     @property
     def prior(self) -> tuple[float, float]:
-        """(sd, dof) as `compare_leaders(noise=…)` takes it: of the paired noise, of the total one if it is not known."""
+        """(sd, dof) as `compare_finalists(noise=…)` takes it: of the paired noise, of the total one if it is not known."""
         return (self.sd, self.dof) if self.dof else (self.total, self.total_dof)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.fits.cautions import cautions
+from scaling.fits.caveats import caveats
 from scaling.fits.ensemble import Ensemble, fit_ensemble
 from scaling.fits.forecast import Forecast, forecast
 from scaling.forms import form_named
@@ -64,13 +64,13 @@ class ScalingFit(Result):
 
     @property
     def status(self) -> str:
-        """`ok`; `look` if there are `cautions`; `doubtful` for the reasons in `warnings`."""
-        return "doubtful" if self.warnings else "look" if self.cautions else "ok"
+        """`ok`; `look` if there are `caveats`; `doubtful` for the reasons in `warnings`."""
+        return "doubtful" if self.warnings else "look" if self.caveats else "ok"
 
     @cached_property
-    def cautions(self) -> tuple[str, ...]:
+    def caveats(self) -> tuple[str, ...]:
         """What to look at, though it stops no forecast: rows far off the law, best sizes beside the runs'."""
-        return cautions(self)
+        return caveats(self)
 
     @property
     def n_rows(self) -> int:
@@ -271,7 +271,7 @@ class ScalingFit(Result):
                 "residual": f"{self.residual_std:.2%} of the loss",
                 "objective": f"{self.objective:.8g}, sum of Huber terms at delta {self.delta:g}",
                 **({"assumed": "; ".join(self.assumptions)} if self.assumptions else {}),
-                "status": "; ".join((self.status, *self.warnings, *self.cautions)),
+                "status": "; ".join((self.status, *self.warnings, *self.caveats)),
             }
         )
         return f"L(N, D) = {self.law.form.formula}, {self.loss_unit}\n{table}\n{about}"

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from muscale.search.record import Arrival, Record
-from muscale.search.rules import Asha, Start
+from muscale.search.record import Record, RungResult
+from muscale.search.schedulers import Asha, Start
 from muscale.store.ledger import Ledger
 
 Array = NDArray[np.float64]
@@ -112,7 +112,7 @@ def successive_halving(
         reached[begun[number]] = rung
         signal = 0.0 if rung == n_rungs else float(signals[begun[number], rung])  # nobody is compared at the end
         loss = None if math.isnan(signal) else signal
-        record.arrive(Arrival(trial=number, rung=rung, loss=loss, segment="", tokens=0, seconds=0.0))
+        record.arrive(RungResult(trial=number, rung=rung, loss=loss, segment="", tokens=0, seconds=0.0))
 
 
 def random_search_regret(final: Array, n: float) -> float:

@@ -23,7 +23,7 @@ from muscale.layout import LEDGER
 from tests.faults.counted.sitecustomize import COUNTS
 from tests.faults.lean import Rows, Tally, assert_kept, rows
 
-SETTINGS = ["sweep.trials=4", "sweep.n_tokens=262144", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
+SETTINGS = ["sweep.trials=4", "sweep.n_tokens=262144", "sweep.n_seeds=0", "sweep.top_k=2", "sweep.rungs=2"]
 COLUMNS = ["trial", "status", "learning_rate", "init_scale", "annealed_loss"]
 SECONDS = 600.0
 COUNTED = Path(__file__).parent / "counted"

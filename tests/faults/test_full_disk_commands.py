@@ -16,10 +16,10 @@ import torch
 
 from muscale import Study
 from muscale.layout import LEDGER, REPORT
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Record, RungResult
 from muscale.store.run_selection import save
+from proxy_models.atomic_directory import atomic_directory
 from proxy_models.tensor_file import save_tensors
-from proxy_models.whole_folder import whole_folder
 from tests.faults.conftest import SmallDisk
 from tests.faults.drivers import COLUMNS
 from tests.faults.lean import Tally, assert_kept, losses, rows
@@ -73,7 +73,7 @@ def test_a_ledger_that_gets_full_under_tune_ends_the_sweep_with_that_reason(
 ) -> None:
     arrive = Record.arrive
 
-    def arriving(record: Record, arrival: Arrival) -> None:
+    def arriving(record: Record, arrival: RungResult) -> None:
         small_disk.fill()  # between the worker's row and the driver's
         arrive(record, arrival)
 
@@ -117,7 +117,10 @@ def test_a_table_that_does_not_fit_leaves_the_one_before(small_disk: SmallDisk) 
 
 def test_tensors_that_do_not_fit_leave_no_folder_and_name_their_file(small_disk: SmallDisk) -> None:
     small_disk.fill(leave=100_000)
-    with pytest.raises(OSError, match="No space left") as full, whole_folder(small_disk.folder / "bundle") as folder:
+    with (
+        pytest.raises(OSError, match="No space left") as full,
+        atomic_directory(small_disk.folder / "bundle") as folder,
+    ):
         save_tensors({"a": torch.zeros(100_000)}, folder / "weights.safetensors")
     assert full.value.errno == errno.ENOSPC
     assert full.value.filename == str(folder / "weights.safetensors")

@@ -36,8 +36,8 @@ class OptunaStorage(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.outside.import_space import import_space
-        from muscale.outside.results import outside_results
+        from muscale.importers.import_space import import_space
+        from muscale.importers.results import outside_results
 
         found = import_space(str(path))
         results = outside_results(path, self.space, n_params=1000, n_tokens=1000)
@@ -82,11 +82,11 @@ class MergedLedger(Target):
         return super().__call__(data)
 
     def read(self, path: Path) -> object:
+        from muscale.monitoring.calibration import calibrate
         from muscale.recorded import readers
-        from muscale.search.lessons import runs_of
+        from muscale.search.prior_runs import runs_of
         from muscale.store.ledger import Ledger
         from muscale.store.merge import merge
-        from muscale.watching.calibration import calibrate
 
         ledger = Ledger(self.ours / "ledger.sqlite")
         try:
@@ -142,8 +142,8 @@ def write_ledgers(theirs: Path, empty: Path) -> None:
     """Two ledgers of one study: of each kind of row one or two, and one that knows nothing yet."""
     from muscale.plans.planning import register
     from muscale.store.ledger import Ledger
+    from tests.muscale.monitoring.test_calibration import RUN
     from tests.muscale.store.test_merge import IDENTITY, add_run, add_sweep
-    from tests.muscale.watching.test_calibration import RUN
 
     _, _, study, plan = planned_study(theirs.with_suffix(""))
     study.close()

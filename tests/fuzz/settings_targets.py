@@ -211,7 +211,7 @@ parameters:
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.outside.import_space import import_space
+        from muscale.importers.import_space import import_space
         from search_spaces import Space
 
         found = import_space(str(path))

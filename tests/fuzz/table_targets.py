@@ -25,7 +25,7 @@ class Ladder(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.outside.rows_fit import fit_rows
+        from muscale.importers.rows_fit import fit_rows
 
         return str(fit_rows(path, n_params_convention="total", compute_flops=1e21))
 
@@ -83,7 +83,7 @@ class ObservedLosses(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.watching.observe import Observer, read_csv
+        from muscale.monitoring.observe import Observer, read_csv
 
         for growing in (True, False):
             rows = read_csv(path, growing=growing)

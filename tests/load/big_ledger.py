@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from muscale.layout import STATES
-from muscale.search.path import path_of
+from muscale.search.config_history import path_of
 from muscale.search.sweep import Sweep
 from muscale.store.ledger import Ledger
 from muscale.store.tables import metadata
@@ -29,7 +29,7 @@ SETTINGS = (
     "sweep.n_tokens=1048576",
     f"sweep.rungs={N_RUNGS}",
     "sweep.reduction_factor=1.25",
-    "sweep.repeats=0",
+    "sweep.n_seeds=0",
     "sweep.trials=1000000",
 )
 _AT_ONCE = 20_000

@@ -22,8 +22,8 @@ from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler
-from muscale.search.observations import KnownOf
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Record, RungResult
+from muscale.search.record_view import RecordView
 from muscale.settings.sweep import MODELS, SweepSettings
 from muscale.store.ledger import Ledger
 from search_spaces import LogUniform, Space, Uniform
@@ -53,7 +53,7 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
         rung_tokens=RUNGS,
         branch_tokens=(100, 400, 1600),
         top_k=3,
-        leaders=0,
+        n_finalists=0,
         repeat_tokens=0,
         n_params=10,
         devices=1,
@@ -76,7 +76,7 @@ def fly(engine: Engine) -> Iterator[Leg]:
         for rung in range(leg.first, leg.until + 1):
             loss = loss_of(leg, rung)
             engine.arrived(
-                Arrival(trial=leg.trial, rung=rung, loss=loss, segment="0" * 32, tokens=RUNGS[rung], seconds=1.0)
+                RungResult(trial=leg.trial, rung=rung, loss=loss, segment="0" * 32, tokens=RUNGS[rung], seconds=1.0)
             )
             if loss is None:
                 break
@@ -170,11 +170,11 @@ def test_a_suggestion_after_five_thousand_trials_costs_at_most_twice_that_after_
         for _ in fly(make_engine(ledger, n_trials, searcher="random", scheduler="asha")):
             pass
         sampler = make_engine(ledger, n_trials, searcher=searcher, scheduler="asha")._sampler
-        known = KnownOf(Record(ledger, "s"), len(RUNGS) - 1)
+        known = RecordView(Record(ledger, "s"), len(RUNGS) - 1)
         sampler.propose(n_trials, known)  # pays for what is worked out once
         begun = time.process_time()
         for number in range(SUGGESTIONS):
-            sampler.propose(n_trials + number, KnownOf(known._record, len(RUNGS) - 1))
+            sampler.propose(n_trials + number, RecordView(known._record, len(RUNGS) - 1))
         costs.append((time.process_time() - begun) / SUGGESTIONS)
     print(f"{searcher}: " + " -> ".join(f"{1e3 * cost:.1f}" for cost in costs) + " ms a suggestion")
     assert costs[2] <= MOST_TIMES * costs[1]

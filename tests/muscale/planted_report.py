@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 
 from muscale import StudyConfig
+from muscale.monitoring.band import make_band
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.plans.gate import Gate, transfer_line
 from muscale.plans.planning import make_plan
 from muscale.search.search_so_far import search_so_far
 from muscale.store.ledger import Ledger
-from muscale.watching.band import make_band
 from proxy_models.coordinates.check import CoordinateCheck
 from scaling import fit_verdict
 from tests.muscale.conftest import MICRO, write_text
@@ -76,7 +76,7 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
         curve=pd.DataFrame({"tokens": tokens, "train_loss": losses}),
         evaluations=pd.DataFrame({"tokens": tokens[::20], "val_loss": losses[::20]}),
         band=band,
-        befallen=pd.DataFrame([{"at": stamp, "kind": "restart", "told": "a worker was lost"}]),
+        run_events=pd.DataFrame([{"at": stamp, "kind": "restart", "told": "a worker was lost"}]),
         spending=pd.DataFrame(
             [("sweep", 30, 60000, 3.6e8, 30.0, 0.1), ("full", 1, 600000, 3.6e9, 100.0, 1.0)],
             columns=["purpose", "runs", "n_tokens", "compute_flops", "seconds", "of_full_run"],

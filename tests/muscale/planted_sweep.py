@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from muscale.search.record import Arrival
+from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from tests.muscale.planted_ladder import numerics_of
 
-SETTINGS = ("sweep.scheduler=asha", "sweep.rungs=2", "sweep.trials=4", "sweep.repeats=0")
+SETTINGS = ("sweep.scheduler=asha", "sweep.rungs=2", "sweep.trials=4", "sweep.n_seeds=0")
 SPACE = (
     "sweep.space.learning_rate={ distribution = 'log_uniform', low = 0.004, high = 0.03 }",
     "sweep.space.init_scale={ distribution = 'ordinal', values = [0.5, 1.0, 2.0] }",
@@ -46,5 +46,5 @@ def plant(sweep: Sweep, *, more: int = 0) -> None:
 
 def arrive(sweep: Sweep, trial: int, rung: int, loss: float | None) -> None:
     """Let a trial arrive at a rung."""
-    arrival = Arrival(trial=trial, rung=rung, loss=loss, segment=f"segment {trial} {rung}", tokens=8192, seconds=0.5)
+    arrival = RungResult(trial=trial, rung=rung, loss=loss, segment=f"segment {trial} {rung}", tokens=8192, seconds=0.5)
     sweep.record().arrive(arrival)

@@ -382,7 +382,7 @@ def test_an_imported_space_holds_no_line_that_its_names_smuggle_in(tmp_path: Pat
 )
 def test_observed_losses_that_can_be_none_are_refused(content: str, message: str, tmp_path: Path) -> None:
     from muscale import StageError
-    from muscale.watching.observe import Observer, read_csv
+    from muscale.monitoring.observe import Observer, read_csv
 
     (tmp_path / "study.toml").write_text(MICRO)
     ledger = Ledger(tmp_path / "ledger.sqlite")

@@ -21,7 +21,7 @@ from tests.muscale.ray_nodes import RayNodes
 pytestmark = pytest.mark.cluster
 
 MakeStudy = Callable[..., Path]
-SETTINGS = ["sweep.trials=4", "sweep.n_tokens=131072", "sweep.repeats=0", "sweep.top_k=2", "sweep.rungs=2"]
+SETTINGS = ["sweep.trials=4", "sweep.n_tokens=131072", "sweep.n_seeds=0", "sweep.top_k=2", "sweep.rungs=2"]
 SWEEP = ["python", "-m", "muscale", "sweep"]
 ON_NODES = ["storage.ledger=actor"]
 

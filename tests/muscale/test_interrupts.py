@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from muscale.interrupts import interrupted_later
+from muscale.interrupts import defer_sigint
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
@@ -17,7 +17,7 @@ def test_a_signal_within_the_block_comes_after_it_whatever_thread_the_system_giv
     other.start()
     before = signal.signal(which, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupted_later():
+        with pytest.raises(KeyboardInterrupt), defer_sigint():
             os.kill(os.getpid(), which)
             time.sleep(0.1)
             reached.append("the end of the block")
@@ -33,7 +33,7 @@ def test_without_a_signal_nothing_happens_and_other_threads_may_use_it() -> None
     entered = []
 
     def enter() -> None:
-        with interrupted_later():
+        with defer_sigint():
             entered.append(True)
 
     before = signal.getsignal(signal.SIGINT)

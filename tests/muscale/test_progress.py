@@ -2,7 +2,7 @@
 
 import pytest
 
-from muscale.plain import told_duration
+from muscale.formatting import format_duration
 from muscale.progress import Display, Pace
 
 
@@ -85,7 +85,7 @@ def test_what_is_known_already_is_no_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_durations_are_told_in_the_unit_that_suits_them() -> None:
-    assert [told_duration(seconds) for seconds in (3.4, 89, 91, 5300, 5401, 12_000)] == [
+    assert [format_duration(seconds) for seconds in (3.4, 89, 91, 5300, 5401, 12_000)] == [
         "3 s",
         "89 s",
         "2 min",

@@ -13,18 +13,18 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale.full_runs.alarms import STAGE as ALARM
 from muscale.full_runs.alarms import Alarm
+from muscale.monitoring.band import STAGE as BAND
+from muscale.monitoring.band import Band
 from muscale.plans.gate import Gate, transfer_line
 from muscale.recorded import readers
 from muscale.store.cancels import cancel_study, cancel_trial, cancelled_trials
 from muscale.store.ledger import Ledger, find
 from muscale.store.merge import merge
 from muscale.store.tables import forecasts
-from muscale.watching.band import STAGE as BAND
-from muscale.watching.band import Band
+from tests.muscale.monitoring.test_calibration import RUN
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_report import planted_check
 from tests.muscale.store.test_merge import IDENTITY, add_sweep
-from tests.muscale.watching.test_calibration import RUN
 
 ALARMED = Alarm(
     plan="p", first_tokens=1, tokens=2, loss=2.5, low=1.9, high=2.1, place="above", evaluations=3, asserted=False

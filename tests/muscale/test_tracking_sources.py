@@ -17,6 +17,7 @@ import pytest
 
 from muscale import Promotion, Study, StudyConfig, StudyFileError
 from muscale.layout import FULL_RUNS, METRICS
+from muscale.monitoring.band import register_band
 from muscale.plans.planning import Plan
 from muscale.settings.tracking import TrackingSettings
 from muscale.store.ledger import Ledger
@@ -26,7 +27,6 @@ from muscale.tracking.sources import FullRun, Trials, _run_rows, study_key
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import make_mirror
 from muscale.tracking.wandb_tracker import mode_of
-from muscale.watching.band import register_band
 from tests.muscale.event_files import scalars
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 from tests.muscale.planted_sweep import open_sweep, plant

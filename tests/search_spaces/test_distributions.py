@@ -25,7 +25,7 @@ from search_spaces import (
     distribution_from_dict,
 )
 from search_spaces.distributions import LARGEST_INTEGER
-from search_spaces.kinds import KINDS
+from search_spaces.registry import KINDS
 
 
 def bounds(numbers: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:

@@ -80,12 +80,12 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
                 ledger.insert(runs, **wanted[chain.key].row(outcome))
                 on_trained(wanted[chain.key], outcome)
         except BaseException:
-            dismiss_workers()  # some of them are at work
+            stop_workers()  # some of them are at work
             raise
         if stays := staying():  # later stages find them warm
-            stays.callback(dismiss_workers)
+            stays.callback(stop_workers)
         else:
-            dismiss_workers()
+            stop_workers()
 
 
 def finish_stage(
@@ -123,7 +123,7 @@ def _train(
             busy[actor.reach.remote(group[0])] = (actor, group)
         ended, _ = ray.wait([*busy, *starting], num_returns=1, timeout=IDLE_SECONDS if idle else None)
         if not ended:  # nothing waits: their devices may be what an actor needs that lost its node
-            dismiss_workers(idle)
+            stop_workers(idle)
             idle.clear()
             continue
         (done,) = ended
@@ -159,14 +159,14 @@ def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
     )(TrainingActor)
     settings = (ledger, resources, package_fingerprint())
     if _hired_for != (wanted := [ledger.directory, resources]):
-        dismiss_workers()
+        stop_workers()
         _hired_for[:] = wanted
     while len(_workers) < count:
         _workers.append(remote.remote(*settings))
     return _workers[:count]
 
 
-def dismiss_workers(these: Sequence[Any] | None = None) -> None:
+def stop_workers(these: Sequence[Any] | None = None) -> None:
     """End workers of the stages before, all by default, for whoever needs their processors and devices."""
     import ray
 

@@ -14,13 +14,13 @@ from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
+from proxy_models.atomic_write import atomic_write
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.averaging import Tail
 from proxy_models.training.compilation import Compile
 from proxy_models.training.peak import datasheet_flops
 from proxy_models.training.state import StateError, TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
-from proxy_models.whole_file import whole_file
 
 OnStep = Callable[[int, float], None]
 _RETRAINED_TOLERANCE = 1e-3  # relative: another machine or thread count may have trained the recorded loss
@@ -148,7 +148,7 @@ class Worker:
         )
         path = self.directory / CURVES / f"{chain.key}.parquet"
         path.parent.mkdir(exist_ok=True)
-        with whole_file(path) as unfinished:
+        with atomic_write(path) as unfinished:
             curve.to_parquet(unfinished, index=False, write_page_checksum=True)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from muscale.errors import BundleError
-from muscale.plain import told_unreadable
+from muscale.formatting import format_read_error
 from proxy_models.hashing import file_sha256
 from scaling.presentation import Result
 
@@ -102,7 +102,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, dict[str, Any]]]:
         content = path.read_bytes()
         manifest = json.loads(content)
     except OSError as error:
-        raise BundleError(f"{folder}: not a bundle, its {MANIFEST}: {told_unreadable(error)}") from error
+        raise BundleError(f"{folder}: not a bundle, its {MANIFEST}: {format_read_error(error)}") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path}: not a bundle's manifest ({error})") from error
     if not isinstance(manifest, dict) or not isinstance(files := manifest.get("files"), dict):

@@ -21,18 +21,19 @@ from muscale.bundles.model_card import model_card
 from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
+from muscale.formatting import finite
 from muscale.full_runs.checkpoint_folder import CHECKPOINTS
 from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.finished_run import average_checkpoints, held_out_loss, last_state
 from muscale.full_runs.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
-from muscale.plain import finite
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain, segment_to_dict
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.memory import training_memory
 from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.atomic_directory import atomic_directory
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
 from proxy_models.data.token_files import STATED
@@ -40,7 +41,6 @@ from proxy_models.tensor_file import save_tensors
 from proxy_models.training.optimizer import multipliers_of
 from proxy_models.training.state import capture
 from proxy_models.training.step import GOOD, Stepper
-from proxy_models.whole_folder import whole_folder
 
 LOSS_TOLERANCE = 1e-3
 """Relative; what the weights may differ in their loss from what the run recorded, on other devices and other numbers of ranks:
@@ -160,7 +160,7 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
     loss = _checked_loss(run, stepper.module)
     averaging: dict[str, Any] | None = None
     try:
-        with whole_folder(path) as folder:
+        with atomic_directory(path) as folder:
             _write_tensors(stepper, folder)
             if average > 1:
                 averaging = {"loss": loss, **_average(run, checkpoints, stepper.module, average, folder)}

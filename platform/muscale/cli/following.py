@@ -14,9 +14,9 @@ from muscale.cli.running import refuse_dry_run, run_stage
 from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
+    from muscale.monitoring.following import Until
+    from muscale.monitoring.watch import Watch, Watcher
     from muscale.study import Study
-    from muscale.watching.following import Until
-    from muscale.watching.watch import Watch, Watcher
 
 
 @command(LOOK, example="muscale watch study.toml --until alarm")
@@ -70,7 +70,7 @@ def observe(
         loss: Name of the column of held-out losses, if it is another.
         every: Seconds between two looks.
     """
-    from muscale.watching.observe import read_csv, read_wandb
+    from muscale.monitoring.observe import read_csv, read_wandb
 
     refuse_dry_run("an observation", options)
     _require_interval(every)
@@ -106,7 +106,7 @@ def _followed(
     """The run as it stands at the end of the watching; shown on standard error meanwhile."""
     from rich.console import Console
 
-    from muscale.watching.following import follow
+    from muscale.monitoring.following import follow
 
     console = None if options.json or until == "now" else Console(file=sys.stderr)
     return follow(

@@ -24,7 +24,7 @@ def promote(
     *,
     plan: Path | None = None,
     force: Flag = False,
-    rehearse: Flag = False,
+    smoke_test: Flag = False,
     steps: int = 5,
     prepare: Flag = False,
     options: Options = Options(),
@@ -37,31 +37,31 @@ def promote(
         study: The study file.
         plan: A file that `muscale plan` wrote, whose [resources] hold then; by default the study file's plan.
         force: Go on past lines of the gate that failed; the ledger keeps which.
-        rehearse: Only train, save and resume a few steps on the real devices, and forecast the run's wall time.
-        steps: Of each of a rehearsal's two launches.
+        smoke_test: Only train, save and resume a few steps on the real devices, and forecast the run's wall time.
+        steps: Of each of a smoke_test's two launches.
         prepare: Only enter that the run begins, and write what `muscale train` takes where there is no Ray.
     """
-    if prepare and (rehearse or options.dry_run):
-        raise StudyFileError("promote: --prepare enters that the run begins; leave out --rehearse and --dry-run")
+    if prepare and (smoke_test or options.dry_run):
+        raise StudyFileError("promote: --prepare enters that the run begins; leave out --smoke_test and --dry-run")
     if prepare:
         return run_stage(study, options, lambda opened: opened.prepare(plan, force=force), "promote")
-    if rehearse and (force or options.dry_run):
+    if smoke_test and (force or options.dry_run):
         raise StudyFileError(
-            f"promote: --rehearse asks no gate and shows no prospect; leave out {'--force' if force else '--dry-run'}"
+            f"promote: --smoke_test asks no gate and shows no dry_run; leave out {'--force' if force else '--dry-run'}"
         )
     told_plan = ("--plan", plan) if plan else ()
 
     def then(_opened: Study, _result: Any) -> Ending:
         return Ending(next=(line("promote", study, *told_plan),))
 
-    if rehearse:
-        return run_stage(study, options, lambda opened: opened.rehearse(plan, steps=steps), "promote", ending=then)
+    if smoke_test:
+        return run_stage(study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then)
     if options.dry_run and (plan or _is_begun(study)):
         seen = replace(options, dry_run=False)
         return run_stage(
             study,
             seen,
-            lambda opened: opened.prospect(plan),
+            lambda opened: opened.dry_run(plan),
             None,
             failed=lambda result: not result.passed,
             ending=lambda opened, result: then(opened, result) if result.passed else Ending(),

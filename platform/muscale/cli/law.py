@@ -70,7 +70,7 @@ def _fit_rows(
     compute_flops: float | None,
     options: Options,
 ) -> int:
-    from muscale.outside.rows_fit import fit_rows
+    from muscale.importers.rows_fit import fit_rows
 
     if study is not None or options.set:
         raise StudyFileError("fit: --rows needs no study: leave out the study file and --set")

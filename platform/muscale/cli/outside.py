@@ -19,7 +19,7 @@ def import_space(source: str, *, rename: Words = (), json: AsJson = False) -> in
         rename: A hyperparameter under another name here, theirs=ours; may be repeated.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.outside.import_space import import_space
+    from muscale.importers.import_space import import_space
 
     with result_alone(json):
         imported = import_space(source, rename)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.ending import Ending, tell
 from muscale.cli.options import Options
 from muscale.errors import StudyFileError
-from muscale.plain import finite
+from muscale.formatting import finite
 
 if TYPE_CHECKING:
     from muscale.study import Study

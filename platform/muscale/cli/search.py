@@ -77,7 +77,7 @@ def sweep(
             its ledger.sqlite; or results from outside: a CSV, Parquet or JSON Lines file with loss and every searched
             hyperparameter, or a storage of Optuna's. May be repeated.
     """
-    from muscale.outside.imported_space import place_of
+    from muscale.importers.imported_space import place_of
 
     if missing := [path for path in learn_from if not (path.exists() or Path(place_of(str(path))[0]).exists())]:
         raise StudyFileError(f"sweep: --learn-from {missing[0]}: there is no such file or directory")

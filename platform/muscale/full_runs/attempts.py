@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from muscale import json_lines
 from muscale.full_runs import goodput, recovery
-from muscale.full_runs.ranks import rank
+from muscale.full_runs.process_groups import rank
 from muscale.layout import EVALUATIONS, METRICS, RESULT
-from muscale.store.incidents import Incident, read_incidents, record_incident, utc_now
-from proxy_models.whole_file import whole_file
+from muscale.store.spike_handling import Incident, read_incidents, record_incident, utc_now
+from proxy_models.atomic_write import atomic_write
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
@@ -82,6 +82,6 @@ def conclude(directory: Path, *, blocked: float, **told: Any) -> dict[str, Any]:
         "goodput": goodput.measure(directory, blocked_at_end=blocked).to_dict(),
         "incidents": [asdict(incident) for incident in read_incidents(directory)],
     }
-    with whole_file(directory / RESULT) as unfinished:
+    with atomic_write(directory / RESULT) as unfinished:
         unfinished.write_text(json.dumps(result))
     return result

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoint_folder import PARAMETRIZATION, CheckpointFolder, put_in_place, write_manifest
-from muscale.full_runs.ranks import barrier, from_first, rank, side_group
+from muscale.full_runs.process_groups import barrier, broadcast_from_rank0, rank, side_group
 from muscale.full_runs.stored_weights import PlainPlanner, RecordReader, told
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.hashing import file_sha256
@@ -51,7 +51,7 @@ class Checkpoints(CheckpointFolder):
     def latest(self) -> tuple[int, Path] | None:
         """Tokens and path of the newest checkpoint whose hashes hold, or None; rank 0 reads them, and all ranks are told."""
         self.finish()
-        return from_first(lambda: next(self.whole(), None))
+        return broadcast_from_rank0(lambda: next(self.whole(), None))
 
     def save(self, stepper: Stepper, tokens: int) -> None:
         """Copy the state of all ranks, and have it written while they go on; a write before it is waited for.

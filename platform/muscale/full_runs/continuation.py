@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
-from muscale.full_runs.ancestry import STARTED, Parent, Stretch, find_parent, plain, require_checkpoint
 from muscale.full_runs.full_run_spec import Beginning, HeldOut
+from muscale.full_runs.lineage import STARTED, Parent, Stretch, find_parent, plain, require_checkpoint
 from muscale.full_runs.promotion import settings_of
 from muscale.full_runs.stage_corpus import position_in, read_again, require_held_out, write_stage_corpus
 from muscale.layout import FULL_RUNS
@@ -279,5 +279,5 @@ def _require_trainable(numerics: Numerics, segment: Segment, config: StudyConfig
         numerics.parametrization(segment.recipe.optimizer)
     except ValueError as error:
         raise StageError(f"optimizer: {error}") from error
-    if misfits := list(config.promote.parallelism.misfits(numerics.model)):
-        raise StageError("; ".join(misfits))
+    if layout_errors := list(config.promote.parallelism.layout_errors(numerics.model)):
+        raise StageError("; ".join(layout_errors))

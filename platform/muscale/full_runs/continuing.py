@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from muscale import json_lines
-from muscale.full_runs.ancestry import STARTED, Stretch, plain, sealed
 from muscale.full_runs.continuation import NOT_FORECAST, Continuation, told_lineage
 from muscale.full_runs.goodput import Goodput
 from muscale.full_runs.launch import launch
+from muscale.full_runs.lineage import STARTED, Stretch, plain, sealed
 from muscale.layout import METRICS
 from muscale.settings.config import StudyConfig
-from muscale.store.incidents import Incident
 from muscale.store.ledger import Ledger, now
+from muscale.store.spike_handling import Incident
 from scaling.presentation import Result
 
 RECORD = "stage"

@@ -24,7 +24,6 @@ from muscale import json_lines
 from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs import attempts
-from muscale.full_runs.agreement import Agreement
 from muscale.full_runs.checkpoint_folder import CHECKPOINTS, seal_of
 from muscale.full_runs.checkpoints import Checkpoints
 from muscale.full_runs.compat import import_lightning
@@ -32,11 +31,12 @@ from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.held_out import evaluation_of, source_losses
 from muscale.full_runs.interventions import Interventions
 from muscale.full_runs.preemption import Notice
-from muscale.full_runs.ranks import from_first, joined, rank
+from muscale.full_runs.process_groups import broadcast_from_rank0, joined, rank
+from muscale.full_runs.rank_flags import RankFlags
 from muscale.full_runs.run_description import RunDescription
 from muscale.full_runs.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from muscale.layout import METRICS
-from muscale.store.incidents import Incident, record_incident, utc_now
+from muscale.store.spike_handling import Incident, record_incident, utc_now
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.data.corpus import Corpus
@@ -79,7 +79,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._rows: list[dict[str, Any]] = []
         self._notice = Notice(run.directory)
         every = run.checkpoint_every_minutes
-        self._agreement = Agreement(every_seconds=every and 60 * every, notice=self._notice)
+        self._agreement = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
 
     def configure_model(self) -> None:
         """Build the decoder over the ranks, large blocks each by itself, with initial values that sharding does not change."""
@@ -153,7 +153,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Hear of a preemption, in place of the handler that Lightning has set by now; evaluate the state that was gone on from."""
         self._notice.listen()
         metrics = self.run.directory / METRICS
-        if self.run.beginning and self.start == 0 and not from_first(lambda: json_lines.read(metrics)):
+        if self.run.beginning and self.start == 0 and not broadcast_from_rank0(lambda: json_lines.read(metrics)):
             began = time.perf_counter()
             row = {"tokens": 0, **self.evaluate(), "evaluation_seconds": time.perf_counter() - began}
             self._rows.append({**row, "seconds": time.perf_counter() - self._started})
@@ -259,7 +259,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     def _roll_back(self, start: int, checkpoint: Path | None) -> None:
         self._flush()
-        seconds = from_first(lambda: attempts.go_back(self.run.directory, start))
+        seconds = broadcast_from_rank0(lambda: attempts.go_back(self.run.directory, start))
         self._started = time.perf_counter() - seconds
         recipe = self.run.recipe_before(start)
         if checkpoint is None:
@@ -305,7 +305,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         elif len(self._rows) >= _FLUSH_EVERY:
             self._flush()
         if agreed.ends and not at_end:
-            from_first(lambda: self._notice.file.unlink(missing_ok=True))  # obeyed
+            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # obeyed
             raise PreemptedError(f"promote: told to leave the machine, saved at {tokens:,} tokens")
 
     @contextmanager
@@ -371,15 +371,17 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
     own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
     with joined(device):
-        if finished := from_first(lambda: attempts.finished(run.directory)):
+        if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
             return finished
         run.directory.mkdir(parents=True, exist_ok=True)
-        from_first(lambda: RunDescription.of(run).write(run.directory))
+        broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
         checkpoints = Checkpoints(
             run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
         )
         start, resume = checkpoints.latest() or _origin(run)
-        spent, incidents = from_first(lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start)))
+        spent, incidents = broadcast_from_rank0(
+            lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start))
+        )
         module = FullRunModule(
             run,
             start,
@@ -412,7 +414,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
                 "parallelism": asdict(run.parallelism),
             },
         }
-        return from_first(lambda: attempts.conclude(run.directory, blocked=module.blocked, **told))
+        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.blocked, **told))
 
 
 def _origin(run: FullRun) -> tuple[int, Path | None]:
@@ -422,7 +424,7 @@ def _origin(run: FullRun) -> tuple[int, Path | None]:
         StageError: On every rank, if it is not.
     """
     beginning = run.beginning
-    if beginning and from_first(lambda: seal_of(beginning.checkpoint)) != beginning.seal:
+    if beginning and broadcast_from_rank0(lambda: seal_of(beginning.checkpoint)) != beginning.seal:
         raise StageError(
             f"{beginning.checkpoint}: is no longer the checkpoint that the run was begun from: it is gone, damaged or another"
         )

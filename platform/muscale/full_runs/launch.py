@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from muscale.actors.jobs import dismiss_workers
+from muscale.actors.jobs import stop_workers
 from muscale.cluster import alive_nodes, cluster, room_for
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs import recovery
-from muscale.full_runs.beside import Fitting, evaluated_beside
+from muscale.full_runs.async_evaluation import Fitting, evaluated_beside
 from muscale.full_runs.preemption import NOTICE
-from muscale.interrupts import interrupted_later, interruptible
+from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import FAILURE, RESULT
 from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger import now
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 
 def launch(
@@ -53,7 +53,7 @@ def launch(
         for told_before in (FAILURE, NOTICE):
             (directory / told_before).unlink(missing_ok=True)
         with cluster(resources):
-            dismiss_workers()
+            stop_workers()
             with evaluated_beside(run, settings, resources) as fitting:
                 _persevere(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
@@ -70,7 +70,7 @@ def _persevere(
     fitting: Fitting,
 ) -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    with interrupted_later():
+    with defer_sigint():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
 
@@ -162,5 +162,5 @@ def train_worker(config: dict[str, Any]) -> None:
         train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
     except StageError as error:  # all workers have it
         if context.get_world_rank() == 0:
-            with whole_file(run.directory / FAILURE) as unfinished:
+            with atomic_write(run.directory / FAILURE) as unfinished:
                 unfinished.write_text(str(error))

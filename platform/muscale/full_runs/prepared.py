@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
+from muscale.formatting import format_read_error
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.full_runs.promotion import full_run_of
 from muscale.layout import CORPUS
-from muscale.plain import told_unreadable
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.strict import shown
+from proxy_models.atomic_write import atomic_write
 from proxy_models.training.numerics import Numerics
-from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
 
 PREPARED = "prepared.json"
@@ -61,7 +61,7 @@ def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
     told = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PREPARED
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(json.dumps({**told, "run": _run_of(plan, config, numerics)}, indent=1) + "\n")
     return Prepared(path=str(path), workers=config.promote.workers)
 
@@ -78,7 +78,7 @@ def read(path: Path) -> dict[str, Any]:
         config = StudyConfig.from_dict(told["config"], where=f"{path}: config")
         found = _run_of(plan, config, numerics)
     except OSError as error:
-        raise StageError(f"{path}: {told_unreadable(error)}; `muscale promote --prepare` writes one") from error
+        raise StageError(f"{path}: {format_read_error(error)}; `muscale promote --prepare` writes one") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = " ".join(str(error).split())[:_LONGEST]
         raise StageError(

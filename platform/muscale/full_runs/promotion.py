@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
-from muscale.full_runs.befallen import Event, befallen
+from muscale.full_runs.events import Event, run_events
 from muscale.full_runs.goodput import Goodput
 from muscale.full_runs.launch import launch
 from muscale.layout import CORPUS, FULL_RUNS
@@ -17,8 +17,8 @@ from muscale.plans.gate import Gate, forced_lines
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
-from muscale.store.incidents import Incident, Mending
 from muscale.store.ledger import Ledger, now
+from muscale.store.spike_handling import Incident, SpikeHandling
 from muscale.store.tables import runs, segments
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
@@ -43,7 +43,7 @@ class Promotion(Result):
         forced_lines: What any launch was forced past.
         goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
         incidents: What befell its workers, and what was done.
-        befallen: These and the alarms in order of time; told, and not recorded with it, as each has its place.
+        run_events: These and the alarms in order of time; told, and not recorded with it, as each has its place.
     """
 
     plan: str
@@ -65,7 +65,7 @@ class Promotion(Result):
     forced_lines: tuple[str, ...] = ()
     goodput: Goodput | None = None
     incidents: tuple[Incident, ...] = ()
-    befallen: tuple[Event, ...] = ()
+    run_events: tuple[Event, ...] = ()
 
     @property
     def residual(self) -> float:
@@ -89,14 +89,14 @@ class Promotion(Result):
             "forced_lines": list(self.forced_lines),
             "goodput": self.goodput and self.goodput.to_dict(),
             "incidents": [asdict(incident) for incident in self.incidents],
-            "befallen": [event.to_dict() for event in self.befallen],
+            "run_events": [event.to_dict() for event in self.run_events],
         }
         return {**self.__dict__, **told, **derived}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values and name != "befallen"}
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values and name != "run_events"}
         goodput, incidents = known.pop("goodput", None), known.pop("incidents", ())
         return cls(
             **known | {"forced_lines": tuple(values.get("forced_lines", ()))},
@@ -116,7 +116,7 @@ class Promotion(Result):
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
         if self.goodput:
             lines.append(f"  {self.goodput}")
-        lines += [f"  {event}" for event in self.befallen or self.incidents]
+        lines += [f"  {event}" for event in self.run_events or self.incidents]
         if self.forced:
             past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
             lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
@@ -137,19 +137,19 @@ def begin(
     registered = ledger.forecast(plan.key)
     if registered is None:
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
-    if misfits := list(config.promote.parallelism.misfits(plan.model)):
-        raise StageError(f"promote: {'; '.join(misfits)}")
-    mends_by, started = config.promote.mends_by, ledger.result("promotion_started", plan.key)
+    if layout_errors := list(config.promote.parallelism.layout_errors(plan.model)):
+        raise StageError(f"promote: {'; '.join(layout_errors)}")
+    spike_handling, started = config.promote.spike_handling, ledger.result("promotion_started", plan.key)
     if started is None:
         started = {
             "at": _after(registered["registered_at"]),
             "verdict": verdict,
             "forced": forced,
             "gate": gate and gate.to_dict(),
-            "mends_by": mends_by,
+            "spike_handling": spike_handling,
         }
         ledger.record_result("promotion_started", plan.key, started)
-    _require_same_mending(started.get("mends_by", mends_by), mends_by)  # runs begun by earlier versions did not keep it
+    _require_same_mending(started.get("spike_handling", spike_handling), spike_handling)
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
             f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
@@ -205,10 +205,10 @@ def promote(
         goodput=Goodput.from_dict(outcome["goodput"]),
         incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    mending = Mending.of(config.promote.spike_policy, promotion.incidents)
-    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, mending)
+    spike_handling = SpikeHandling.of(config.promote.spike_policy, promotion.incidents)
+    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, spike_handling)
     ledger.record_result("promotion", plan.key, promotion.to_dict())
-    return replace(promotion, befallen=befallen(ledger, plan.key))
+    return replace(promotion, run_events=run_events(ledger, plan.key))
 
 
 def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> Promotion | None:
@@ -219,7 +219,7 @@ def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> 
     values = ledger.result("observation" if asserted else "promotion", plan)
     if values is None:
         return None
-    return replace(Promotion.from_dict(values), befallen=befallen(ledger, plan, asserted=asserted))
+    return replace(Promotion.from_dict(values), run_events=run_events(ledger, plan, asserted=asserted))
 
 
 def _require_same_mending(begun: dict[str, Any], here: dict[str, Any]) -> None:
@@ -233,10 +233,10 @@ def _require_same_mending(begun: dict[str, Any], here: dict[str, Any]) -> None:
 
 
 def _record_run(
-    plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], mending: Mending | None
+    plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], spike_handling: SpikeHandling | None
 ) -> None:
     """Enter the full run among the runs, as a training like any other, by what it turned out to be."""
-    chain = replace(plan.chain(numerics), mending=mending)
+    chain = replace(plan.chain(numerics), spike_handling=spike_handling)
     ledger.insert(
         segments,
         **chain.row(),

@@ -12,9 +12,9 @@ from muscale.errors import StageError
 from muscale.full_runs.full_run_spec import FullRun
 from muscale.layout import RUN
 from proxy_models.architecture.parametrization import ForwardMultipliers
+from proxy_models.atomic_write import atomic_write
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import multipliers_of
-from proxy_models.whole_file import whole_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class RunDescription:
             "corpus": os.path.relpath(self.corpus.resolve(), directory.resolve()),
             "n_tokens": self.n_tokens,
         }
-        with whole_file(directory / RUN) as unfinished:
+        with atomic_write(directory / RUN) as unfinished:
             unfinished.write_text(json.dumps(values, indent=1))
 
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
-from muscale.full_runs.ancestry import Stretch
+from muscale.full_runs.lineage import Stretch
 from muscale.layout import CORPORA
 from muscale.settings import corpus as data
 from muscale.settings.corpus import CorpusSettings

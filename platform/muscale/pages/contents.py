@@ -12,10 +12,12 @@ import sqlalchemy as sa
 
 from muscale import json_lines
 from muscale.errors import StageError
-from muscale.full_runs.befallen import befallen
 from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
+from muscale.full_runs.events import run_events
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
+from muscale.monitoring.band import registered_band
+from muscale.monitoring.calibration import calibrate
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
@@ -25,8 +27,6 @@ from muscale.search.sweep import collect
 from muscale.store.ledger import NESTED, find, now
 from muscale.store.tables import runs as run_table
 from muscale.store.tables import segments
-from muscale.watching.band import registered_band
-from muscale.watching.calibration import calibrate
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import MANIFEST, Corpus
 
@@ -119,7 +119,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     known["gate"] = next((row["payload"] for row in gates if row["payload"]["plan"] == forecast["plan"]), None)
     known["bundle"] = forecast["plan"] if (study.directory / BUNDLES / forecast["plan"]).exists() else None
     known["band"] = registered_band(forecast["plan"], study.ledger)
-    known["befallen"] = pd.DataFrame([event.to_dict() for event in befallen(study.ledger, forecast["plan"])])
+    known["run_events"] = pd.DataFrame([event.to_dict() for event in run_events(study.ledger, forecast["plan"])])
     directory = study.directory / FULL_RUNS / forecast["plan"]
     if (directory / METRICS).exists():
         records = RunRecords(directory)

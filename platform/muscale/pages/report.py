@@ -12,26 +12,26 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from muscale.pages import glance
+from muscale.monitoring import figures
+from muscale.monitoring.watch import place
+from muscale.pages import summary
 from muscale.pages.law_sections import law_sections
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
 from muscale.pages.spending import draw_spending, told_spending
-from muscale.watching import figures
-from muscale.watching.watch import place
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 if TYPE_CHECKING:
+    from muscale.monitoring.calibration import Calibration
     from muscale.pages.reproduction import Reproduction
-    from muscale.watching.calibration import Calibration
 
 
 def write_report(contents: ReportContents, path: Path) -> Path:
     """Write the page, whole or not at all, and return its path."""
     scripts = {"plotly": get_plotlyjs(), "script": page_file("report.js")}
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(page(contents, sections_of(contents), policy=policy(hashes), **scripts))
     return path
 
@@ -139,7 +139,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _summary(contents: ReportContents) -> Section:
-    told, state = glance.headline(contents)
+    told, state = summary.headline(contents)
     return Section(
         title="Summary",
         command="run",
@@ -149,9 +149,9 @@ def _summary(contents: ReportContents) -> Section:
             "contents": contents,
             "headline": told,
             "state": state,
-            "ruler": glance.ruler(contents),
-            "tiles": glance.tiles(contents),
-            "steps": glance.lineage(contents),
+            "ruler": summary.ruler(contents),
+            "tiles": summary.tiles(contents),
+            "steps": summary.lineage(contents),
         },
     )
 
@@ -186,7 +186,7 @@ def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
 
 
 def _befallen(contents: ReportContents) -> Section:
-    events, begun = contents.befallen, contents.curve is not None or contents.promotion is not None
+    events, begun = contents.run_events, contents.curve is not None or contents.promotion is not None
     quiet = "nothing: no alarm, no batch left out, no return to a checkpoint, no restart" if begun else None
     return Section(
         title="What befell the full run",

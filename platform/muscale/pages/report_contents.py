@@ -9,12 +9,12 @@ import pandas as pd
 
 if TYPE_CHECKING:
     from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
+    from muscale.monitoring.band import Band
+    from muscale.monitoring.calibration import Calibration
     from muscale.pages.reproduction import Reproduction
     from muscale.plans.next_stems import NextStems
     from muscale.search.search_so_far import SearchSoFar
     from muscale.search.sweep_result import SweepResult
-    from muscale.watching.band import Band
-    from muscale.watching.calibration import Calibration
     from proxy_models.coordinates.check import CoordinateCheck
     from proxy_models.data.corpus import Corpus
     from scaling import ScalingFit, Verdict
@@ -44,7 +44,7 @@ class ReportContents:
     evaluated: CheckpointEvaluation | None = None
     band: Band | None = None
     calibration: Calibration | None = None
-    befallen: pd.DataFrame | None = None
+    run_events: pd.DataFrame | None = None
     bundle: str | None = None
     spending: pd.DataFrame = field(default_factory=pd.DataFrame)
     reproduction: Reproduction | None = None

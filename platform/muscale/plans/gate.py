@@ -1,6 +1,6 @@
 """What has to hold before a full run is paid for: a line each, with what was compared and, where it does not hold, what to do.
 
-The checks take plain values; `muscale.full_runs.prospect` finds these for a study.
+The checks take plain values; `muscale.full_runs.dry_run` finds these for a study.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from muscale.errors import StageError
-from muscale.plans.carried import Carried
+from muscale.plans.provenance import HyperparameterProvenance
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, find, now
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
@@ -195,7 +195,7 @@ def data_line(
     return GateLine(name="data", status="passed", compared=f"{told}, {n_bytes / 1e9:.3g} GB hashed again")
 
 
-def carried_line(carried: Iterable[Carried]) -> GateLine:
+def carried_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
     """Whether nothing came from a smaller model that no rule carries."""
     name, every = "carried over", list(carried)
     if not every:
@@ -247,7 +247,7 @@ def memory_line(
             name="memory",
             status="unknown",
             compared=f"{told}, {device} of unknown memory",
-            advice="name the device, plan.accelerator, or try it with `muscale promote --rehearse`",
+            advice="name the device, plan.accelerator, or try it with `muscale promote --smoke_test`",
         )
     compared = f"{told}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
     if needed <= MEMORY_SHARE * memory_bytes:

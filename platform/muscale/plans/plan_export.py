@@ -15,10 +15,10 @@ from muscale.plans.planning import Plan
 from muscale.store.lineage import segment_to_dict
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
+from proxy_models.atomic_write import atomic_write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer, multipliers_of
-from proxy_models.whole_file import whole_file
 
 _MOST_ROWS = 10_000  # of the schedule's table
 _BRANCH_ENDS = ("attention.output", "mlp.down")
@@ -109,7 +109,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
         "README.md": readme,
     }
     for name, text in texts.items():
-        with whole_file(folder / name) as unfinished:
+        with atomic_write(folder / name) as unfinished:
             unfinished.write_text(text)
     return folder
 

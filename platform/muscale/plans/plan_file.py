@@ -18,17 +18,17 @@ import tomlkit
 from tomlkit.items import Table
 
 from muscale.errors import StageError
+from muscale.formatting import format_read_error
 from muscale.layout import PLANS
-from muscale.plain import told_unreadable
 from muscale.plans.planning import Plan, told_decision
 from muscale.settings.config import ResourceSettings, StudyConfig
-from muscale.settings.contradictions import contradictions
+from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import StrictTable, lists_to_tuples, shown
 from muscale.settings.toml_file import read_toml
 from muscale.store.differing import first_difference
 from muscale.store.ledger import Ledger, find
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 RECORD = "plan_file"
 """Stage of the ledger's results, by hash: the plan's key and what the file said."""
@@ -138,7 +138,7 @@ def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Ma
     # Recorded before it stands there: a file without a record is one that was edited.
     ledger.record_result(RECORD, hash_of(values), {"plan": plan.key, "contents": values})
     path.parent.mkdir(exist_ok=True)
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(content)
     return path
 
@@ -224,7 +224,7 @@ def _read(path: Path) -> _Contents:
     except FileNotFoundError as error:
         raise StageError(f"{path}: no such file; `muscale plan` writes one and says where") from error
     except OSError as error:
-        raise StageError(f"{path}: {told_unreadable(error)}") from error
+        raise StageError(f"{path}: {format_read_error(error)}") from error
     except ValueError as error:
         raise StageError(f"{path}: {error}") from error
 
@@ -261,7 +261,7 @@ def _with_resources(config: StudyConfig, table: _Contents, path: Path) -> StudyC
     promote = _settings(PromoteSettings, launch, path)
     resources = _settings(ResourceSettings, {**given, "workers": config.resources.workers}, path)
     changed = config.model_copy(update={"promote": promote, "resources": resources})
-    problems = set(contradictions(changed)) - set(contradictions(config))
+    problems = set(cross_field_errors(changed)) - set(cross_field_errors(config))
     if problems:
         raise StageError(
             "\n".join(f"{path}: {problem.replace('promote.', f'{EDITABLE}.', 1)}" for problem in sorted(problems))

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from muscale.plans.carried import Carried, carried
+from muscale.plans.provenance import HyperparameterProvenance, carried
 from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
 from muscale.settings.config import StudyConfig
@@ -65,7 +65,7 @@ class Plan(Result):
     forecast: Forecast
     decision: dict[str, Any] | None = None
     registered_at: str | None = None
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[HyperparameterProvenance, ...] = ()
     data: dict[str, str] | None = None
 
     @property
@@ -113,7 +113,7 @@ class Plan(Result):
             hyperparameters=Hyperparameters(**values["hyperparameters"]),
             forecast=Forecast.from_dict(values["forecast"]),
             decision=values.get("decision"),
-            carried=tuple(Carried.from_dict(one) for one in values.get("carried", ())),
+            carried=tuple(HyperparameterProvenance.from_dict(one) for one in values.get("carried", ())),
             data=values.get("data"),
         )
 
@@ -232,7 +232,7 @@ def make_plan(
         {k: list(map(str, v)) for k, v in evidence.items()},
         # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
         *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [asdict(model)]),
-        *([] if config.promote.on_spike == "stop" else [config.promote.mends_by]),
+        *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
     )
     return Plan(
         key=key,

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.jobs import Job
-from muscale.search.lessons import differs_in
+from muscale.search.prior_runs import differs_in
 from muscale.settings.config import Stem, StudyConfig
 from muscale.store.lineage import Chain
 from proxy_models.hashing import content_key

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from muscale.search.observations import Known
+from muscale.search.record_view import Known
 from muscale.search.samplers import MAX_ATTEMPTS, Draws
 from scaling import SearchBox, fit_response
 from scaling.optima.batch import PRIOR as BATCH_WITH_TOKENS

@@ -18,7 +18,7 @@ class Budget:
         rung_tokens: Stable tokens of each rung, [R].
         branch_tokens: Further tokens that anneal a trial from each rung, [R].
         top_k: Trials of each rung that are annealed beside those that go on.
-        leaders: Trials that are repeated over seeds in the end, for which tokens are kept.
+        n_finalists: Trials that are repeated over seeds in the end, for which tokens are kept.
         repeat_tokens: Of the repetitions of one of them.
         repeated_tokens: Spent on repetitions already; where more is searched, others may come to lead.
         n_params: N of the model that is searched.
@@ -29,7 +29,7 @@ class Budget:
     rung_tokens: tuple[int, ...]
     branch_tokens: tuple[int, ...]
     top_k: int
-    leaders: int
+    n_finalists: int
     repeat_tokens: int
     n_params: int
     devices: float
@@ -83,7 +83,7 @@ class Budget:
 
     def _kept(self, trials: int) -> int:
         """For the repetitions of those who will lead among so many trials."""
-        return min(self.leaders, trials) * self.repeat_tokens
+        return min(self.n_finalists, trials) * self.repeat_tokens
 
     def _hours(self, record: Record, tokens: float) -> float:
         """Device hours of so many tokens, at the speed of what has arrived; 0 before anything has."""

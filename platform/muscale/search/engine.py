@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from muscale.search.budget import Budget
 from muscale.search.leg import Ending, Leg
-from muscale.search.observations import KnownOf
-from muscale.search.record import Arrival, Record
-from muscale.search.rules import GoOn, Rule, Start
+from muscale.search.record import Record, RungResult
+from muscale.search.record_view import RecordView
 from muscale.search.samplers import Sampler
+from muscale.search.schedulers import GoOn, Rule, Start
 
 _ATTEMPTS = 3  # at a leg or ending whose worker was lost
 
@@ -40,7 +40,7 @@ class Engine:
         budget: Budget,
         *,
         top: int,
-        on_arrival: Callable[[Arrival], None],
+        on_arrival: Callable[[RungResult], None],
         endings: Callable[[], Sequence[Ending]],
     ) -> None:
         self.record, self.budget = record, budget
@@ -75,7 +75,7 @@ class Engine:
         self.record.heed_cancels()
         return self._next_leg() or self._next_ending()
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, arrival: RungResult) -> None:
         """Note a result."""
         self._losses.pop(arrival.trial, None)
         if (arrival.trial, arrival.rung) not in self.record.arrivals:
@@ -118,7 +118,7 @@ class Engine:
         match self._move():
             case Start(until=until):
                 number = len(record.configs)
-                config = self._sampler.propose(number, KnownOf(record, self._top))
+                config = self._sampler.propose(number, RecordView(record, self._top))
                 record.start(config, until)
                 return self._leg(number)
             case GoOn() as move:

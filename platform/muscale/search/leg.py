@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from muscale.search.path import Path, path_from_json, path_to_json
+from muscale.search.config_history import Path, path_from_json, path_to_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from muscale.search.across_scales import AcrossScales
 from muscale.search.bandit import Bandit
 from muscale.search.population import Perturb, Population
 from muscale.search.record import Round
-from muscale.search.rules import Asha, Hyperband, MedianStopping, Rule, ToTheEnd
 from muscale.search.samplers import CmaEs, Draws, Grid, QuasiRandom, Sampler, gaussian_process, tpe
+from muscale.search.schedulers import Asha, Hyperband, MedianStopping, Rule, ToTheEnd
 from muscale.settings.sweep import Searcher, SweepSettings
 from search_spaces import Space
 

@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.search.optuna_space import told_as
 from muscale.search.record import Record
 from muscale.search.sweep import Sweep, annealed_runs
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 _STATES = {
     "completed": TrialState.COMPLETE,
@@ -47,7 +47,7 @@ def export_optuna(sweep: Sweep, path: Path) -> str:
     annealed = annealed_runs(sweep, record).dropna().sort_values("n_tokens").drop_duplicates("trial", keep="last")
     losses = dict(zip(annealed["trial"], annealed["loss"], strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         _write(sweep, record, losses, unfinished)
     return f"wrote {len(record.configs)} trials to {path}; look at them with: optuna-dashboard sqlite:///{path}"
 

@@ -13,9 +13,9 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from muscale.search.path import Path
+from muscale.search.config_history import Path
 from muscale.search.record import Record
-from muscale.search.rules import GoOn, Start
+from muscale.search.schedulers import GoOn, Start
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Integer, LogUniform, Space, Uniform
 

@@ -12,14 +12,14 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
-from muscale.search.path import Path, path_from_json, path_of, path_to_json
+from muscale.search.config_history import Path, path_from_json, path_of, path_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
 from search_spaces import Config, Space
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class RungResult:
     """A result at a rung: the loss that trials are ranked by, in nats per token, None after a divergence.
 
     `tokens` and `seconds` are what it took from the rung before.
@@ -55,7 +55,7 @@ class Record:
         self.configs: dict[int, Config] = {}
         self.paths: dict[int, Path] = {}
         self.donors: dict[tuple[int, int], int] = {}
-        self.arrivals: dict[tuple[int, int], Arrival] = {}
+        self.arrivals: dict[tuple[int, int], RungResult] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
         self.cancelled: dict[int, str] = {}  # trials of which nothing more is trained, and why
         self.went_on: set[tuple[int, int]] = set()  # (trial, rung) from which it went on to another
@@ -80,7 +80,7 @@ class Record:
             if "until" in row:
                 self._gone_on(row["trial"], row["rung"], row["until"], path_from_json(row["path"]), row["donor"])
             else:
-                self._arrived(Arrival(**{name: row[name] for name in Arrival.__dataclass_fields__}))
+                self._arrived(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
         for rung, ranking in self._ranking.items():
             ranking.sort()
             self._waiting[rung] = [(loss, trial) for loss, trial in ranking if self._waits(loss, trial, rung)]
@@ -114,7 +114,7 @@ class Record:
         self._started(number, config, until)
         return number
 
-    def arrive(self, arrival: Arrival) -> None:
+    def arrive(self, arrival: RungResult) -> None:
         """Note a result."""
         self._ledger.add_rung(
             sweep=self.sweep, **{name: getattr(arrival, name) for name in arrival.__dataclass_fields__}
@@ -217,7 +217,7 @@ class Record:
         self._turns[number] = [(0, path_of(config))]
         self.open[number] = until
 
-    def _arrived(self, arrival: Arrival) -> None:
+    def _arrived(self, arrival: RungResult) -> None:
         trial, rung = arrival.trial, arrival.rung
         self.arrivals[trial, rung] = arrival
         self.tokens += arrival.tokens

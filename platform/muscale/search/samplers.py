@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from muscale.search.observations import Known, Observation, OfConfigs
+from muscale.search.record_view import Known, Observation, OfConfigs
 from search_spaces import Config, Space
 
 MAX_OBSERVATIONS = 1000

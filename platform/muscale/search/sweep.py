@@ -12,20 +12,20 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.corpus_hashes import require_unchanged
-from muscale.actors.jobs import Job, dismiss_workers
+from muscale.actors.jobs import Job, stop_workers
 from muscale.cluster import cluster, staying_cluster
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
-from muscale.interrupts import interrupted_later
+from muscale.importers.results import is_outside, outside_results
+from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
-from muscale.outside.results import is_outside, outside_results
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Ending
-from muscale.search.lessons import lessons, runs_of
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
-from muscale.search.observations import KnownOf
-from muscale.search.record import Arrival, Record, Round
+from muscale.search.prior_runs import lessons, runs_of
+from muscale.search.record import Record, Round, RungResult
+from muscale.search.record_view import RecordView
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
@@ -40,7 +40,7 @@ from muscale.store.tables import runs
 from proxy_models.training.numerics import Numerics
 from search_spaces import SpaceError, narrow
 
-OnArrival = Callable[[Arrival], None]
+OnArrival = Callable[[RungResult], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
 _HOW_MUCH = (
     "trials",
@@ -48,8 +48,8 @@ _HOW_MUCH = (
     "max_flops",
     "max_device_hours",
     "top_k",
-    "leaders",
-    "repeats",
+    "n_finalists",
+    "n_seeds",
     "cost_weight",
     "learn_from",
 )
@@ -77,8 +77,8 @@ def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
         rung_tokens=plan.rung_tokens,
         branch_tokens=tuple(branches),
         top_k=settings.top_k,
-        leaders=settings.leaders,
-        repeat_tokens=settings.repeats * plan.run_tokens(plan.top),
+        n_finalists=settings.n_finalists,
+        repeat_tokens=settings.n_seeds * plan.run_tokens(plan.top),
         n_params=config.model.n_params,
         devices=resources.gpus_per_worker or resources.cpus_per_worker,
         max_tokens=settings.max_tokens,
@@ -205,7 +205,7 @@ class Sweep:
     def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[Ending, Job]]:
         """The leading trials, (trial, rung), under seeds that the search did not see."""
         first = self.config.sweep.seed + 1
-        seeds = range(first, first + self.config.sweep.repeats)
+        seeds = range(first, first + self.config.sweep.n_seeds)
         return [self._ending(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
 
     def _ending(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[Ending, Job]:
@@ -258,7 +258,7 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
             raise StageError(
                 f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
                 f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the leaders: "
-                "raise sweep.max_tokens or max_flops, or lower sweep.repeats"
+                "raise sweep.max_tokens or max_flops, or lower sweep.n_seeds"
             )
         return collect(sweep, record)
 
@@ -273,7 +273,7 @@ def _prune(sweep: Sweep) -> None:
 def _narrow(sweep: Sweep, record: Record) -> None:
     """Begin a round in the space around the best region."""
     part = record.rounds[-1]
-    seen = KnownOf(record, sweep.plan.top).observations
+    seen = RecordView(record, sweep.plan.top).observations
     results = pd.DataFrame([{**dict.fromkeys(part.space), **one.config, "loss": one.loss} for one in seen])
     try:
         narrowed = narrow(part.space, results)
@@ -287,8 +287,8 @@ def _search(sweep: Sweep, engine: Engine) -> None:
     resources = sweep.config.resources
     require_unchanged(sweep.ledger.directory / CORPUS)
     with cluster(resources):
-        dismiss_workers()
-        with interrupted_later():
+        stop_workers()
+        with defer_sigint():
             from muscale.search.trial_leg import TrialLeg
         parameters = {
             "plan": sweep.plan,
@@ -325,7 +325,7 @@ def leading(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None) 
     longest = runs[runs["n_tokens"] == runs["n_tokens"].max()]
     seconds = longest["trial"].map(lambda trial: max(record.cost(trial)[1], 1e-9))
     score = np.log(longest["loss"]) + settings.cost_weight * np.log(seconds.astype(float))
-    best = longest.assign(score=score).nsmallest(settings.leaders, "score")
+    best = longest.assign(score=score).nsmallest(settings.n_finalists, "score")
     return [(int(row["trial"]), int(row["rung"])) for row in best.to_dict("records")]
 
 

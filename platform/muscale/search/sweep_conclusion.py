@@ -14,7 +14,7 @@ from muscale.search.sweep_result import SweepResult
 from muscale.search.sweep_tables import annealed_table, copies_table, known_noise, rungs_table, trials_table
 from muscale.search.trial import TrialPlan
 from muscale.settings.config import StudyConfig
-from scaling import Leaders, ScalingError, compare_leaders
+from scaling import Finalists, ScalingError, compare_finalists
 
 
 def make_result(
@@ -55,7 +55,7 @@ def make_result(
         annealed=finished,
         best=replace(plan.given(record.path_towards(winner, rung), rung), schedule=config.hyperparameters.schedule),
         winner=winner,
-        leaders=leaders,
+        finalists=leaders,
         copies=copies_table(record),
         space=config.sweep.space,
         is_population=config.sweep.is_population,
@@ -67,19 +67,19 @@ def make_result(
     )
 
 
-def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Leaders | None:
+def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Finalists | None:
     """The comparison of the leaders; what later stages tell of the noise may change how sure it is, not whom they follow."""
     if not repeated["loss"].notna().any():
         return None
     try:
-        alone = compare_leaders(repeated)
+        alone = compare_finalists(repeated)
     except ScalingError:  # divergences left them without seeds in common; `_notes` says so
         return None
-    informed = compare_leaders(repeated, noise=noise) if noise else alone
+    informed = compare_finalists(repeated, noise=noise) if noise else alone
     return informed if informed.winner == alone.winner else alone
 
 
-def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Leaders | None) -> int:
+def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Finalists | None) -> int:
     """The trial with the least log loss + cost_weight · log seconds, of the leaders that can be best, else of the longest."""
     if leaders and not cost_weight:
         return int(leaders.winner)
@@ -90,7 +90,7 @@ def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Le
 
 
 def _notes(
-    config: StudyConfig, plan: TrialPlan, record: Record, leaders: Leaders | None, *, comparable: bool
+    config: StudyConfig, plan: TrialPlan, record: Record, leaders: Finalists | None, *, comparable: bool
 ) -> Iterator[str]:
     yield from _told_limits(config, plan, record)
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
@@ -103,21 +103,21 @@ def _notes(
         points = len(config.sweep.space.grid(config.sweep.grid_points))
         if points > config.sweep.trials:
             yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in their order"
-    repeats = config.sweep.repeats
+    repeats = config.sweep.n_seeds
     done = {} if leaders is None else {int(trial): int(row["n_runs"]) for trial, row in leaders.trials.iterrows()}
     if not comparable:
         yield (
             "the leaders can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
-            "sweep.repeats"
+            "sweep.n_seeds"
         )
     elif not done:
         yield (
             "the winner's luck is not known: it was repeated over no seed but the search's own"
-            + (f" of {repeats} that sweep.repeats asks for" if repeats else "; set sweep.repeats")
+            + (f" of {repeats} that sweep.n_seeds asks for" if repeats else "; set sweep.n_seeds")
         )
     for trial, n_runs in done.items():
         if n_runs < repeats:
-            yield f"trial {trial} was repeated over {n_runs} seeds of {repeats} that sweep.repeats asks for"
+            yield f"trial {trial} was repeated over {n_runs} seeds of {repeats} that sweep.n_seeds asks for"
 
 
 def _told_limits(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _told_limits(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterat
     wanted = len(part.space.grid(settings.grid_points)) if part.searcher == "grid" else settings.trials
     begun, wanted = len(record.configs) - part.first_trial, min(wanted, settings.trials)
     if limits and begun < wanted:
-        leaders = min(settings.leaders, len(record.configs))
-        kept = leaders * settings.repeats * plan.run_tokens(plan.top)
-        why = f"; {kept:,} tokens are kept for {settings.repeats} seeds of {leaders} leaders" if kept else ""
+        leaders = min(settings.n_finalists, len(record.configs))
+        kept = leaders * settings.n_seeds * plan.run_tokens(plan.top)
+        why = f"; {kept:,} tokens are kept for {settings.n_seeds} seeds of {leaders} leaders" if kept else ""
         yield f"{begun} of {wanted} trials were begun within {' and '.join(limits)}{why}"

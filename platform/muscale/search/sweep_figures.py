@@ -1,6 +1,6 @@
 """Figures of a sweep, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-As in the `figures` of `scaling`, a column `series` says what a row is. Leaders and importance draw themselves, in `scaling`.
+As in the `figures` of `scaling`, a column `series` says what a row is. Finalists and importance draw themselves, in `scaling`.
 """
 
 from __future__ import annotations
@@ -264,9 +264,9 @@ def figures_of(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.Da
     if result.is_population:
         about = "Who went on from whose state; the thick path leads to the winner."
         yield "The population's lineage", about, result.plot_lineage(), result.copies
-    if result.leaders:
+    if result.finalists:
         about = "The leading trials over seeds that the search did not see, with 90 % intervals."
-        yield "How sure the winner is", about, result.plot_leaders(), result.leaders.trials.reset_index()
+        yield "How sure the winner is", about, result.plot_finalists(), result.finalists.trials.reset_index()
     if result.space.searched:
         about = "A line for each trial; drag along an axis to keep only some of them."
         yield "Every trial across its hyperparameters", about, result.plot_parallel(), None

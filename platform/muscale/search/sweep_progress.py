@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from muscale.outside.imported_space import place_of
-from muscale.outside.results import is_outside, record_results, told_results
+from muscale.importers.imported_space import place_of
+from muscale.importers.results import is_outside, record_results, told_results
 from muscale.progress import Update
-from muscale.search.lessons import told_lessons
-from muscale.search.record import Arrival
+from muscale.search.prior_runs import told_lessons
+from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 
 
@@ -25,7 +25,7 @@ class SweepProgress:
         self._wanted = self._round + (record.rounds[-1].first_trial if record.rounds else 0)
         self._begun: set[str] = set()
 
-    def on_arrival(self, arrival: Arrival) -> None:
+    def on_arrival(self, arrival: RungResult) -> None:
         """A trial came to a rung."""
         self._seen.add(arrival.trial)
         self._best = min(self._best, math.inf if arrival.loss is None else arrival.loss)

@@ -16,7 +16,7 @@ from muscale.search.rung_optima import RungOptima, told_edges
 from muscale.search.sweep_importance import importance_of
 from muscale.search.sweep_tables import COST, config_of, told_narrowing, told_values
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from scaling import Importance, Leaders, ScalingError, pareto_front
+from scaling import Finalists, Importance, ScalingError, pareto_front
 from search_spaces import Space
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class SweepResult:
         annealed: A row for each annealed run under the search's own seed; see `sweep_tables.annealed_table`.
         best: Hyperparameters of the winner.
         winner: Its trial.
-        leaders: How the leading trials compare over seeds that the search did not see; None without repetitions.
+        finalists: How the leading trials compare over seeds that the search did not see; None without repetitions.
         copies: In a population, a row for each copy: trial, rung, donor and the values that it went on with.
         space: What was searched.
         is_population: Whether trials changed their values on the way.
@@ -54,7 +54,7 @@ class SweepResult:
     annealed: pd.DataFrame = field(repr=False)
     best: Hyperparameters
     winner: int
-    leaders: Leaders | None
+    finalists: Finalists | None
     copies: pd.DataFrame = field(repr=False)
     space: Space
     is_population: bool
@@ -138,15 +138,15 @@ class SweepResult:
 
         return draw_front(front_data(self, cost), cost)
 
-    def plot_leaders(self) -> go.Figure:
+    def plot_finalists(self) -> go.Figure:
         """The leading trials with intervals.
 
         Raises:
             StageError: If none was repeated.
         """
-        if self.leaders is None:
-            raise StageError("sweep: no trial was repeated over seeds: set sweep.repeats")
-        return self.leaders.plot()
+        if self.finalists is None:
+            raise StageError("sweep: no trial was repeated over seeds: set sweep.n_seeds")
+        return self.finalists.plot()
 
     def plot_rate(self, name: str = "learning_rate") -> go.Figure:
         """Annealed loss against a numeric hyperparameter at each length, with the fitted optimum.
@@ -179,7 +179,7 @@ class SweepResult:
             f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
             f"{self.trials['cost_seconds'].sum() / 3600:.3g} hours of their workers, beside annealing and repetitions",
             f"hyperparameters of trial {self.winner}: {told_values(best, self.space, self.best)}",
-            *([f"over seeds: {self.leaders.sentence}", str(self.leaders)] if self.leaders else []),
+            *([f"over seeds: {self.finalists.sentence}", str(self.finalists)] if self.finalists else []),
         ]
         if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
@@ -203,7 +203,7 @@ class SweepResult:
         return {
             "best": self.best.to_dict(),
             "winner": self.winner,
-            "leaders": self.leaders.to_dict() if self.leaders else None,
+            "finalists": self.finalists.to_dict() if self.finalists else None,
             "warnings": list(self.warnings),
             "optima": _records(self.optima),
             "importance": {"missing": found} if isinstance(found, str) else found.to_dict(),
@@ -228,15 +228,15 @@ class SweepResult:
             return str(error)
 
     def _doubts_of_winner(self) -> Iterator[str]:
-        if self.leaders is None or self.leaders.verdict != "near-tie":
+        if self.finalists is None or self.finalists.verdict != "near-tie":
             return
         # By sweep.cost_weight the winner may be another than the comparison's.
-        tied = (self.leaders.winner, *self.leaders.near_tie)
+        tied = (self.finalists.winner, *self.finalists.near_tie)
         if self.winner in tied:
             others = ", ".join(str(trial) for trial in tied if trial != self.winner)
             yield (
-                f"a near-tie: trial {self.winner} can't be told from trial {others} over {self.leaders.n_seeds} seeds; "
-                "more sweep.repeats tell them apart"
+                f"a near-tie: trial {self.winner} can't be told from trial {others} over {self.finalists.n_seeds} seeds; "
+                "more sweep.n_seeds tell them apart"
             )
 
     def _misses(self) -> Iterator[str]:

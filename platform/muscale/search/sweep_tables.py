@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.search.lessons import differs_in
-from muscale.search.observations import KnownOf
+from muscale.search.prior_runs import differs_in
 from muscale.search.record import Record
+from muscale.search.record_view import RecordView
 from muscale.search.trial import TrialPlan
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import ScalingError, pareto_front, seed_noise
@@ -117,16 +117,16 @@ def copies_table(record: Record) -> pd.DataFrame:
 
 
 def expected_losses(plan: TrialPlan, record: Record) -> dict[int, float]:
-    """The loss of each trial at the last rung, of a stopped one corrected to it (`KnownOf.observations`); NaN: diverged."""
+    """The loss of each trial at the last rung, of a stopped one corrected to it (`RecordView.observations`); NaN: diverged."""
     arrived = [trial for trial in record.configs if record.last_rung(trial) >= 0]
-    losses = [math.nan if seen.loss is None else seen.loss for seen in KnownOf(record, plan.top).observations]
+    losses = [math.nan if seen.loss is None else seen.loss for seen in RecordView(record, plan.top).observations]
     return dict(zip(arrived, losses, strict=True))
 
 
 def known_noise(runs: pd.DataFrame, plan: TrialPlan, space: Space) -> tuple[float, float] | None:
     """How far runs at the base shape differ by their seed, from runs beside the sweep's; None where no seeds were repeated.
 
-    A standard deviation of log loss and its degrees of freedom, as `scaling.compare_leaders` takes it.
+    A standard deviation of log loss and its degrees of freedom, as `scaling.compare_finalists` takes it.
 
     Args:
         runs: The ledger's.

@@ -20,7 +20,7 @@ from ray.tune.search import Searcher
 from muscale.actors.jobs import IDLE_SECONDS
 from muscale.errors import MuscaleError, last_line, of_storage
 from muscale.search.leg import Ending, Leg, leg_to_json
-from muscale.search.record import Arrival
+from muscale.search.record import RungResult
 
 if TYPE_CHECKING:
     from muscale.search.engine import Engine
@@ -165,7 +165,7 @@ def _unwrapped(controller: Any) -> Any:
     return getattr(controller, "_tune_controller", controller)
 
 
-def arrival(result: dict[str, Any]) -> Arrival:
+def arrival(result: dict[str, Any]) -> RungResult:
     """What a trainable reported, as the record has it."""
-    values = {name: result[name] for name in Arrival.__dataclass_fields__}
-    return Arrival(**{**values, "loss": None if result["diverged"] else float(result["loss"])})
+    values = {name: result[name] for name in RungResult.__dataclass_fields__}
+    return RungResult(**{**values, "loss": None if result["diverged"] else float(result["loss"])})

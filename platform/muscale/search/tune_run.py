@@ -16,7 +16,7 @@ from typing import Any
 
 from muscale.actors import stalls
 from muscale.errors import StageError
-from muscale.interrupts import interrupted_later, interruptible
+from muscale.interrupts import defer_sigint, interruptible
 from muscale.search.engine import Engine
 from muscale.search.leg import Ending
 from muscale.settings.config import ResourceSettings
@@ -48,7 +48,7 @@ def run_legs(
     """
     for name, value in _TUNE.items():
         os.environ.setdefault(name, value)
-    with interrupted_later():
+    with defer_sigint():
         from ray import tune
 
         from muscale.search.tune_adapter import METRIC, MODE, Legs, UntilStopped

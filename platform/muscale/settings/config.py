@@ -14,11 +14,11 @@ import pydantic
 from pydantic import BaseModel, Field, PositiveInt
 
 from muscale.errors import StageError, StudyFileError
+from muscale.formatting import format_read_error
 from muscale.layout import STUDY_FILE
-from muscale.plain import told_unreadable
 from muscale.settings.ablation import AblateSettings
-from muscale.settings.contradictions import contradictions
 from muscale.settings.corpus import CorpusSettings
+from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.plan import PlanSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.shape import Shape
@@ -197,7 +197,7 @@ class StudyConfig(_Table):
         except IsADirectoryError as error:
             raise StudyFileError(f"{path}: is a directory; give the study file in it, {path / STUDY_FILE}") from error
         except OSError as error:
-            raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
+            raise StudyFileError(f"{path}: {format_read_error(error)}") from error
         except ValueError as error:
             raise StudyFileError(f"{path}: {error}") from error
         if {"run", "forecast"} <= values.keys():
@@ -229,7 +229,7 @@ class StudyConfig(_Table):
         except pydantic.ValidationError as error:
             details = [dict(detail) for detail in error.errors() if detail["input"] is not _FAULTY]
             raise StudyFileError(told([*problems, *explained(details, where, cls)])) from error
-        problems += [f"{where}: {problem}" for problem in contradictions(config)]
+        problems += [f"{where}: {problem}" for problem in cross_field_errors(config)]
         if problems:
             raise StudyFileError(told(problems))
         return config

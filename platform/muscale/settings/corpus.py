@@ -70,7 +70,7 @@ class CorpusSettings(StrictTable):
         values = {"source": self.source, "validation_fraction": self.validation_fraction, **given}
         return {f"corpus.{name}": value for name, value in values.items()} | {"tokenizer": self.tokenizer}
 
-    def contradictions(self, model_vocab_size: int) -> list[str]:
+    def cross_field_errors(self, model_vocab_size: int) -> list[str]:
         """What is wrong beyond single keys, a line each; reads no file."""
         problems = []
         if self.sources:

@@ -46,7 +46,7 @@ class Parallelism:
                 f"shard_ranks must be a multiple of tensor_parallel = {self.tensor_parallel}, got {self.shard_ranks}"
             )
 
-    def misfits(self, model: ModelConfig) -> Iterator[str]:
+    def layout_errors(self, model: ModelConfig) -> Iterator[str]:
         """Why the model's products can't be shared by so many ranks, each reason with its rule and value."""
         n = self.tensor_parallel
         for what, size in (
@@ -67,7 +67,7 @@ class Parallelism:
         Raises:
             ValueError: Naming every rule that is broken.
         """
-        if reasons := list(self.misfits(model)):
+        if reasons := list(self.layout_errors(model)):
             raise ValueError("; ".join(reasons))
 
     def unfit(self, world_size: int, *, sequences: int | None = None, node_ranks: int | None = None) -> Iterator[str]:

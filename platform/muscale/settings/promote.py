@@ -29,12 +29,10 @@ class PromoteSettings(StrictTable):
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
     evaluate_every_tokens: PositiveInt = 200_000
-    evaluation: Literal["within", "beside"] = (
-        "within"  # training stops for it; or each newest checkpoint, as a task of Ray
-    )
-    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "beside", before the workers take theirs
+    evaluation: Literal["sync", "async"] = "sync"  # training stops for it; or each newest checkpoint, as a task of Ray
+    evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async", before the workers take theirs
     evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
-    prompts: tuple[str, ...] = ()  # of "beside": text that every checkpoint that is evaluated goes on from
+    prompts: tuple[str, ...] = ()  # of "async": text that every checkpoint that is evaluated goes on from
     sample_tokens: PositiveInt = 64  # of each sample, at most
     seed: int = 0
     max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; what would come again is not tried again
@@ -70,19 +68,19 @@ class PromoteSettings(StrictTable):
     @pydantic.model_validator(mode="after")
     def _evaluation_fits(self) -> Self:
         require_parts("promote", self, ("evaluator_cpus", "evaluator_gpus"))
-        if self.evaluation == "within":
+        if self.evaluation == "sync":
             for name in ("prompts", "evaluator_gpus"):
                 if value := getattr(self, name):
-                    raise ValueError(f'promote.{name} is for promote.evaluation = "beside", got {value} with "within"')
+                    raise ValueError(f'promote.{name} is for promote.evaluation = "async", got {value} with "sync"')
         return self
 
     @property
     def evaluates_every(self) -> int | None:
         """Tokens from one evaluation within the training to the next; None: it evaluates at its end alone."""
-        return self.evaluate_every_tokens if self.evaluation == "within" else None
+        return self.evaluate_every_tokens if self.evaluation == "sync" else None
 
     @property
-    def mends_by(self) -> dict[str, Any]:
+    def spike_handling(self) -> dict[str, Any]:
         """What changes the numbers of a run that spikes. Not how often it may: a larger budget goes on as if it always had been."""
         names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
         return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.errors import StudyFileError
-from muscale.plain import told_unreadable
+from muscale.formatting import format_read_error
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.strict import StrictTable, explained, lists_to_tuples, told
 from muscale.settings.toml_file import read_toml
@@ -80,7 +80,7 @@ class StageFile(StrictTable):
         try:
             values = read_toml(path)
         except OSError as error:
-            raise StudyFileError(f"{path}: {told_unreadable(error)}") from error
+            raise StudyFileError(f"{path}: {format_read_error(error)}") from error
         except ValueError as error:
             raise StudyFileError(f"{path}: {error}") from error
         try:
@@ -88,6 +88,6 @@ class StageFile(StrictTable):
         except pydantic.ValidationError as error:
             details = [dict(detail) for detail in error.errors()]
             raise StudyFileError(told(explained(details, str(path), cls))) from error
-        if stage.own_corpus and (problems := stage.own_corpus.contradictions(vocab_size)):
+        if stage.own_corpus and (problems := stage.own_corpus.cross_field_errors(vocab_size)):
             raise StudyFileError("\n".join(f"{path}: {problem}" for problem in problems))
         return stage

@@ -41,8 +41,8 @@ class SweepSettings(StrictTable):
     rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; beyond 6 generations "stable"
     schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
     top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
-    leaders: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
-    repeats: NonNegativeInt = 3  # seeds of each leader, none of them the search's own
+    n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
+    n_seeds: NonNegativeInt = 3  # seeds of each leader, none of them the search's own
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: of the members that copy one of the best as many
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
     cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log seconds of training
@@ -59,7 +59,7 @@ class SweepSettings(StrictTable):
         """Whether trials are members of a population, whose hyperparameters change on the way."""
         return self.scheduler in POPULATIONS
 
-    def contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
+    def cross_field_errors(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
         """What no single key can tell, a line each.
 
         Args:

@@ -67,7 +67,7 @@ class TransferSettings(StrictTable):
         """Those of the smallest width alone."""
         return tuple(horizon for horizon in self.horizons if horizon > 1)
 
-    def contradictions(self, h: Hyperparameters, context_length: int) -> list[str]:
+    def cross_field_errors(self, h: Hyperparameters, context_length: int) -> list[str]:
         """What no single key can tell, a line each: `transfer.key: rule, got value`."""
         problems = [
             *_all_differ("widths", self.widths, 2),

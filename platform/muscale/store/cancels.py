@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from muscale.errors import MuscaleError, StageError
-from muscale.interrupts import heard
+from muscale.interrupts import enable_sigint
 from muscale.store.ledger import Ledger, find
 
 TRIAL, STUDY = "cancel_trial", "cancel_study"
@@ -86,7 +86,7 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
     _listening.add(name)
     ear.start()
     try:
-        with heard():
+        with enable_sigint():
             yield
     finally:
         done.set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from muscale.store.incidents import Mending
+from muscale.store.spike_handling import SpikeHandling
 from proxy_models.hashing import content_key
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.schedule import Constant, phase_from_dict, phase_to_dict
@@ -42,12 +42,12 @@ class Chain:
 
     Attributes:
         numerics, segments: What is trained.
-        mending: What befell a full run's steps; None without a policy about spikes, as proxies are.
+        spike_handling: What befell a full run's steps; None without a policy about spikes, as proxies are.
     """
 
     numerics: Numerics
     segments: tuple[Segment, ...]
-    mending: Mending | None = None
+    spike_handling: SpikeHandling | None = None
 
     def __post_init__(self) -> None:
         ends = [0, *(segment.end for segment in self.segments)]
@@ -67,7 +67,11 @@ class Chain:
 
     def _last_to_dict(self) -> dict[str, Any]:
         own = segment_to_dict(self.last)
-        return own | {"mending": self.mending.within(self.last.start, self.last.end)} if self.mending else own
+        return (
+            own | {"spike_handling": self.spike_handling.within(self.last.start, self.last.end)}
+            if self.spike_handling
+            else own
+        )
 
     @cached_property
     def line(self) -> str:

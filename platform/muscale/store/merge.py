@@ -34,9 +34,9 @@ from muscale.store.open_ledger import read_place
 from muscale.store.postgresql import PostgresStorage
 from muscale.store.storage import copy_sqlite, read_only, sqlite_schema, sqlite_url
 from muscale.store.tables import REFUSALS, segments, trials
+from proxy_models.atomic_write import atomic_write
 from proxy_models.hashing import content_key
 from proxy_models.training.numerics import Numerics
-from proxy_models.whole_file import whole_file
 from scaling.presentation import Result
 
 _AT_ONCE = 500  # rows in one transaction
@@ -228,7 +228,7 @@ def _copied(source: Path, target: Path, file: str, added: dict[str, int], kind: 
         return False
     (target / file).parent.mkdir(exist_ok=True)
     try:
-        with whole_file(target / file) as unfinished:
+        with atomic_write(target / file) as unfinished:
             shutil.copyfile(source / file, unfinished)
     except FileNotFoundError:  # pruned there meanwhile
         return False

@@ -16,7 +16,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from muscale.errors import RunSelectionError
 from muscale.store.ledger import NESTED
-from proxy_models.whole_file import whole_file
+from proxy_models.atomic_write import atomic_write
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -106,7 +106,7 @@ def save(runs: pd.DataFrame, path: Path) -> Path:
         raise RunSelectionError(f"--export {path}: must end in .csv or .parquet")
     if not path.absolute().parent.is_dir():
         raise RunSelectionError(f"--export {path}: there is no folder {path.absolute().parent}")
-    with whole_file(path) as unfinished:
+    with atomic_write(path) as unfinished:
         if path.suffix == ".csv":
             runs.to_csv(unfinished, index=False)
         else:

@@ -21,6 +21,7 @@ from muscale.full_runs.metrics_tail import MetricsTail
 from muscale.full_runs.promotion import Promotion, recorded_promotion
 from muscale.full_runs.run_records import RunRecords
 from muscale.layout import BUNDLES, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
+from muscale.monitoring.band import Band, registered_band
 from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan
 from muscale.search.record import Record
@@ -28,7 +29,6 @@ from muscale.search.sweep import Sweep, annealed_runs
 from muscale.store.ledger import NESTED, Ledger
 from muscale.store.lineage import input_key
 from muscale.tracking.tracked import Row, TrackedRun
-from muscale.watching.band import Band, registered_band
 
 if TYPE_CHECKING:
     from muscale.study import Study

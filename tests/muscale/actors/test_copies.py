@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from muscale.actors.worker import Worker
-from muscale.search.path import Path as TrialPath
-from muscale.search.path import path_of
+from muscale.search.config_history import Path as TrialPath
+from muscale.search.config_history import path_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig

@@ -172,7 +172,7 @@ def test_the_newest_are_kept_and_one_for_each_so_many_tokens(run: FullRun) -> No
 
 def test_checkpoints_by_time_are_made_between_those_by_tokens(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("muscale.full_runs.agreement.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("muscale.full_runs.rank_flags.time.monotonic", lambda: clock[0])
     taken = FullRunModule.training_step
 
     def step(module: FullRunModule, batch: object, index: int) -> None:

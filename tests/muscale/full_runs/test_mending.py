@@ -15,10 +15,10 @@ from muscale.full_runs.promotion import promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.spikes import SpikePolicy
-from muscale.store.incidents import Incident, Mending
 from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import Chain
 from muscale.store.merge import merge
+from muscale.store.spike_handling import Incident, SpikeHandling
 from proxy_models.training.guard import GuardSettings
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -87,14 +87,16 @@ def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(
 ) -> None:
     plan, config = planned(study, ledger, laws, *ROLLBACK)
     guarded = plan.chain(replace(numerics_of(config), guard=config.promote.guard))
-    undisturbed = replace(guarded, mending=Mending.of(config.promote.spike_policy, [RESTART]))
+    undisturbed = replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [RESTART]))
     row = ended(ledger, plan, config, RESTART, WENT_BACK)
-    assert row["segment"]["mending"]["action"] == "rollback"
+    assert row["segment"]["spike_handling"]["action"] == "rollback"
     assert row["key"] not in (undisturbed.key, guarded.key)
-    disturbed = replace(guarded, mending=Mending.of(config.promote.spike_policy, [WENT_BACK, RESTART]))
+    disturbed = replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [WENT_BACK, RESTART]))
     assert row["key"] == disturbed.key
     elsewhere = replace(WENT_BACK, back_to=3 * BATCH)
-    assert replace(guarded, mending=Mending.of(config.promote.spike_policy, [elsewhere])).key != disturbed.key
+    assert (
+        replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [elsewhere])).key != disturbed.key
+    )
     (tmp_path / "other").mkdir()
     other = Ledger(tmp_path / "other" / "ledger.sqlite")
     try:
@@ -111,7 +113,7 @@ def test_without_a_policy_a_run_has_the_key_that_it_always_had(
     plan, config = planned(study, ledger, laws)
     row = ended(ledger, plan, config, RESTART)
     assert row["key"] == plan.chain(numerics_of(config)).key
-    assert "mending" not in row["segment"]
+    assert "spike_handling" not in row["segment"]
 
 
 def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
@@ -124,7 +126,7 @@ def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
     policy = SpikePolicy(action="rollback")
 
     def after(*incidents: Incident) -> Chain:
-        return replace(whole, mending=Mending(policy=policy, interventions=incidents))
+        return replace(whole, spike_handling=SpikeHandling(policy=policy, interventions=incidents))
 
     late = replace(WENT_BACK, left_out=(border + BATCH, border + 2 * BATCH), back_to=border)
     into_the_stem = replace(late, back_to=border - BATCH)

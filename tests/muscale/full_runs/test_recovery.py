@@ -28,7 +28,7 @@ from muscale.layout import EVALUATIONS, RESULT
 from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.spikes import SpikePolicy
-from muscale.store.incidents import read_incidents
+from muscale.store.spike_handling import read_incidents
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import TokenStream
 from proxy_models.data.corpus import Corpus
@@ -54,7 +54,7 @@ def run(corpus: Corpus, tmp_path: Path) -> FullRun:
     return small_run(corpus, tmp_path / "run")
 
 
-def mending(run: FullRun, policy: SpikePolicy) -> FullRun:
+def spike_handling(run: FullRun, policy: SpikePolicy) -> FullRun:
     guard = GuardSettings(window=8, threshold=20, max_spikes=policy.max_interventions)
     return replace(run, numerics=replace(run.numerics, guard=guard), on_spike=policy)
 
@@ -106,7 +106,7 @@ def by_hand(run: FullRun, corpus: Corpus, left_out: set[int], rewarmed: tuple[in
 def test_a_bad_batch_is_left_out_and_a_resumed_run_leaves_out_the_same(
     run: FullRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    run = mending(run, SpikePolicy(action="skip"))
+    run = spike_handling(run, SpikePolicy(action="skip"))
     seen = poison(monkeypatch, FACTORS[kind], 9, 14)
     outcome = train(run)
     assert losses(run) == pytest.approx(by_hand(run, corpus, {9, 14}), rel=1e-6)
@@ -129,7 +129,7 @@ def test_a_bad_batch_is_left_out_and_a_resumed_run_leaves_out_the_same(
 def test_a_run_goes_back_leaves_out_the_batch_with_a_margin_and_warms_up_again(
     run: FullRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    run = mending(run, SpikePolicy(action="rollback", margin_tokens=BATCH, rewarm_tokens=3 * BATCH))
+    run = spike_handling(run, SpikePolicy(action="rollback", margin_tokens=BATCH, rewarm_tokens=3 * BATCH))
     seen = poison(monkeypatch, FACTORS[kind], 9)
     outcome = train(run)
     assert seen == [9], "on the way back it is not tried"
@@ -150,7 +150,7 @@ def test_a_run_goes_back_leaves_out_the_batch_with_a_margin_and_warms_up_again(
 def test_a_run_without_a_checkpoint_goes_back_to_its_initial_weights_and_may_leave_out_its_end(
     run: FullRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = mending(replace(run, checkpoint_every_tokens=BATCH * 100), SpikePolicy(action="rollback"))
+    run = spike_handling(replace(run, checkpoint_every_tokens=BATCH * 100), SpikePolicy(action="rollback"))
     poison(monkeypatch, float("nan"), 2, 15)
     outcome = train(run)
     assert [one["back_to"] for one in outcome["incidents"]] == [0, 0]
@@ -168,7 +168,7 @@ def test_interventions_have_a_budget_and_a_run_without_a_policy_ends(
     with pytest.raises(
         StageError, match=r"diverged: .* nan at step 10, after 2 interventions; promote.max_interventions"
     ):
-        train(mending(run, policy))
+        train(spike_handling(run, policy))
     assert [incident.step for incident in read_incidents(run.directory)] == [5, 8]
     with pytest.raises(StageError, match="diverged: the training loss is nan at step 5"):
         train(replace(run, directory=tmp_path / "plain"))
@@ -232,7 +232,7 @@ def test_a_driver_that_is_told_to_end_saves_a_killed_worker_is_replaced_and_chec
     whole = replace(run, directory=tmp_path / "whole", evaluate_every_tokens=BATCH * 50)
     train(whole)
     fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
-    settings = PromoteSettings(workers=2, workers_min=1, max_failures=1, evaluation="beside", prompts=("abcd",))
+    settings = PromoteSettings(workers=2, workers_min=1, max_failures=1, evaluation="async", prompts=("abcd",))
     halves = ResourceSettings(cpus_per_worker=0.5)  # so that on two processors the evaluator has one
 
     def once(reached: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:

@@ -16,7 +16,7 @@ from muscale.full_runs.recovery import Failure, describe, failures, is_retryable
 from muscale.layout import EVALUATIONS, METRICS
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.spikes import SpikePolicy
-from muscale.store.incidents import Incident, read_incidents, record_incident
+from muscale.store.spike_handling import Incident, read_incidents, record_incident
 from proxy_models.recipes.batch_ramp import BatchRamp
 
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from muscale import StageError, Study
 from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import live_app
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Record, RungResult
 from muscale.store.cancels import cancelled_trials
 from muscale.store.tables import metadata
 from search_spaces import LogUniform, Space
@@ -35,7 +35,7 @@ def begun(path: Path, *, trials: int = 3, settings: Sequence[str] = ()) -> tuple
 
 def arrive(record: Record, trial: int, rung: int = 0) -> None:
     """A result of a trial at a rung."""
-    record.arrive(Arrival(trial=trial, rung=rung, loss=2.5 + trial / 10, segment="s", tokens=100, seconds=1.0))
+    record.arrive(RungResult(trial=trial, rung=rung, loss=2.5 + trial / 10, segment="s", tokens=100, seconds=1.0))
 
 
 def client(live: LivePage) -> TestClient:

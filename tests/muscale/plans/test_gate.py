@@ -11,8 +11,7 @@ import pytest
 
 from muscale import StageError, StudyConfig
 from muscale.actors.corpus_hashes import changed_files
-from muscale.full_runs.prospect import device_of
-from muscale.plans.carried import Carried
+from muscale.full_runs.dry_run import device_of
 from muscale.plans.gate import (
     Gate,
     GateLine,
@@ -26,6 +25,7 @@ from muscale.plans.gate import (
     require_check,
     transfer_line,
 )
+from muscale.plans.provenance import HyperparameterProvenance
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import ModelConfig
@@ -118,18 +118,22 @@ def test_a_token_that_changed_on_disk_is_found(tmp_path: Path) -> None:
 
 
 def test_what_no_rule_carries_must_be_stated() -> None:
-    rate = Carried(name="learning_rate", value=0.01, rules=("muP width", "horizon law"), source="trial 3")
-    dropout = Carried(name="mlp_dropout", value=0.1, rules=("fixed",), source="trial 3", searched=True)
+    rate = HyperparameterProvenance(
+        name="learning_rate", value=0.01, rules=("muP width", "horizon law"), source="trial 3"
+    )
+    dropout = HyperparameterProvenance(name="mlp_dropout", value=0.1, rules=("fixed",), source="trial 3", searched=True)
     silent = carried_line([rate, dropout])
     assert silent.status == "failed"
     assert silent.compared == "mlp_dropout = 0.1 from trial 3: nothing says that it holds at another size"
     assert silent.advice == "state it: muscale plan --set plan.explicit.mlp_dropout=VALUE"
-    foreign = Carried(name="my_own", value=2.0, rules=("fixed",), source="trial 3")
+    foreign = HyperparameterProvenance(name="my_own", value=2.0, rules=("fixed",), source="trial 3")
     assert "my_own = 2.0" in carried_line([foreign]).compared
     assert carried_line([foreign]).status == "failed"
-    stated = Carried(name="mlp_dropout", value=0.2, rules=("explicit",), source="[plan.explicit]")
-    of_study = Carried(name="z_loss", value=1e-4, rules=("fixed",), source="the study file")
-    none_of_it = Carried(name="label_smoothing", value=0.0, rules=("fixed",), source="trial 3", searched=True)
+    stated = HyperparameterProvenance(name="mlp_dropout", value=0.2, rules=("explicit",), source="[plan.explicit]")
+    of_study = HyperparameterProvenance(name="z_loss", value=1e-4, rules=("fixed",), source="the study file")
+    none_of_it = HyperparameterProvenance(
+        name="label_smoothing", value=0.0, rules=("fixed",), source="trial 3", searched=True
+    )
     line = carried_line([rate, stated, of_study, none_of_it])
     assert line.status == "passed"
     assert line.compared == (
@@ -153,7 +157,7 @@ def test_the_estimate_must_fit_the_devices() -> None:
     assert "more workers to cut the state over" in memory_line(state, memory_bytes=1e6, device="H200").advice
     unknown = memory_line(ESTIMATE, memory_bytes=None, device="a GPU")
     assert unknown.status == "unknown"
-    assert "--rehearse" in unknown.advice
+    assert "--smoke_test" in unknown.advice
 
 
 def test_the_device_is_the_accelerator_that_is_named_or_this_machine(

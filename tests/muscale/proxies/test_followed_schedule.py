@@ -17,9 +17,9 @@ from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
 from muscale.plans.planning import Plan, make_plan
 from muscale.proxies import ladder, transfer
-from muscale.search.path import Path as TrialPath
-from muscale.search.path import path_of
-from muscale.search.record import Arrival
+from muscale.search.config_history import Path as TrialPath
+from muscale.search.config_history import path_of
+from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.trial import TrialPlan
@@ -85,7 +85,7 @@ def test_the_winner_s_annealed_run_is_the_planned_run_of_the_sweep_s_best(
     record.begin_round("random", config.sweep.space)
 
     def arrive(trial: int, rung: int, loss: float) -> None:
-        record.arrive(Arrival(trial=trial, rung=rung, loss=loss, segment="s", tokens=1, seconds=1.0))
+        record.arrive(RungResult(trial=trial, rung=rung, loss=loss, segment="s", tokens=1, seconds=1.0))
 
     for trial, loss in enumerate([2.0, 3.0]):
         record.start({"learning_rate": 0.01 * (trial + 1), "weight_decay_tau": 0.5}, until=0)

@@ -15,7 +15,7 @@ from muscale.errors import StudyFileError
 from muscale.full_runs.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
-from muscale.search.path import path_of
+from muscale.search.config_history import path_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import segment_to_dict, stems
 from proxy_models.training.numerics import Numerics

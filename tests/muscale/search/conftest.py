@@ -18,7 +18,7 @@ from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Record, RungResult
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
@@ -55,7 +55,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
         rung_tokens=rungs,
         branch_tokens=tuple(tokens // 10 for tokens in rungs),
         top_k=settings.top_k,
-        leaders=0,
+        n_finalists=0,
         repeat_tokens=0,
         n_params=10,
         devices=1,
@@ -93,7 +93,7 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
         clock, order, leg, rung = heapq.heappop(working)
         loss = loss_at(leg, rung)
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
-        engine.arrived(Arrival(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
+        engine.arrived(RungResult(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
         if loss is None or rung == leg.until or engine.ends(leg):
             engine.landed(leg)
         else:
@@ -165,7 +165,7 @@ def planted_result(
         chosen = [t for t in finite if t in finite[: settings.top_k] or (t, rung) in record.went_on]
         rows += [(t, rung, at, losses.annealed(record.config_at(t, rung), rung, 0)) for t in sorted(chosen)]
     annealed = pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
-    leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.leaders, "loss")["trial"].tolist()
+    leading = annealed[annealed["rung"] == plan.top].nsmallest(settings.n_finalists, "loss")["trial"].tolist()
     again = [
         (t, seed, losses.annealed(record.config_at(t, plan.top), plan.top, seed))
         for t in leading

@@ -9,7 +9,7 @@ from typing import cast
 import pandas as pd
 
 from muscale.search.across_scales import AcrossScales, expected_drift
-from muscale.search.observations import Observation
+from muscale.search.record_view import Observation
 from search_spaces import Choice, Config, Fixed, LogUniform, Ordinal, Space, Uniform
 
 RATE = LogUniform(low=1e-3, high=1e-1)

@@ -13,7 +13,7 @@ from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.leg import Ending, Leg
 from muscale.search.methods import make_rule
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Record, RungResult
 from muscale.search.samplers import Draws
 from muscale.settings.sweep import SweepSettings
 from muscale.store.ledger import Ledger
@@ -40,7 +40,7 @@ def loss_at(leg: Leg, rung: int) -> float | None:
 
 def possible(searcher: str, scheduler: str) -> bool:
     h = Hyperparameters(learning_rate=0.01, batch_tokens=100)
-    return not list(settings(searcher=searcher, scheduler=scheduler).contradictions(h, (2000, 4000, 6000, 8000)))
+    return not list(settings(searcher=searcher, scheduler=scheduler).cross_field_errors(h, (2000, 4000, 6000, 8000)))
 
 
 PAIRS = [(searcher, scheduler) for searcher in SEARCHERS for scheduler in SCHEDULERS if possible(searcher, scheduler)]
@@ -114,7 +114,7 @@ def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str
 def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine, fly: Fly, scheduler: str) -> None:
     for limit in range(12_000, 16_000, 200):
         engine = make_engine(settings(scheduler=scheduler, trials=40, top_k=1, max_tokens=limit + 7000), str(limit))
-        engine.budget = replace(engine.budget, leaders=2, repeat_tokens=2000, repeated_tokens=3000)
+        engine.budget = replace(engine.budget, n_finalists=2, repeat_tokens=2000, repeated_tokens=3000)
         fly(engine, loss_at, workers=1)
         record, owed = engine.record, 0
         for rung in range(4):
@@ -126,7 +126,7 @@ def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine,
 
 def test_no_more_is_kept_for_leaders_than_there_are_trials(make_engine: MakeEngine, fly: Fly) -> None:
     engine = make_engine(settings(scheduler="none", trials=40, top_k=1, max_tokens=8000 + 5000))
-    engine.budget = replace(engine.budget, leaders=5, repeat_tokens=5000, branch_tokens=(0, 0, 0, 0))
+    engine.budget = replace(engine.budget, n_finalists=5, repeat_tokens=5000, branch_tokens=(0, 0, 0, 0))
     fly(engine, loss_at, workers=1)
     assert len(engine.record.configs) == 1, "one trial, and its repetitions"
 
@@ -163,7 +163,7 @@ def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine
     for _ in range(2):
         engine.lost(flown(0), "it was shot")
     leg = flown(0)
-    engine.arrived(Arrival(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
+    engine.arrived(RungResult(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
     engine.lost(leg, "it was shot")
     for _ in range(2):
         engine.lost(flown(1), "it was shot")
@@ -200,7 +200,7 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
         rung_tokens=(1, 2, 4, 8),
         branch_tokens=(0, 0, 0, 0),
         top_k=1,
-        leaders=0,
+        n_finalists=0,
         repeat_tokens=0,
         n_params=1,
         devices=1,
@@ -219,9 +219,9 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
     assert isinstance(whole, Leg)
     assert isinstance(failed, Leg)
     for rung in range(4):
-        engine.arrived(Arrival(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
+        engine.arrived(RungResult(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
     engine.landed(whole)
     engine.failed(failed, "no space left on device")
     assert engine.next() is None, "half a search has no leaders yet"
-    engine.arrived(Arrival(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
+    engine.arrived(RungResult(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
     assert engine.next() == wanted[0]

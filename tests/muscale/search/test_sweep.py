@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from muscale import StageError, Study, StudyFileError
-from muscale.search.lessons import told_lessons
 from muscale.search.methods import resolve_searcher
+from muscale.search.prior_runs import told_lessons
 from muscale.settings.sweep import SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
@@ -26,7 +26,7 @@ from search_spaces import LogUniform, Space
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 MakeStudy = Callable[..., Path]
-QUICK = ["sweep.repeats=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
+QUICK = ["sweep.n_seeds=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
 COVERING = [
     ("across_scales", "asha"),
     ("gp", "none"),
@@ -54,7 +54,7 @@ def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, schedul
 def test_every_pair_of_methods_runs_in_tune_or_is_refused(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
     space = Space({"learning_rate": LogUniform(low=0.004, high=0.03), "init_scale": LogUniform(low=0.5, high=2.0)})
     settings = SweepSettings(trials=5, n_tokens=1024, searcher=searcher, scheduler=scheduler, space=space)  # type: ignore[arg-type]
-    if list(settings.contradictions(Hyperparameters(learning_rate=0.01, batch_tokens=256), (4096, 8192, 16384))):
+    if list(settings.cross_field_errors(Hyperparameters(learning_rate=0.01, batch_tokens=256), (4096, 8192, 16384))):
         with pytest.raises(StudyFileError, match=f'"{searcher}"'):
             Study.open(make_study(), [*QUICK, f"sweep.searcher={searcher}", f"sweep.scheduler={scheduler}"])
     else:

@@ -42,16 +42,16 @@ def test_the_fitted_optimum_of_each_length_holds_the_planted_one(search: Search)
     # Whether the winner lies within the optimum's interval hangs on the draws, and they on the machine's rounding.
     assert all("the winner" in warning for warning in result.warnings)
     assert "fitted optimum at 8,000 tokens" in told
-    assert result.leaders is not None
-    assert result.leaders.sentence in told
+    assert result.finalists is not None
+    assert result.finalists.sentence in told
 
 
 def test_tables_say_what_each_trial_had(search: Search) -> None:
     result = search()
     trials = result.trials.set_index("trial")
     assert trials["round"].eq(0).all()
-    assert result.leaders is not None
-    assert (trials.loc[result.leaders.trials.index, "seeds"] == 4).all()
+    assert result.finalists is not None
+    assert (trials.loc[result.finalists.trials.index, "seeds"] == 4).all()
     assert trials.loc[trials["n_tokens"] == 0, "seeds"].eq(0).all()
     front = result.front()
     assert front["loss"].is_monotonic_decreasing
@@ -88,7 +88,7 @@ def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
     assert [row["trial"] for row in told["trials"]] == result.trials["trial"].tolist()
     assert len(told["optima"]) == len(result.optima)
     assert len(told["front"]) == len(result.front())
-    assert told["leaders"]["winner"] == told["winner"] == result.winner
+    assert told["finalists"]["winner"] == told["winner"] == result.winner
     winner = result.trials.iloc[result.trials["trial"].tolist().index(result.winner)]
     assert (
         f"hyperparameters of trial {result.winner}: learning_rate {winner['learning_rate']:.4g}, "
@@ -101,20 +101,20 @@ def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
 
 def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, planted: Planted) -> None:
     tie = search(losses=planted(noise=0.03))
-    assert tie.leaders is not None
-    assert tie.leaders.verdict == "near-tie"
+    assert tie.finalists is not None
+    assert tie.finalists.verdict == "near-tie"
     assert any(warning.startswith("a near-tie: trial") for warning in tie.warnings)
     fewer = search(repeats=2)
-    assert sum("over 2 seeds of 3 that sweep.repeats asks for" in warning for warning in fewer.notes) == 3
+    assert sum("over 2 seeds of 3 that sweep.n_seeds asks for" in warning for warning in fewer.notes) == 3
     never = search(repeats=0)
-    assert never.leaders is None
+    assert never.finalists is None
     assert "over no seed but the search's own of 3" in never.notes[0]
-    stopped = search("sweep.max_tokens=60000", "sweep.repeats=0")
+    stopped = search("sweep.max_tokens=60000", "sweep.n_seeds=0")
     begun = len(stopped.trials)
     assert 1 < begun < 32
     assert stopped.notes[0] == f"{begun} of 32 trials were begun within sweep.max_tokens = 60000"
-    with pytest.raises(StageError, match="no trial was repeated over seeds: set sweep.repeats"):
-        never.plot_leaders()
+    with pytest.raises(StageError, match="no trial was repeated over seeds: set sweep.n_seeds"):
+        never.plot_finalists()
 
 
 def test_an_optimum_at_a_bound_and_another_schedule_are_told(search: Search, planted: Planted) -> None:
@@ -180,15 +180,15 @@ def test_too_few_runs_have_no_optimum(search: Search) -> None:
 def test_the_noise_of_other_seeds_is_used_and_never_moves_the_winner(search: Search) -> None:
     alone = search()
     config = {"learning_rate": 0.01, "init_scale": 1.0, "zero_readout": True}
-    assert alone.leaders is not None
+    assert alone.finalists is not None
     runs = pd.DataFrame([other_run(alone.best, seed, **config) for seed in range(5)])
     informed = search(runs=runs)
-    assert informed.leaders is not None
+    assert informed.finalists is not None
     assert informed.winner == alone.winner
-    assert informed.leaders.dof == alone.leaders.dof + 4
+    assert informed.finalists.dof == alone.finalists.dof + 4
     foreign = search(runs=runs.assign(purpose="sweep"))
-    assert foreign.leaders is not None
-    assert foreign.leaders.dof == alone.leaders.dof, "the sweep's own repeats are in the comparison already"
+    assert foreign.finalists is not None
+    assert foreign.finalists.dof == alone.finalists.dof, "the sweep's own repeats are in the comparison already"
 
 
 def numerics_of(seed: int) -> Numerics:
@@ -250,16 +250,16 @@ def test_a_rate_that_was_a_choice_tells_the_horizon_law_nothing(search: Search) 
 
 
 def test_a_cost_aware_winner_needs_no_known_noise(search: Search) -> None:
-    result = search("sweep.cost_weight=0.001", "sweep.repeats=1", repeats=1)
-    assert result.leaders is not None
-    assert result.leaders.verdict == "not known"
-    assert result.winner in result.leaders.trials.index
+    result = search("sweep.cost_weight=0.001", "sweep.n_seeds=1", repeats=1)
+    assert result.finalists is not None
+    assert result.finalists.verdict == "not known"
+    assert result.winner in result.finalists.trials.index
 
 
 def test_a_cost_aware_winner_is_not_said_to_tie_with_itself(search: Search, planted: Planted) -> None:
     result = search(losses=planted(noise=0.03))
-    assert result.leaders is not None
-    tied = (result.leaders.winner, *result.leaders.near_tie)
+    assert result.finalists is not None
+    tied = (result.finalists.winner, *result.finalists.near_tie)
     assert len(tied) > 1
     for winner in tied:
         (told,) = [w for w in replace(result, winner=winner).warnings if "near-tie" in w]

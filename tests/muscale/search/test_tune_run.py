@@ -20,7 +20,7 @@ from muscale.layout import STALLS
 from muscale.search.engine import Engine
 from muscale.search.leg import Leg, leg_from_json
 from muscale.search.record import Record
-from muscale.search.rules import GoOn, Start
+from muscale.search.schedulers import GoOn, Start
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.search.tune_run import run_legs
 from muscale.settings.config import ResourceSettings

@@ -71,7 +71,7 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
             "promote.evaluator_cpus=1.5",
             "promote: promote.evaluator_cpus must be a whole number or a part of one, got 1.5",
         ),
-        ("promote.evaluation=after", "promote.evaluation: Input should be 'within' or 'beside', got 'after'"),
+        ("promote.evaluation=after", "promote.evaluation: Input should be 'sync' or 'async', got 'after'"),
         (
             'promote.prompts=["a"]',
             r"promote.prompts is for promote.evaluation = \"beside\", got \('a',\) with \"within\"",

@@ -24,7 +24,7 @@ RUNGS = (1000, 2000, 4000, 8000)
 
 def told(**values: Any) -> list[str]:
     given: dict[str, Any] = {"trials": 8, "n_tokens": 8000, "space": SPACE}
-    return list(SweepSettings(**{**given, **values}).contradictions(H, RUNGS))
+    return list(SweepSettings(**{**given, **values}).cross_field_errors(H, RUNGS))
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median", "none"])

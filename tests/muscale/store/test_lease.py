@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from muscale.errors import LeaseLostError
 from muscale.layout import LEDGER
-from muscale.search.record import Arrival, Record
+from muscale.search.record import Record, RungResult
 from muscale.store import lease as leases
 from muscale.store import tables
 from muscale.store.ledger import Ledger, check_token, insert_once
@@ -192,7 +192,7 @@ def test_a_driver_that_lost_its_sweep_writes_no_more_of_its_record(ledger: Ledge
         ledger.write(_take_over, "sweep s")
         with pytest.raises(LeaseLostError, match=f"held with token {old}, but the current one is {old + 1}"):
             record.start({"learning_rate": 0.2}, until=0)
-        arrival = Arrival(trial=0, rung=0, loss=1.0, segment="k", tokens=1, seconds=1.0)
+        arrival = RungResult(trial=0, rung=0, loss=1.0, segment="k", tokens=1, seconds=1.0)
         with pytest.raises(LeaseLostError):
             record.arrive(arrival)
     assert [row["config"] for row in ledger.trials("s")] == [{"learning_rate": 0.1}]

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from muscale import StudyDirectoryError
 from muscale.layout import CURVES, LEDGER, LEDGER_PLACE, STATES
-from muscale.search.lessons import runs_of
+from muscale.search.prior_runs import runs_of
 from muscale.search.record import Record
 from muscale.settings.config import StorageSettings
 from muscale.store.ledger import Ledger, find

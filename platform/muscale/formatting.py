@@ -1,0 +1,37 @@
+"""Plain values as JSON has them, and plain words for what people read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def format_read_error(error: Exception) -> str:
+    """Why a file can't be read, in plain words and without its name, which the message begins with."""
+    match error:
+        case FileNotFoundError():
+            return "there is no such file"
+        case IsADirectoryError():
+            return "is a directory, not a file"
+        case PermissionError():
+            return "this user may not read it"
+        case OSError(strerror=str(reason)):
+            return f"can't be read: {reason}"
+    return f"can't be read: {error}"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in the unit that suits it: 50 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: null in its place."""
+    if isinstance(value, dict):
+        return {str(key): finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,197 @@
+"""A study in Optuna's SQLite storage, as a space and as known results; the file is only read, and holds JSON, no pickles."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pandas as pd
+import sqlalchemy as sa
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from muscale.errors import StageError, first_line
+from muscale.importers.imported_space import ImportedSpace, listed, place_of, space_from, stepped
+from muscale.settings.strict import MOST_TOLD, shown
+from muscale.store import foreign_sqlite
+from search_spaces import Distribution, Fixed, Integer, LogUniform, SpaceError, Uniform
+
+FINISHED = (TrialState.COMPLETE, TrialState.FAIL)
+MAXIMIZE = optuna.study.StudyDirection.MAXIMIZE
+_OF_OPTUNA = (
+    *(optuna.exceptions.OptunaError, RuntimeError, ValueError, LookupError, TypeError),
+    *(AttributeError, ArithmeticError, AssertionError),
+)
+"""What its readers raise at rows that it did not write."""
+_LONGEST = 300  # characters of what they say
+SEARCHERS = {"TPESampler": "tpe", "GPSampler": "gp", "CmaEsSampler": "cma_es", "RandomSampler": "random"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptunaStudy:
+    """What is taken from a storage.
+
+    Attributes:
+        name: Of the study.
+        trials: All of them.
+        maximises: Whether larger values are better there.
+    """
+
+    name: str
+    trials: tuple[FrozenTrial, ...]
+    maximises: bool
+
+
+def is_optuna(path: Path) -> bool:
+    """Whether an SQLite file is Optuna's; a study's own ledger has tables of the same names, but not this one."""
+    if not path.is_file():
+        return False
+    try:
+        with closing(foreign_sqlite.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1")) as connection:
+            query = "SELECT count(*) FROM sqlite_master WHERE name = 'study_directions'"
+            return bool(connection.execute(query).fetchone()[0])
+    except (sqlite3.Error, UnicodeDecodeError):  # of a message about names that are no text
+        return False
+
+
+def open_study(source: str) -> OptunaStudy:
+    """A study in an SQLite file.
+
+    Args:
+        source: The path; of a file with several studies with "#name" behind it.
+
+    Raises:
+        StageError: If there is no such file or study, or the file is not Optuna's.
+    """
+    text, name = place_of(source)
+    path = Path(text).absolute()
+    if not path.is_file():
+        raise StageError(f"optuna: {text}: no such file")
+    if not is_optuna(path):
+        raise StageError(f"optuna: {text}: is no storage of Optuna's")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # else it warns of each thing that it tries again
+    uri = f"{path.as_uri()}?mode=ro"
+    with _readable(text):
+        with closing(foreign_sqlite.connect(uri)) as connection:
+            if fault := foreign_sqlite.fault(connection):
+                raise StageError(f"optuna: {text}: can't be read: {fault}")
+        only_read = {"creator": lambda: foreign_sqlite.connect(uri)}
+        storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=only_read, skip_table_creation=True)
+        names = [str(summary.study_name) for summary in optuna.get_all_study_summaries(storage)]
+        if not name and len(names) != 1:
+            raise StageError(f"optuna: {text}: holds {len(names)} studies, add #name: {_listed(names)}")
+        if name and name not in names:
+            raise StageError(f"optuna: {text}: no study {name!r}; there are {_listed(names)}")
+        study = optuna.load_study(study_name=name or names[0], storage=storage)
+        if len(study.directions) > 1:
+            raise StageError(f"optuna: {source}: a study of {len(study.directions)} objectives; one is minimised here")
+        trials = study.get_trials(deepcopy=False)
+        _require_plain(trials)
+        return OptunaStudy(name=str(study.study_name), trials=tuple(trials), maximises=study.direction == MAXIMIZE)
+
+
+@contextmanager
+def _readable(text: str) -> Iterator[None]:
+    """Whatever Optuna says of a file that it can't read, as one error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of distributions that it puts right as it reads them
+            yield
+    except StageError:
+        raise
+    except (sqlite3.Error, sa.exc.SQLAlchemyError, *_OF_OPTUNA) as error:
+        known = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
+        told = " ".join(first_line(known).split())[:_LONGEST] if isinstance(known, Exception) else ""
+        raise StageError(f"optuna: {text}: can't be read: {told or type(error).__name__}") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_TOLD]) + (f" and {len(names) - MOST_TOLD:,} more" if len(names) > MOST_TOLD else "")
+
+
+def _require_plain(trials: Sequence[FrozenTrial]) -> None:
+    """Refuse names and values that Optuna passes on as they stand in the file."""
+    for trial in trials:
+        for name, value in trial.params.items():
+            if not isinstance(name, str):
+                raise ValueError(f"trial {trial.number}: a parameter's name must be text, got {shown(name)}")
+            if not isinstance(value, str | int | float | None):
+                raise ValueError(
+                    f"trial {trial.number}, {name}: must be text, a number, true or false, got {shown(value)}"
+                )
+        if trial.value is not None and not isinstance(trial.value, int | float):
+            raise ValueError(f"trial {trial.number}: a value must be a number, got {shown(trial.value)}")
+
+
+def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> ImportedSpace:
+    """Every parameter of its trials, with the distribution that it had last.
+
+    Raises:
+        StageError: If it has no trials, or a distribution has no counterpart.
+    """
+    found: dict[str, BaseDistribution] = {}
+    changed: set[str] = set()
+    trials = study.trials
+    for trial in trials:
+        for name, distribution in trial.distributions.items():
+            if found.get(name, distribution) != distribution:
+                changed.add(name)
+            found[name] = distribution
+    if not found:
+        raise StageError(f"import-space: {source}: study {study.name!r} has no parameters yet")
+    notes = [f"{name}: its distribution changed on the way: the last one is taken" for name in sorted(changed)]
+    distributions: dict[str, Distribution] = {}
+    for name, distribution in found.items():
+        try:
+            distributions[name], note = _distribution(distribution)
+        except (ValueError, ArithmeticError) as error:  # a SpaceError is a ValueError
+            raise StageError(f"import-space: {source}: {name}: {error}") from error
+        if note:
+            notes.append(f"{name}: {note}")
+    if sometimes := [name for name in found if any(name not in t.params for t in trials if t.params)]:
+        notes.append(f"not in every trial: {', '.join(sometimes)}; write its condition as `when`")
+    if study.maximises:
+        notes.append("the study maximises; the held-out loss is minimised here")
+    notes.append("set sweep.n_tokens: a trial's tokens here, which the study does not tell")
+    notes.append(f"its results inform the searcher with learn_from = [{source!r}], if they are losses of this corpus")
+    space = space_from(source, distributions, names)
+    return ImportedSpace(source=source, space=space, settings={"trials": len(trials)}, notes=tuple(notes))
+
+
+def _distribution(distribution: BaseDistribution) -> tuple[Distribution, str]:
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            if bad := [choice for choice in choices if not isinstance(choice, bool | int | float | str)]:
+                raise SpaceError(f"a choice must be text, a number, true or false, got {bad[0]!r}")
+            return listed(choices), ""
+        case FloatDistribution(low=low, high=high) | IntDistribution(low=low, high=high) if low == high:
+            return Fixed(value=low), "one value"
+        case FloatDistribution(low=low, high=high, log=True):
+            return LogUniform(low=low, high=high), ""
+        case FloatDistribution(low=low, high=high, step=None):
+            return Uniform(low=low, high=high), ""
+        case FloatDistribution(low=low, high=high, step=float(step)):
+            return stepped(low, high, step, Uniform(low=low, high=high))
+        case IntDistribution(low=low, high=high, log=log, step=1):
+            return Integer(low=low, high=high, log=log), ""
+        case IntDistribution(low=low, high=high, step=step):
+            return stepped(low, high, step, Integer(low=low, high=high))
+    raise SpaceError(f"no counterpart of {distribution!r}")
+
+
+def results_of(study: OptunaStudy) -> pd.DataFrame:
+    """A row for each trial that came to its end: its parameters and its loss, NaN where it failed."""
+    rows: list[dict[str, Any]] = []
+    for trial in study.trials:
+        if trial.state not in FINISHED:
+            continue
+        loss = trial.value if trial.state == TrialState.COMPLETE and trial.value is not None else math.nan
+        rows.append({**trial.params, "loss": loss})
+    return pd.DataFrame(rows)

@@ -1,0 +1,127 @@
+"""Known results from outside: tables of hyperparameters with losses, as their owner tells them.
+
+They inform a sweep's searcher. They never become runs of the ledger, so no fit of a law, no table and no figure has them;
+that they were used is recorded with the sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from muscale.errors import StageError
+from muscale.importers.imported_space import place_of
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import input_key
+from scaling.fits.runs import read_table
+from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
+
+TABLES = (".csv", ".parquet", ".jsonl")
+STAGE = "outside_results"  # of the ledger's results
+_SCALES = ("n_params", "n_tokens")
+
+
+def is_outside(source: Path) -> bool:
+    """Whether a path is of such results, and not of another study: a table, or a storage of Optuna's ("#name" behind it)."""
+    if source.suffix.lower() in TABLES:
+        return True
+    plain = Path(place_of(str(source))[0])
+    if plain.suffix == ".toml" or plain.is_dir():
+        return False
+    from muscale.importers.optuna_study import is_optuna
+
+    return is_optuna(plain)
+
+
+def outside_results(source: Path, space: Space, *, n_params: int, n_tokens: int) -> pd.DataFrame:
+    """A row for each result: every searched hyperparameter, n_params, n_tokens, loss (nats per token; NaN: diverged).
+
+    Args:
+        source: A table with these columns, or a storage of Optuna's; what is not searched is left aside. Without n_params or
+            n_tokens its losses are taken to be at the sweep's own scale.
+        space: What is searched.
+        n_params, n_tokens: Of the sweep's proxy and its last rung.
+
+    Raises:
+        StageError: Naming the file, the column, the rule and the value.
+    """
+    table = _read(source)
+    missing = [name for name in (*space.searched, "loss") if name not in table.columns]
+    if missing:
+        raise StageError(
+            f"sweep: {source}: no column {', '.join(missing)}; results need loss and every searched hyperparameter, "
+            f"got {', '.join(map(str, table.columns))}"
+        )
+    found = pd.DataFrame({name: _values(source, table, name, space[name]) for name in space.searched})
+    for name, own in zip(_SCALES, (n_params, n_tokens), strict=True):
+        found[name] = _positive(source, table, name) if name in table.columns else float(own)
+    found["loss"] = _positive(source, table, "loss", or_nan=True)
+    return found
+
+
+def told_results(source: Path, table: pd.DataFrame) -> str:
+    """How many there are, and what they are good for."""
+    return (
+        f"{len(table)} results of {source} inform the searcher as their owner tells them; no fit of a law has them"
+        + ("" if len(table) else ": it is empty")
+    )
+
+
+def record_results(ledger: Ledger, sweep: str, source: Path, table: pd.DataFrame) -> None:
+    """Keep that a sweep was informed by them, once: asserted, from outside."""
+    payload: dict[str, Any] = {"sweep": sweep, "source": str(source), "n_results": len(table), "asserted": True}
+    payload["sha256"] = sha256(table.to_csv(index=False).encode()).hexdigest()
+    ledger.record_result(STAGE, input_key(sweep, payload["source"], payload["sha256"]), payload)
+
+
+def _read(source: Path) -> pd.DataFrame:
+    if source.suffix.lower() in TABLES:
+        try:
+            return read_table(source)
+        except ValueError as error:
+            raise StageError(f"sweep: {error}") from error
+    from muscale.importers.optuna_study import open_study, results_of
+
+    return results_of(open_study(str(source)))
+
+
+def _values(source: Path, table: pd.DataFrame, name: str, distribution: Distribution) -> list[Any]:
+    values: list[Any] = table[name].tolist()
+    rules: Mapping[type[Distribution], Any] = {
+        Uniform: lambda v: isinstance(v, int | float),
+        LogUniform: lambda v: isinstance(v, int | float) and v > 0,
+        Integer: lambda v: isinstance(v, int | float) and float(v).is_integer(),
+        Choice: lambda v: v in distribution.values,  # type: ignore[attr-defined]
+        Ordinal: lambda v: v in distribution.values,  # type: ignore[attr-defined]
+    }
+    rule = rules.get(type(distribution))
+    if rule is None:
+        raise StageError(f"sweep: {source}: {name}: results over a {distribution.kind} are not read from outside")
+    for row, value in enumerate(values):
+        if isinstance(value, bool) and not isinstance(distribution, Choice):
+            value = str(value)
+        if (isinstance(value, float) and not np.isfinite(value)) or not rule(value):
+            raise StageError(
+                f"sweep: {source}: {name}: must be a value for {distribution.kind} {distribution}, though it may lie "
+                f"beyond its bounds; got {value!r} in row {row}"
+            )
+    return [round(v) for v in values] if isinstance(distribution, Integer) else values
+
+
+def _positive(source: Path, table: pd.DataFrame, name: str, *, or_nan: bool = False) -> np.ndarray[Any, Any]:
+    values = pd.to_numeric(table[name], errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    unread = np.isnan(values) & table[name].notna().to_numpy()
+    values = np.where(np.isfinite(values), values, np.nan)
+    bad = unread | (values <= 0) | (np.isnan(values) & (not or_nan))
+    if bad.any():
+        row = int(np.argmax(bad))
+        rule = "above 0" + (", or empty where it diverged" if or_nan else "")
+        raise StageError(
+            f"sweep: {source}: {name}: must be a number {rule}, got {table[name].iloc[row]!r} in row {row}"
+        )
+    return values

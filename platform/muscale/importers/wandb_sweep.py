@@ -1,0 +1,267 @@
+"""A sweep of Weights & Biases, as its YAML file describes it: parameters, method, early termination."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from muscale.errors import StageError
+from muscale.formatting import format_read_error
+from muscale.importers.imported_space import ImportedSpace, listed, space_from, stepped
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Prior, SpaceError, Uniform
+
+MOST_BYTES = 1_000_000
+MOST_NODES = 10_000
+"""Of a file with every alias written out: a few lines of aliases of aliases stand for billions."""
+TAILS = 4.0
+"""Standard deviations at which a normal is cut off: a space has bounds (assumed)."""
+SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
+_KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
+_MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
+_RUNGS = 4  # where the file doesn't tell: the study file's default
+
+
+def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
+    """What the file says; nothing in it is run.
+
+    Args:
+        path: Of the file.
+        names: Of parameters that are called otherwise here.
+
+    Raises:
+        StageError: Naming the file, the key, the rule and the value.
+    """
+    try:
+        return _read(path, names)
+    except RecursionError:
+        raise StageError(f"import-space: {path}: its tables lie too deep in one another") from None
+
+
+def _read(path: Path, names: Mapping[str, str]) -> ImportedSpace:
+    tree = _load(path)
+    parameters = tree.get("parameters")
+    if not isinstance(parameters, dict) or not parameters:
+        raise StageError(
+            f"import-space: {path}: parameters: a table of parameters is required, got {_short(parameters)}"
+        )
+    notes: list[str] = []
+    space = space_from(str(path), dict(_flat(path, parameters, "", notes)), names)
+    settings: dict[str, Any] = {}
+    method = tree.get("method")
+    if not isinstance(method, str) or method not in SEARCHERS:
+        raise StageError(f"import-space: {path}: method: must be one of {', '.join(SEARCHERS)}, got {_short(method)}")
+    settings["searcher"] = SEARCHERS[method]
+    if method == "bayes":
+        notes.append("method bayes: searcher gp, a Gaussian process too; auto learns from other scales as well")
+    if type(cap := tree.get("run_cap")) is int and cap > 0:
+        settings["trials"] = cap
+    else:
+        notes.append("no run_cap: set sweep.trials")
+    settings |= _scheduler(path, tree.get("early_terminate"), notes)
+    notes.append("set sweep.n_tokens: a trial's tokens here, which the file does not tell")
+    metric = tree.get("metric")
+    if isinstance(metric, dict) and metric.get("goal", "minimize") != "minimize":
+        notes.append(f"metric.goal {_short(metric.get('goal'))}: the held-out loss is minimised here")
+    if others := [name for name in tree if name not in _KNOWN]:
+        notes.append(f"no counterpart: {', '.join(map(str, others))}")
+    return ImportedSpace(source=str(path), space=space, settings=settings, notes=tuple(notes))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise StageError(f"import-space: {path}: no such file")
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise StageError(f"import-space: {path}: must be at most {MOST_BYTES:,} bytes, got {size:,}")
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StageError(f"import-space: {path}: {format_read_error(error)}") from error
+    # What a tag promises and its text does not hold (!!int x, !!timestamp x) is raised as it comes.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise StageError(f"import-space: {path}: can't be read as YAML: {_first_line(error)}") from error
+    if _size(tree, {}, set()) > MOST_NODES:
+        raise StageError(
+            f"import-space: {path}: must have at most {MOST_NODES:,} values with its aliases written out, and none that "
+            "holds itself"
+        )
+    if not isinstance(tree, dict):
+        raise StageError(f"import-space: {path}: must be a table with method and parameters, got {_short(tree)}")
+    return tree
+
+
+def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
+    """Values in a tree with shared parts, each part counted once and added as often as it stands there."""
+    if not isinstance(node, dict | list):
+        return 1
+    if id(node) in above:
+        return MOST_NODES + 1
+    if id(node) not in known:
+        parts = [*node.values()] if isinstance(node, dict) else node
+        known[id(node)] = min(MOST_NODES + 1, 1 + sum(_size(part, known, above | {id(node)}) for part in parts))
+    return known[id(node)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _flat(path: Path, parameters: dict[str, Any], before: str, notes: list[str]) -> list[tuple[str, Distribution]]:
+    """Each parameter by its name, those of nested tables by dotted names."""
+    found = []
+    for name, table in parameters.items():
+        key = f"{before}{name}"
+        if not isinstance(table, dict):
+            raise StageError(f"import-space: {path}: parameters.{key}: must be a table, got {_short(table)}")
+        if isinstance(nested := table.get("parameters"), dict):
+            found += _flat(path, nested, f"{key}.", notes)
+            continue
+        try:
+            distribution, note = _distribution(table)
+        except (SpaceError, KeyError, TypeError, ValueError, OverflowError) as error:
+            why = f"missing {error}" if isinstance(error, KeyError) else str(error)
+            raise StageError(f"import-space: {path}: parameters.{key}: {why}, got {_short(table)}") from error
+        if note:
+            notes.append(f"{key}: {note}")
+        found.append((key, distribution))
+    return found
+
+
+def _distribution(table: dict[str, Any]) -> tuple[Distribution, str]:
+    """A parameter as a distribution, and what is to be said of it."""
+    kind = table.get("distribution") or _meant(table)
+    if kind not in _KINDS:
+        raise ValueError(f"distribution must be one of {', '.join(_KINDS)}")
+    return _KINDS[kind](table)
+
+
+def _meant(table: dict[str, Any]) -> str:
+    """What W&B takes a parameter without a distribution for."""
+    if "value" in table:
+        return "constant"
+    if "values" in table:
+        return "categorical_w_probabilities" if "probabilities" in table else "categorical"
+    if "min" in table and "max" in table:
+        whole = all(isinstance(table[end], int) for end in ("min", "max"))
+        return "int_uniform" if whole else "uniform"
+    return "normal" if "mu" in table else "without value, values, min and max"
+
+
+def _categorical(table: dict[str, Any]) -> tuple[Distribution, str]:
+    values = table["values"]
+    if not isinstance(values, list) or not values:
+        raise ValueError("values must be a list")
+    found = listed(values)
+    note = "rising numbers are an ordinal, whose neighbours are near" if isinstance(found, Ordinal) else ""
+    if table.get("probabilities") and isinstance(found, Choice | Ordinal):
+        note = "; ".join(filter(None, [note, "its probabilities have no counterpart but a prior"]))
+    return found, note
+
+
+def _bounds(table: dict[str, Any]) -> tuple[float, float]:
+    return float(table["min"]), float(table["max"])
+
+
+def _with_step(table: dict[str, Any], found: Distribution, low: float, high: float) -> tuple[Distribution, str]:
+    step = float(table.get("q", 1))
+    if step <= 0:
+        raise ValueError("q must be above 0")
+    # W&B rounds to multiples of q, which may lie beyond the bounds; only those inside are kept.
+    first, last = math.ceil(low / step - 1e-9) * step, math.floor(high / step + 1e-9) * step
+    return stepped(first, last, step, found)
+
+
+def _q_uniform(table: dict[str, Any]) -> tuple[Distribution, str]:
+    low, high = _bounds(table)
+    if float(table.get("q", 1)) == 1 and low.is_integer() and high.is_integer():
+        return Integer(low=int(low), high=int(high)), ""
+    return _with_step(table, Uniform(low=low, high=high), low, high)
+
+
+def _log(low: float, high: float) -> tuple[Distribution, str]:
+    return LogUniform(low=low, high=high), ""
+
+
+def _exponents(table: dict[str, Any], sign: int = 1) -> tuple[float, float]:
+    low, high = sorted(math.exp(sign * end) for end in _bounds(table))
+    return low, high
+
+
+def _q_log(table: dict[str, Any], low: float, high: float) -> tuple[Distribution, str]:
+    if float(table.get("q", 1)) == 1 and math.ceil(low) < math.floor(high):
+        return Integer(low=max(1, math.ceil(low)), high=math.floor(high), log=True), ""
+    return LogUniform(low=low, high=high), f"its steps of {table.get('q', 1)} are left out"
+
+
+def _normal(table: dict[str, Any], log: bool) -> tuple[Distribution, str]:
+    mu, sigma = float(table.get("mu", 0)), float(table.get("sigma", 1))
+    if sigma <= 0:
+        raise ValueError("sigma must be above 0")
+    low, high = mu - TAILS * sigma, mu + TAILS * sigma
+    note = f"a prior, cut off {TAILS:g} standard deviations from its middle"
+    if "q" in table:
+        note += f"; its steps of {table['q']} are left out"
+    if log:
+        prior = Prior(centre=math.exp(mu), spread=sigma / math.log(2))
+        return LogUniform(low=math.exp(low), high=math.exp(high), prior=prior), note
+    return Uniform(low=low, high=high, prior=Prior(centre=mu, spread=sigma)), note
+
+
+def _beta(table: dict[str, Any]) -> tuple[Distribution, str]:
+    return Uniform(low=0.0, high=1.0), "a beta distribution has no counterpart: uniform between 0 and 1"
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], tuple[Distribution, str]]] = {
+    "constant": lambda t: (Fixed(value=t["value"]), ""),
+    "categorical": _categorical,
+    "categorical_w_probabilities": _categorical,
+    "int_uniform": lambda t: (Integer(low=t["min"], high=t["max"]), ""),
+    "uniform": lambda t: (Uniform(low=float(t["min"]), high=float(t["max"])), ""),
+    "q_uniform": _q_uniform,
+    "log_uniform": lambda t: _log(*_exponents(t)),  # its bounds are exponents
+    "log_uniform_values": lambda t: _log(*_bounds(t)),
+    "inv_log_uniform": lambda t: _log(*_exponents(t, -1)),
+    "inv_log_uniform_values": lambda t: _log(*_bounds(t)),
+    "q_log_uniform": lambda t: _q_log(t, *_exponents(t)),
+    "q_log_uniform_values": lambda t: _q_log(t, *_bounds(t)),
+    "normal": lambda t: _normal(t, log=False),
+    "q_normal": lambda t: _normal(t, log=False),
+    "log_normal": lambda t: _normal(t, log=True),
+    "q_log_normal": lambda t: _normal(t, log=True),
+    "beta": _beta,
+    "q_beta": _beta,
+}
+"""Distributions as W&B's documentation of sweep configurations defines them."""
+
+
+def _scheduler(path: Path, table: Any, notes: list[str]) -> dict[str, Any]:
+    """W&B's hyperband stops a run that is not among the best 1/eta at a bracket, as asynchronous halving does."""
+    if table is None:
+        return {"scheduler": "none"}
+    if not isinstance(table, dict) or table.get("type") != "hyperband":
+        raise StageError(f"import-space: {path}: early_terminate: type must be hyperband, got {_short(table)}")
+    eta, brackets = table.get("eta", 3), table.get("s")
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not 1 < eta <= _MOST_ETA:
+        raise StageError(
+            f"import-space: {path}: early_terminate.eta: must be above 1, and at most {_MOST_ETA:g}, got {_short(eta)}"
+        )
+    settings = {"scheduler": "asha", "reduction_factor": float(eta)}
+    settings["rungs"] = brackets + 1 if type(brackets) is int and 0 < brackets < _MOST_BRACKETS else _RUNGS
+    counted = [name for name in ("min_iter", "max_iter") if name in table]
+    notes.append(
+        "early_terminate hyperband: scheduler asha, which stops at brackets of its own"
+        + (
+            f"; {' and '.join(counted)} count what was logged: rungs lie at sweep.n_tokens / eta^k here"
+            if counted
+            else ""
+        )
+    )
+    return settings

@@ -1,0 +1,102 @@
+"""The application's own figures, each as data and as a drawing; those of the laws are in the `figures` of `scaling`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+if TYPE_CHECKING:
+    from muscale.monitoring.band import Band
+
+_BAND = "rgba(42,111,151,0.22)"
+_QUIET, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
+_CURVE_POINTS = 500  # of a curve at least, and less than twice as many, where it has them
+_BAND_POINTS = 200
+_SHOWN_FROM = 0.05  # of the run: the fall before that would leave no room for what counts
+
+
+def curve_data(metrics: pd.DataFrame) -> pd.DataFrame:
+    """The full run's training loss, of a long one averaged over stretches: tokens, train_loss."""
+    stretch = max(1, len(metrics) // _CURVE_POINTS)
+    groups = metrics[["tokens", "train_loss"]].groupby(metrics.index // stretch)
+    return groups.agg({"tokens": "last", "train_loss": "mean"})
+
+
+def band_data(band: Band) -> pd.DataFrame:
+    """The band along the run: tokens, expected, low, high; one row where it is of the end alone."""
+    shares = np.linspace(band.begins, 1.0, _BAND_POINTS) if band.begins < 1 else np.array([1.0])
+    tokens = shares * band.n_tokens
+    return pd.concat([pd.DataFrame({"tokens": tokens}), band.at(tokens)], axis=1)
+
+
+def draw_curve(
+    data: pd.DataFrame,
+    forecast: dict[str, float],
+    measured: float | None,
+    *,
+    end: float | None = None,
+    band: pd.DataFrame | None = None,
+    evaluations: pd.DataFrame | None = None,
+) -> go.Figure:
+    """Training loss along the full run, its band, the forecast of its end with its interval, and what was measured.
+
+    Args:
+        data: As `curve_data` gives it.
+        forecast: loss, low, high, level.
+        measured: Held-out loss at the end, or None before it.
+        end: Tokens of the whole run, by default those of the last step.
+        band: As `band_data` gives it.
+        evaluations: Columns tokens, loss, place, as in `Watch.evaluations`.
+    """
+    end = data["tokens"].iloc[-1] if end is None else end
+    figure = go.Figure()
+    if band is not None and len(band) > 1:
+        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        figure.add_scatter(x=band["tokens"], y=band["low"], showlegend=False, **edge)
+        figure.add_scatter(
+            x=band["tokens"], y=band["high"], fill="tonexty", fillcolor=_BAND, name="band, held-out", **edge
+        )
+        dotted = {"dash": "dot", "width": 1, "color": _HELD_OUT}
+        figure.add_scatter(x=band["tokens"], y=band["expected"], mode="lines", line=dotted, name="expected")
+    if len(data):
+        figure.add_scatter(
+            x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1, "color": _QUIET}
+        )
+    if evaluations is not None:
+        for places, name, color in (
+            (("inside", "before the band"), "held-out loss", _HELD_OUT),
+            (("above", "below"), "outside the band", _OUTSIDE),
+        ):
+            shown = evaluations[evaluations["place"].isin(places)]
+            if len(shown):
+                marker = {"color": color, "size": 6}
+                figure.add_scatter(x=shown["tokens"], y=shown["loss"], mode="markers", marker=marker, name=name)
+    spread = {"array": [forecast["high"] - forecast["loss"]], "arrayminus": [forecast["loss"] - forecast["low"]]}
+    name = f"forecast, {forecast['level']:.0%} interval"
+    figure.add_scatter(
+        x=[end],
+        y=[forecast["loss"]],
+        error_y=spread,
+        mode="markers",
+        marker={"color": _FORECAST, "symbol": "diamond", "size": 10},
+        name=name,
+    )
+    if measured is not None:
+        marker = {"symbol": "x", "size": 10, "color": _OUTSIDE}
+        figure.add_scatter(x=[end], y=[measured], mode="markers", marker=marker, name="measured, held-out")
+    figure.update_xaxes(title="training tokens")
+    figure.update_yaxes(title="loss, nats per token", range=_shown(data, forecast, measured, end))
+    return figure
+
+
+def _shown(data: pd.DataFrame, forecast: dict[str, float], measured: float | None, end: float) -> list[float] | None:
+    """What of the losses is shown at first: all but those of the run's first steps; None before there are others."""
+    later = data.loc[data["tokens"] >= _SHOWN_FROM * end, "train_loss"]
+    if later.empty:
+        return None
+    values = [*later, forecast["low"], forecast["high"], *([] if measured is None else [measured])]
+    room = 0.05 * (max(values) - min(values))
+    return [min(values) - room, max(values) + room]

@@ -1,0 +1,124 @@
+"""Where each hyperparameter of the full run comes from, and by which rule it got there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+from muscale.settings.explicit import REGULARIZERS
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from search_spaces import TRANSFERABILITY, TransferClass
+
+Rule = Literal["muP width", "muP depth", "horizon law", "batch law", "fixed", "explicit"]
+"""What took a value from the proxy to the full run; several may have."""
+
+SCALED = (
+    "learning_rate",
+    "swap_learning_rate",
+    "embedding_rate",
+    "output_rate",
+    "init_scale",
+    "weight_decay_tau",
+    "eps",
+    "embedding_multiplier",
+    "output_multiplier",
+    "attention_multiplier",
+)
+"""What the parametrization's table scales with the shape; all else is the same number at every size."""
+_OF_THE_STUDY = "the study file"
+_EXPLICIT = "[plan.explicit]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperparameterProvenance:
+    """One value of the full run, at the base shape.
+
+    Attributes:
+        name: The hyperparameter.
+        value: As JSON has it.
+        rules: What carried it.
+        source: The trial or the file that it is from.
+        searched: Whether the sweep looked for it.
+    """
+
+    name: str
+    value: Any
+    rules: tuple[Rule, ...]
+    source: str
+    searched: bool = False
+
+    @property
+    def transfer(self) -> TransferClass | None:
+        """Its class; None for a name that has none."""
+        return TRANSFERABILITY[self.name].transfer if self.name in TRANSFERABILITY else None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it came from a smaller model although nothing says that it may."""
+        stated = "explicit" in self.rules or self.value == 0
+        return not stated and (self.transfer is None or (self.transfer is TransferClass.NEVER and self.searched))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"rules": list(self.rules)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        return cls(**{**values, "rules": tuple(values["rules"])})
+
+
+def carried(
+    hyperparameters: Hyperparameters,
+    model: ModelConfig,
+    base: ModelConfig,
+    *,
+    searched: frozenset[str],
+    explicit: frozenset[str],
+    by_mup: bool,
+    trial: str,
+) -> tuple[HyperparameterProvenance, ...]:
+    """Every hyperparameter and regularizer of the full run with its rules and its source.
+
+    Args:
+        hyperparameters: Of the full run, at the base shape.
+        model, base: The full-size shape and the proxy's.
+        searched: Names that the sweep varied.
+        explicit: Names that are stated for the full run alone.
+        by_mup: Whether the parametrization is muP.
+        trial: The sweep's winner, in words.
+    """
+    scaled: list[Rule] = ["muP width"] if by_mup else []
+    if by_mup and model.n_layers != base.n_layers:
+        scaled.append("muP depth")
+    values: dict[str, Any] = json.loads(json.dumps(hyperparameters.to_dict()))
+    values |= {name: getattr(model, name) for name in REGULARIZERS}
+    defaults = {field.name: field.default for kind in (Hyperparameters, ModelConfig) for field in fields(kind)}
+    found = []
+    for name, value in values.items():
+        if value is None or (name.startswith("swap_") and hyperparameters.swap_optimizer is None):
+            continue
+        rules: list[Rule] = list(scaled) if name in SCALED else []
+        if name in explicit:
+            rules, source = ["explicit"], _EXPLICIT
+        elif name == "learning_rate":
+            rules.append("horizon law")
+            source = f"{trial} and the grids of the transfer check"
+        elif name in searched:
+            source = trial
+        else:
+            same = value == (list(default) if isinstance(default := defaults[name], tuple) else default)
+            source = "default" if same else _OF_THE_STUDY
+        found.append(
+            HyperparameterProvenance(
+                name=name,
+                value=value,
+                rules=tuple(rules) or ("fixed",),
+                source=source,
+                searched=name in searched,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,190 @@
+"""Which trial does what next: early stopping as functions of the record.
+
+A rule looks at the record alone, so the same record gives the same move, in whatever process. Trials wait at a rung without
+holding a worker, and one that is never told to go on has been stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+from muscale.search.config_history import Path
+from muscale.search.record import Record
+
+MIN_PEERS = 3
+"""Trials that the median rule wants at a rung before it stops one there (assumed; Tune's default)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Begin a new trial and train it up to a rung."""
+
+    until: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoOn:
+    """Train a trial from where it is up to a rung, in a population on another path."""
+
+    trial: int
+    until: int
+    path: Path | None = None
+    donor: int | None = None
+
+
+class Rule(Protocol):
+    """Early stopping, or a population."""
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """The next move, or None if nothing can be done before another result arrives, or at all."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToTheEnd:
+    """No early stopping."""
+
+    top: int
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """A new trial, to the last rung."""
+        return Start(until=self.top) if may_start else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asha:
+    """Asynchronous successive halving (Li et al., arXiv 1810.05934, algorithm 2): it promotes, and does not stop.
+
+    A trial goes on from a rung once it is among the best 1/eta of those that arrived there; before a new trial is begun,
+    the highest rung with such a one is served. At the end, when nothing is left to begin, the best of a rung goes on even
+    where fewer than eta arrived, so that one trial at least comes to the last rung.
+
+    Attributes:
+        top: The last rung.
+        eta: Of the trials at a rung, one in eta goes on.
+    """
+
+    top: int
+    eta: float
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """A promotion, or else a new trial."""
+        for rung in reversed(range(self.top)):
+            ranking = record.ranking(rung)
+            if (trial := _next_of(record, rung, int(len(ranking) / self.eta))) is not None:
+                return GoOn(trial=trial, until=rung + 1)
+        if may_start:
+            return Start(until=0)
+        return None if record.open else self._last_move(record)
+
+    def _last_move(self, record: Record) -> GoOn | None:
+        """Where a rung has sent nobody on, its best goes."""
+        for rung in reversed(range(self.top)):
+            if record.ranking(rung) and not record.ranking(rung + 1):
+                trial = _next_of(record, rung, 1)
+                return None if trial is None else GoOn(trial=trial, until=rung + 1)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedianStopping:
+    """The median rule (Golovin et al., KDD 2017, section 3.2.2).
+
+    A trial goes on while its best loss so far is no worse than the median of the other trials' mean losses up to its rung.
+    """
+
+    top: int
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """A trial that may go on, or else a new one."""
+        for rung in reversed(range(self.top)):
+            if (trial := self._passing(record, rung)) is not None:
+                return GoOn(trial=trial, until=rung + 1)
+        return Start(until=0) if may_start else None
+
+    def _passing(self, record: Record, rung: int) -> int | None:
+        """Of those that wait at a rung and may go on, the one with the least loss there."""
+        if not (waiting := record.waiting(rung)):
+            return None
+        means = record.means(rung)
+        if len(means) <= MIN_PEERS:
+            return waiting[0][1]
+        highest = _median_without(means, means[0])  # nobody is held against a higher one
+        passing = [
+            (record.loss(trial, rung), trial)
+            for best, trial in takewhile(lambda entry: entry[0] <= highest, record.waiting_by_best(rung))
+            if best <= _median_without(means, record.mean(trial, rung))
+        ]
+        return min(passing)[1] if passing else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperband:
+    """Brackets of successive halving (Li et al., arXiv 1603.06560, algorithm 1), one after the other in the order of trials.
+
+    Bracket s begins at rung top − s with ceil((top + 1)/(s + 1) · eta^s) trials; when all of them have arrived, the best
+    1/eta go on to the next rung together. After the last bracket the first begins again, as long as trials are left.
+    """
+
+    top: int
+    eta: float
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """(first rung, trials) of each bracket."""
+        return [
+            (self.top - s, math.ceil((self.top + 1) / (s + 1) * self.eta**s)) for s in reversed(range(self.top + 1))
+        ]
+
+    def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
+        """A promotion within a full bracket, or else a new trial."""
+        started = len(record.configs)
+        first, sizes = 0, self.sizes()
+        bracket = 0
+        while first < started:
+            rung, size = sizes[bracket % len(sizes)]
+            full = first + size <= started
+            if first not in record.settled and (full or not may_start):
+                members = range(first, min(first + size, started))
+                if move := self._promotion(record, rung, members):
+                    return move
+                if full and not any(trial in record.open for trial in members):
+                    record.settled.add(first)
+            first, bracket = first + size, bracket + 1
+        if not may_start:
+            return None
+        rung, _ = sizes[bracket % len(sizes)] if first == started else sizes[(bracket - 1) % len(sizes)]
+        return Start(until=rung)
+
+    def _promotion(self, record: Record, rung: int, members: range) -> GoOn | None:
+        """The best of those that came to the bracket's current rung, once all of them have."""
+        field = list(members)
+        for here in range(rung, self.top):
+            live = [trial for trial in field if trial not in record.cancelled]
+            if not all((trial, here) in record.arrivals for trial in live if not record.diverged(trial)):
+                return None
+            ranked = sorted((record.loss(trial, here), trial) for trial in live if (trial, here) in record.arrivals)
+            kept = [trial for loss, trial in ranked if math.isfinite(loss)][: max(1, int(len(field) / self.eta))]
+            for trial in kept:
+                if (trial, here) not in record.went_on:
+                    return GoOn(trial=trial, until=here + 1)
+            field = kept
+        return None
+
+
+def _next_of(record: Record, rung: int, n: int) -> int | None:
+    """The best of the first n at a rung that has not gone on from there, or None; cancelled ones leave their place."""
+    for _, trial in record.waiting(rung)[:1]:
+        if record.place(trial, rung) < n:
+            return trial
+    return None
+
+
+def _median_without(ordered: list[float], value: float) -> float:
+    """The median of sorted values without one of them."""
+    place, n = bisect_left(ordered, value), len(ordered) - 1
+    low, high = (ordered[k + (k >= place)] for k in ((n - 1) // 2, n // 2))
+    return (low + high) / 2

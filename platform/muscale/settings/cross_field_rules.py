@@ -1,0 +1,201 @@
+"""What no single key of a study file can tell: settings that are right alone and can't be together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from muscale.settings.explicit import model_with_explicit, with_explicit
+from muscale.settings.plan import BUDGETS
+from muscale.settings.shape import Shape
+from proxy_models.coordinates.sizes import require_seeds, require_sizes
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from search_spaces import Choice, Fixed, Ordinal, Space
+
+if TYPE_CHECKING:
+    from muscale.settings.config import CheckSettings, StudyConfig
+    from muscale.settings.promote import PromoteSettings
+
+MOST_TOKENS = 2**63
+"""Whole numbers of the ledger have so many bits, one of them the sign."""
+_FIXED_IN_A_SWEEP = (
+    "batch_doublings",
+    "batch_ramp_tokens",
+    "schedule",
+    "cooldown_fraction",
+    "stages",
+)
+_NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
+
+
+def cross_field_errors(config: StudyConfig) -> list[str]:
+    """What no single key can tell: one line each."""
+    h, model = config.hyperparameters, config.model
+    problems = config.corpus.cross_field_errors(model.vocab_size)
+    if impossible := list(_no_batches(config)):
+        return problems + impossible  # all else is counted in batches
+    problems += _batch_contradictions(config)
+    problems += _elastic_contradictions(config.promote)
+    if config.promote.precision == "fp16" and config.promote.workers > 1:
+        problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
+    problems += _check_contradictions(config.check)
+    for key, values in _given(config, "zero_readout").items():
+        if model.tied and True in values:
+            problems.append(
+                f"{key}: the readout is the embedding table under model.tied and can't start at zero, got true"
+            )
+    for key, values in _given(config, "optimizer").items():
+        if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
+            problems.append(f'{key}: decay_scaling "sublayer_gain" is known for adamw only, got {", ".join(values)}')
+    problems += config.transfer.cross_field_errors(h, model.context_length)
+    if len(set(config.ladder.seeds)) != len(config.ladder.seeds):
+        problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
+    shapes = [("check.widths", Shape(width=width)) for width in config.check.widths]
+    shapes += [("transfer.widths", Shape(width=width)) for width in config.transfer.widths]
+    shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
+    shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
+    for key, shape in shapes:
+        try:
+            shape.of(config.family)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    horizons = [config.transfer.n_tokens * fraction for fraction in config.transfer.horizons]
+    lengths = [("transfer.n_tokens", n) for n in horizons]
+    lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
+    smallest_rung = config.rung_tokens()[0]
+    for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
+        if n_tokens >= MOST_TOKENS:
+            problems.append(f"{key}: a run must have fewer than 2^63 tokens, got one of {n_tokens:.3g}")
+            continue
+        try:
+            chain(h, h.whole_batches(n_tokens))
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    for name in config.sweep.space:
+        if name not in {field.name for field in dataclasses.fields(Hyperparameters)}:
+            problems.append(f"sweep.space.{name}: not a hyperparameter of the training")
+        elif name in _FIXED_IN_A_SWEEP:
+            problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
+        elif name in h.set_by_stages:
+            problems.append(
+                f"sweep.space.{name}: hyperparameters.stages set it on the way, so leave it out of one of them"
+            )
+        elif name.startswith("swap_"):
+            problems.append(f"sweep.space.{name}: {_NO_SWAP}")
+        else:
+            problems += _unsearchable(h, name, config.sweep.space)
+    if h.swap_optimizer:
+        problems.append(f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}")
+    searched = dataclasses.replace(h, batch_tokens=config.largest_batch)
+    problems += config.sweep.cross_field_errors(searched, config.rung_tokens())
+    too_short = any(problem.startswith("sweep.n_tokens:") for problem in problems)
+    if not too_short and smallest_rung <= h.resolve(h.whole_batches(config.sweep.n_tokens)).warmup_tokens:
+        problems.append(
+            f"sweep.n_tokens: the smallest of {config.sweep.rungs} rungs would have {smallest_rung} tokens, no more than "
+            f"the warmup; got {config.sweep.n_tokens}"
+        )
+    try:
+        with_explicit(h, config.plan.explicit)
+        model_with_explicit(model, config.plan.explicit)
+    except ValueError as error:
+        problems.append(f"plan.explicit: {error}")
+    largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems) if not problems else 0
+    if (budget := config.plan.budget).compute_flops <= largest:
+        key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)
+        told = f", which is {budget.terms}" if budget.terms else ""
+        problems.append(
+            f"plan.{key}: must exceed the largest ladder run's {largest:.3g} FLOPs, got {budget.compute_flops:.3g}{told}"
+        )
+    return problems
+
+
+def _no_batches(config: StudyConfig) -> Iterator[str]:
+    """Which values of the sweep's batch are no numbers of tokens."""
+    match config.sweep.space.get("batch_tokens"):
+        case Choice(values=values) | Ordinal(values=values):
+            offered = values
+        case Fixed(value=value):
+            offered = (value,)
+        case _:
+            return
+    for value in offered:
+        if type(value) is not int or value < 1:
+            yield f"sweep.space.batch_tokens: a batch must be a whole number of tokens, at least 1, got {value!r}"
+
+
+def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
+    """Why the runs can't have the study's batch, or those that its sweep searches."""
+    h, context, promote = config.hyperparameters, config.model.context_length, config.promote
+    batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
+    if searched := config.sweep.space.get("batch_tokens"):
+        key = "sweep.space.batch_tokens"
+        if not isinstance(searched, Choice | Ordinal | Fixed):
+            yield f'{key}: rungs lie at whole batches of every trial: list them, as "ordinal", got {searched}'
+            return
+        for batch in config.batches:
+            if config.largest_batch % batch:
+                yield f"{key}: each must divide the largest, {config.largest_batch}, got {batch}"
+                return
+            batches.append((key, batch))
+    for key, batch in batches:
+        first = batch >> h.batch_doublings
+        if first % context:
+            yield f"{key}: must be a multiple of model.context_length = {context}, got {first}"
+            continue
+        reasons = promote.parallelism.unfit(promote.workers, sequences=first // context)
+        yield from (f"promote.workers: {reason}" for reason in reasons)
+
+
+def _elastic_contradictions(promote: PromoteSettings) -> Iterator[str]:
+    """Why a full run can't go on with fewer workers, if it may have to."""
+    least = promote.workers_min
+    if least is None or least == promote.workers:
+        return
+    yield from (f"promote.workers_min: {reason}" for reason in promote.parallelism.unfit(least))
+    if promote.sharding == "hybrid" and promote.shard_ranks is None:
+        yield (
+            f'promote.workers_min: with promote.sharding = "hybrid" it needs promote.shard_ranks, as the workers of a node may '
+            f"be fewer too, got {least}"
+        )
+
+
+def _check_contradictions(check: CheckSettings) -> list[str]:
+    rules: list[tuple[str, Callable[[], None]]] = [
+        ("check.widths", lambda: require_sizes("width", check.widths)),
+        ("check.seeds", lambda: require_seeds(check.seeds)),
+    ]
+    if check.depths:
+        rules.append(("check.depths", lambda: require_sizes("depth", check.depths)))
+    problems = []
+    for key, rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return problems
+
+
+def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
+    """Why a hyperparameter can't take what its space offers, if it can't: its bounds, or each of its choices."""
+    for value in space[name].grid(2):  # both bounds, or every value
+        given: dict[str, Any] = {name: value}
+        try:
+            dataclasses.replace(h, **given)
+        except ValueError as error:
+            return [f"sweep.space.{name}: {error}"]
+        except TypeError:
+            return [f"sweep.space.{name}: each of its values must be one that [hyperparameters] takes, got {value!r}"]
+    return []
+
+
+def _given(config: StudyConfig, name: str) -> dict[str, tuple[Any, ...]]:
+    """The values of a hyperparameter without an order, by the key of the file that gives them."""
+    given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
+    match config.sweep.space.get(name):
+        case Choice(values=values):
+            given[f"sweep.space.{name}"] = values
+        case Fixed(value=value):
+            given[f"sweep.space.{name}"] = (value,)
+    return given

@@ -1,0 +1,93 @@
+"""What befell a full run and what was done about it: batches left out, returns to a checkpoint, restarts, kept for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from muscale import json_lines
+from muscale.settings.spikes import SpikePolicy
+
+INCIDENTS = "incidents.jsonl"  # in a run's directory
+
+Action = Literal["skip", "rollback", "restart"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """One thing that befell a run.
+
+    Attributes:
+        step: The step that was not taken, or the first one after a restart.
+        reason: In words.
+        action: What was done.
+        left_out: Positions [from, to) in tokens at which no step is taken.
+        back_to: Tokens of the checkpoint that training goes on from; None where it just goes on.
+        at: UTC.
+    """
+
+    step: int
+    reason: str
+    action: Action
+    left_out: tuple[int, int] | None = None
+    back_to: int | None = None
+    at: str
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `asdict` gave, from JSON."""
+        left_out = values.get("left_out")
+        return cls(**{**values, "left_out": tuple(left_out) if left_out else None})
+
+    def __str__(self) -> str:
+        went = f", back to {self.back_to:,} tokens" if self.back_to is not None else ""
+        return f"step {self.step}: {self.action}{went}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeHandling:
+    """What a policy about spikes made of a run: with the guard's settings, what determines its numbers beside its segments.
+
+    The policy alone does not tell where a run went back to, as that is where its checkpoints happened to lie; and a run that left
+    batches out is another training than one that saw them. So both are part of the key that the ledger knows the run by.
+
+    Attributes:
+        policy: Of the run.
+        interventions: What was done, in order; no restarts, which change no number.
+    """
+
+    policy: SpikePolicy
+    interventions: tuple[Incident, ...] = ()
+
+    @classmethod
+    def of(cls, policy: SpikePolicy | None, incidents: Iterable[Incident]) -> Self | None:
+        """Of a run that ended; None where it had no policy."""
+        done = tuple(incident for incident in incidents if incident.action != "restart")
+        return cls(policy=policy, interventions=done) if policy else None
+
+    def within(self, start: int, end: int) -> dict[str, Any]:
+        """Plain values: the policy, and what was done whose effect begins in [start, end) tokens."""
+        done = [
+            {"action": one.action, "left_out": one.left_out and list(one.left_out), "back_to": one.back_to}
+            for one in self.interventions
+            if start <= min(place for place in (one.back_to, *(one.left_out or ())) if place is not None) < end
+        ]
+        return {**asdict(self.policy), "interventions": done}
+
+
+def read_incidents(directory: Path) -> list[Incident]:
+    """Those of a run, the oldest first."""
+    return [Incident.from_dict(record) for record in json_lines.read(directory / INCIDENTS)]
+
+
+def record_incident(directory: Path, incident: Incident) -> None:
+    """Add one to those of a run."""
+    json_lines.append(directory / INCIDENTS, asdict(incident))
+
+
+def utc_now() -> str:
+    """The time as incidents note it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,49 @@
+"""What to look at before a fit is believed, though its forecasts may hold: rows far off the law, and runs beside its best sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scaling.presentation import span
+
+if TYPE_CHECKING:
+    from scaling.fits.result import ScalingFit
+
+FAR_DEVIATIONS, FAR_SHARE = 12.0, 0.03
+"""Standard deviations (by the median) and share of the loss beyond which a row is named. Two of 15 public ladders have such rows,
+their smallest models; a mistyped loss lies far beyond."""
+MAX_NAMED = 3
+
+
+def caveats(fit: ScalingFit) -> tuple[str, ...]:
+    """In words; empty if there is nothing to look at."""
+    return tuple(filter(None, [_far_rows(fit), _off_centre(fit)]))
+
+
+def _far_rows(fit: ScalingFit) -> str:
+    residuals = fit.residuals()
+    off = np.expm1(residuals["log_residual"].to_numpy())
+    deviation = 1.4826 * float(np.median(np.abs(off)))
+    far = np.flatnonzero((np.abs(off) > FAR_DEVIATIONS * deviation) & (np.abs(off) > FAR_SHARE))
+    if not far.size:
+        return ""
+    worst = far[np.argsort(-np.abs(off[far]))][:MAX_NAMED]
+    named = ", ".join(
+        f"row {residuals.index[i]} (N {residuals['n_params'].iloc[i]:.3g}, D {residuals['n_tokens'].iloc[i]:.3g}) {off[i]:+.1%}"
+        for i in worst
+    )
+    count = f"{far.size} rows lie" if far.size > 1 else "1 row lies"
+    return f"{count} far off the law, where half of all are within {deviation / 1.4826:.2%}: {named}"
+
+
+def _off_centre(fit: ScalingFit) -> str:
+    """Where the law's best D/N is beside the runs' at every compute: the optimum is then told by the form, not by runs around it."""
+    if {*fit.law.form.columns} != {"n_params", "n_tokens"}:
+        return ""
+    low, high = fit.tokens_per_param_range
+    best = [fit.law.allocate(flops).tokens_per_param for flops in fit.compute_range]
+    if max(best) >= low and min(best) <= high:
+        return ""
+    return f"off-centre: the law's best D/N at the runs' compute, {span(min(best), max(best))}, lies beside theirs, {span(low, high)}"

@@ -1,0 +1,325 @@
+"""Optuna's studies: one as a space and as known results, a sweep as one, and optuna-dashboard that opens it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import optuna
+import pandas as pd
+import pytest
+from optuna.trial import TrialState
+
+from muscale import StageError
+from muscale.importers.import_space import import_space
+from muscale.importers.results import STAGE, is_outside, outside_results, record_results, told_results
+from muscale.search.methods import resolve_searcher
+from muscale.search.optuna_export import export_optuna
+from muscale.search.prior_runs import lessons
+from muscale.search.sweep import Sweep
+from muscale.store.cancels import cancel_trial
+from muscale.store.ledger import Ledger
+from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
+from tests.muscale.command_lines import muscale
+from tests.muscale.planted_sweep import open_sweep, plant
+
+MakeStudy = Callable[..., Path]
+
+
+@pytest.fixture
+def swept(make_study: MakeStudy) -> Iterator[Sweep]:
+    path = make_study()
+    ledger = Ledger(path.parent / "ledger.sqlite")
+    sweep = open_sweep(path, ledger)
+    yield sweep
+    ledger.close()
+
+
+def storage(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+def write_study(path: Path, name: str = "theirs", n_trials: int = 8) -> None:
+    study = optuna.create_study(
+        storage=storage(path), study_name=name, sampler=optuna.samplers.RandomSampler(seed=0), direction="minimize"
+    )
+
+    def objective(trial: optuna.Trial) -> float:
+        rate = trial.suggest_float("learning_rate", 0.004, 0.03, log=True)
+        trial.suggest_float("share", 0.0, 1.0, step=0.25)
+        trial.suggest_int("layers", 1, 4)
+        trial.suggest_int("batch", 256, 1024, step=256)
+        trial.suggest_categorical("init_scale", [0.5, 1.0, 2.0])
+        trial.suggest_categorical("norm", ["pre", "post"])
+        trial.suggest_float("one", 2.0, 2.0)
+        if trial.number == 3:
+            raise ArithmeticError("diverged")
+        return 2.0 + abs(rate - 0.01)
+
+    study.optimize(objective, n_trials=n_trials, catch=ArithmeticError)
+    study._storage.remove_session()
+
+
+def test_a_study_is_a_space(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path)
+    before = path.read_bytes()
+    found = import_space(str(path))
+    assert dict(found.space) == {
+        "learning_rate": LogUniform(low=0.004, high=0.03),
+        "share": Ordinal(values=(0.0, 0.25, 0.5, 0.75, 1.0)),
+        "layers": Integer(low=1, high=4),
+        "batch": Ordinal(values=(256, 512, 768, 1024)),
+        "init_scale": Ordinal(values=(0.5, 1.0, 2.0)),
+        "norm": Choice(values=("pre", "post")),
+        "one": Fixed(value=2.0),
+    }
+    assert found.settings == {"trials": 8}
+    assert path.read_bytes() == before, "it is only read"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["theirs.db"]
+
+
+def test_of_several_studies_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path, "first", 1)
+    write_study(path, "second", 1)
+    assert import_space(f"{path}#second").source.endswith("#second")
+    with pytest.raises(StageError, match="holds 2 studies, add #name: first, second"):
+        import_space(str(path))
+    with pytest.raises(StageError, match="no study 'third'"):
+        import_space(f"{path}#third")
+    with pytest.raises(StageError, match="no such file"):
+        import_space(str(tmp_path / "none.db"))
+    other = tmp_path / "other.db"
+    sqlite3.connect(other).close()
+    with pytest.raises(StageError, match="is no storage of Optuna's"):
+        import_space(str(other))
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS trial_id FROM n"
+
+
+@pytest.mark.parametrize(
+    ("statements", "told"),
+    [
+        (
+            ["DROP TABLE trials", f"CREATE VIEW trials AS {ENDLESS}"],
+            "can't be read: trials: must be a table, got a view",
+        ),
+        (["DELETE FROM study_directions"], "can't be read: list index out of range"),
+        (["DROP TABLE trials"], "can't be read: no such table: trials"),
+        (["UPDATE trials SET state = 'DONE'"], "can't be read: 'DONE' is not among the defined enum values"),
+        (["UPDATE trial_params SET distribution_json = '{'"], "can't be read: Expecting property name"),
+        (
+            [
+                """UPDATE trial_params SET distribution_json = '{"name": "FloatDistribution", "attributes": {"low": [], "high": 1}}'"""
+            ],
+            "can't be read: ",
+        ),
+        (
+            [
+                """UPDATE trial_params SET param_value = 0, distribution_json = '{"name": "CategoricalDistribution", """
+                """"attributes": {"choices": [[1]]}}'"""
+            ],
+            r"must be text, a number, true or false, got \[1\]",
+        ),
+        (["UPDATE studies SET study_name = x'ff'"], "can't be read: "),
+    ],
+)
+def test_a_storage_made_wrong_is_refused_in_words_without_warnings(
+    tmp_path: Path, statements: list[str], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path, n_trials=2)
+    caplog.clear()
+    connection = sqlite3.connect(path, isolation_level=None)
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(StageError, match=rf"^optuna: {path}: .*{told}") as refusal:
+        import_space(str(path))
+    assert len(str(refusal.value)) < 1000
+    assert caplog.records == []
+    assert [file.name for file in tmp_path.iterdir()] == ["theirs.db"]
+
+
+def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path)
+    assert is_outside(path)
+    assert not is_outside(Path(swept.ledger.storage.name)), "a ledger is no storage of Optuna's"
+    space = swept.config.sweep.space
+    taught = Sweep(config=swept.config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
+    table = taught.taught()
+    assert len(table) == 8
+    assert table["loss"].isna().sum() == 1, "what failed has no loss"
+    assert set(table["n_params"]) == {swept.config.model.n_params}
+    settings = swept.config.sweep.model_copy(update={"searcher": "auto"})
+    assert resolve_searcher(settings, table) == "across_scales"
+    assert resolve_searcher(settings, swept.taught()) == "tpe"
+    record_results(swept.ledger, swept.key, path, table)
+    record_results(swept.ledger, swept.key, path, table)
+    noted = swept.ledger.latest_result(STAGE)
+    assert noted is not None
+    assert noted["payload"] | {"sha256": ""} == {
+        "sweep": swept.key,
+        "source": str(path),
+        "n_results": 8,
+        "asserted": True,
+        "sha256": "",
+    }
+    assert swept.ledger.runs().empty, "they are no rows that a law could be fitted from"
+    assert lessons([swept.ledger.runs()], swept.plan.defaults, space, swept.numerics).empty
+    assert "no fit of a law has them" in told_results(path, table)
+
+
+def test_a_command_takes_one_of_several_studies_by_its_name(
+    make_study: MakeStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.db"
+    write_study(path, "first")
+    write_study(path, "second")
+    done = muscale(capsys, "sweep", make_study(), "--learn-from", f"{path}#second", "--dry-run")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_a_suggestion_follows_what_outside_results_tell(swept: Sweep, tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    rates = [0.004 * 1.09**k for k in range(24)]
+    best = 0.0075
+    pd.DataFrame(
+        [(rate, scale, 2 + 0.3 * abs(rate / best - 1) ** 2, "a note") for rate in rates for scale in (0.5, 1.0, 2.0)],
+        columns=["learning_rate", "init_scale", "loss", "note"],
+    ).to_csv(path, index=False)
+    config = swept.config.model_copy(update={"sweep": swept.config.sweep.model_copy(update={"searcher": "auto"})})
+    taught = Sweep(config=config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
+    record = taught.record()
+    engine = taught.engine(record, lambda _arrival: None, lambda *_run: None)
+    engine.next()
+    assert record.rounds[0].searcher == "across_scales"
+    assert record.configs[0]["learning_rate"] == pytest.approx(best, rel=0.25)
+
+
+SPACE = Space(
+    {
+        "learning_rate": LogUniform(low=0.004, high=0.03),
+        "layers": Integer(low=1, high=4),
+        "norm": Choice(values=("pre", "post")),
+        "x": Uniform(low=0, high=1),
+    }
+)
+GOOD = {"learning_rate": [0.01], "layers": [2], "norm": ["pre"], "x": [0.5], "loss": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"learning_rate": [-1.0]}, "learning_rate: must be a value for log_uniform .*got -1.0 in row 0"),
+        ({"layers": [2.5]}, "layers: must be a value for integer .*got 2.5 in row 0"),
+        ({"norm": ["middle"]}, "norm: must be a value for choice .*got 'middle' in row 0"),
+        ({"x": ["much"]}, "x: must be a value for uniform .*got 'much' in row 0"),
+        ({"loss": [0.0]}, "loss: must be a number above 0, or empty where it diverged, got .*0.0.* in row 0"),
+        ({"loss": ["low"]}, "loss: must be a number above 0, .*got 'low' in row 0"),
+        ({"n_tokens": [0]}, "n_tokens: must be a number above 0, got .*0.* in row 0"),
+        ({"x": None}, "no column x; results need loss and every searched hyperparameter, got learning_rate"),
+    ],
+)
+def test_faulty_results_are_refused_with_file_column_and_value(
+    tmp_path: Path, changed: dict[str, list[object]], told: str
+) -> None:
+    path = tmp_path / "results.csv"
+    columns = {name: values for name, values in {**GOOD, **changed}.items() if values is not None}
+    pd.DataFrame(columns).to_csv(path, index=False)
+    with pytest.raises(StageError, match=rf"results\.csv: {told}"):
+        outside_results(path, SPACE, n_params=1000, n_tokens=1000)
+
+
+def test_results_keep_their_own_scale_and_diverged_ones(tmp_path: Path) -> None:
+    path = tmp_path / "results.parquet"
+    pd.DataFrame({**GOOD, "loss": [float("nan")], "n_params": [5000]}).to_parquet(path)
+    found = outside_results(path, SPACE, n_params=1000, n_tokens=2000)
+    assert found[["n_params", "n_tokens"]].to_numpy().tolist() == [[5000, 2000]]
+    assert found["loss"].isna().all()
+
+
+def test_an_exported_sweep_is_a_study_of_optunas(swept: Sweep, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.db"
+    with pytest.raises(StageError, match="no trials yet"):
+        export_optuna(swept, file)
+    plant(swept)
+    assert "4 trials" in export_optuna(swept, file)
+    study = optuna.load_study(study_name="micro", storage=storage(file))
+    states = [trial.state for trial in study.trials]
+    assert states == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING]
+    first, last = swept.plan.rung_tokens
+    assert study.trials[0].intermediate_values == {first: 2.0, last: 1.8}
+    assert (study.best_value, study.best_trial.number) == (1.8, 0)
+    assert study.trials[0].params == {"learning_rate": 0.008, "init_scale": 1}, "an ordinal by its rank"
+    assert study.trials[0].user_attrs["values"] == {"learning_rate": 0.008, "init_scale": 1.0}
+    assert study.trials[0].distributions["learning_rate"] == optuna.distributions.FloatDistribution(
+        0.004, 0.03, log=True
+    )
+    assert study.trials[2].intermediate_values == {}
+    study._storage.remove_session()
+    with pytest.raises(StageError, match=r"sweep\.db: is there already"):
+        export_optuna(swept, file)
+
+
+def test_a_cancelled_trial_is_exported_as_one_that_was_stopped(swept: Sweep, tmp_path: Path) -> None:
+    plant(swept)
+    for trial in (1, 3):
+        cancel_trial(swept.ledger, swept.key, trial, "it is in the way")
+    export_optuna(swept, tmp_path / "sweep.db")
+    study = optuna.load_study(study_name="micro", storage=storage(tmp_path / "sweep.db"))
+    assert [trial.state for trial in study.trials] == [
+        *(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.PRUNED)
+    ]
+    assert [trial.value for trial in study.trials] == [1.8, 2.5, None, None]
+    study._storage.remove_session()
+
+
+@pytest.mark.skipif(find_spec("optuna_dashboard") is None, reason="needs optuna-dashboard, of muscale[dev]")
+def test_optuna_dashboard_opens_an_exported_sweep(swept: Sweep, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.db"
+    plant(swept)
+    export_optuna(swept, file)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = "from optuna_dashboard._cli import main; main()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", command, storage(file), "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        (summary,) = ask(port, "studies", server)["study_summaries"]
+        assert summary["study_name"] == "micro"
+        study = ask(port, f"studies/{summary['study_id']}", server)
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    assert [trial["state"] for trial in study["trials"]] == ["Complete", "Pruned", "Fail", "Running"]
+    assert study["best_trials"][0]["values"] == [1.8]
+
+
+def ask(port: int, what: str, server: subprocess.Popen[bytes]) -> dict[str, list[dict[str, object]]]:
+    """What its API answers, once it does."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert server.poll() is None, "it ended"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/{what}", timeout=20) as answer:
+                return dict(json.loads(answer.read()))
+        except (ConnectionError, urllib.error.URLError):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)

@@ -1,0 +1,160 @@
+"""A sweep file of Weights & Biases as a space: every distribution, what has no counterpart, and files that mean harm."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from muscale import StageError, StudyConfig
+from muscale.importers.import_space import import_space
+from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
+from tests.muscale.conftest import MICRO
+
+SWEEP = """
+program: train.py
+method: bayes
+run_cap: 32
+metric: {name: val/loss, goal: minimize}
+early_terminate: {type: hyperband, min_iter: 3, s: 2, eta: 4}
+parameters:
+  lr: {distribution: log_uniform_values, min: 1.0e-3, max: 0.1}
+  init_scale: {min: 0.5, max: 2.0}
+  optimizer: {values: [adamw, muon]}
+  batch_tokens: {values: [256, 512, 1024]}
+  beta1: {value: 0.9}
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "sweep.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def parameter(folder: Path, table: str) -> object:
+    found = import_space(write(folder, f"method: random\nparameters: {{x: {table}}}"))
+    return found.space["x"]
+
+
+def test_a_sweep_becomes_tables_that_a_study_file_takes(tmp_path: Path) -> None:
+    found = import_space(write(tmp_path, SWEEP), ["lr=learning_rate"])
+    assert dict(found.space) == {
+        "learning_rate": LogUniform(low=1e-3, high=0.1),
+        "init_scale": Uniform(low=0.5, high=2.0),
+        "optimizer": Choice(values=("adamw", "muon")),
+        "batch_tokens": Ordinal(values=(256, 512, 1024)),
+        "beta1": Fixed(value=0.9),
+    }
+    written = tomllib.loads(str(found))["sweep"]
+    assert Space.from_dict(written["space"]) == found.space
+    assert {**written, "space": None} == {
+        "searcher": "gp",
+        "trials": 32,
+        "scheduler": "asha",
+        "reduction_factor": 4.0,
+        "rungs": 3,
+        "space": None,
+    }
+    assert "program" in str(found), "what has no counterpart is told"
+    assert "min_iter" in str(found)
+    study = tomllib.loads(MICRO)
+    own = {name: entry for name, entry in written["space"].items() if name in ("learning_rate", "init_scale", "beta1")}
+    study["sweep"] = {**written, "n_tokens": 65536, "space": own}
+    assert list(StudyConfig.from_dict(study, where="study.toml").sweep.space) == list(own)
+
+
+@pytest.mark.parametrize(
+    ("table", "wanted"),
+    [
+        ("{min: 1, max: 8}", Integer(low=1, high=8)),
+        ("{distribution: int_uniform, min: 1, max: 8}", Integer(low=1, high=8)),
+        ("{distribution: uniform, min: 1, max: 8}", Uniform(low=1, high=8)),
+        ("{distribution: q_uniform, min: 0, max: 1, q: 0.25}", Ordinal(values=(0.0, 0.25, 0.5, 0.75, 1.0))),
+        ("{distribution: q_uniform, min: 2, max: 9}", Integer(low=2, high=9)),
+        ("{distribution: log_uniform, min: -2, max: 0}", LogUniform(low=math.exp(-2), high=1)),
+        ("{distribution: inv_log_uniform, min: 0, max: 2}", LogUniform(low=math.exp(-2), high=1)),
+        ("{distribution: q_log_uniform_values, min: 1, max: 64, q: 1}", Integer(low=1, high=64, log=True)),
+        ("{distribution: beta, a: 2, b: 5}", Uniform(low=0, high=1)),
+        ("{values: [true, false]}", Choice(values=(True, False))),
+        ("{values: [0.1, 0.3, 0.2]}", Choice(values=(0.1, 0.3, 0.2))),
+        ("{values: [7]}", Fixed(value=7)),
+    ],
+)
+def test_a_distribution_has_its_counterpart(tmp_path: Path, table: str, wanted: object) -> None:
+    assert parameter(tmp_path, table) == wanted
+
+
+def test_normals_are_priors_whose_draws_have_their_mean_and_spread(tmp_path: Path) -> None:
+    x, y = "{distribution: normal, mu: 3, sigma: 0.5}", "{distribution: log_normal, mu: 1, sigma: 0.3}"
+    text = f"method: random\nparameters: {{x: {x}, y: {y}}}"
+    found = import_space(write(tmp_path, text))
+    draws = found.space.sample(4000, seed=0)
+    for values, mean, spread in (([d["x"] for d in draws], 3, 0.5), ([math.log(d["y"]) for d in draws], 1, 0.3)):  # type: ignore[arg-type]
+        numbers = [float(v) for v in values]  # type: ignore[arg-type]
+        middle = sum(numbers) / len(numbers)
+        assert middle == pytest.approx(mean, abs=5 * spread / 4000**0.5)
+        assert math.sqrt(sum((v - middle) ** 2 for v in numbers) / len(numbers)) == pytest.approx(spread, rel=0.06)
+    assert "cut off" in str(found)
+
+
+def test_unknown_names_are_told_with_the_one_that_may_be_meant(tmp_path: Path) -> None:
+    found = import_space(write(tmp_path, "method: random\nparameters: {learning_rte: {min: 0.1, max: 0.2}}"))
+    assert found.unknown == ("learning_rte is no hyperparameter here: --rename learning_rte=learning_rate?",)
+    nested = import_space(
+        write(tmp_path, "method: grid\nparameters: {optim: {parameters: {beta1: {values: [0.8, 0.9]}}}}"),
+        ["optim.beta1=beta1"],
+    )
+    assert dict(nested.space) == {"beta1": Ordinal(values=(0.8, 0.9))}
+
+
+BOMB = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("method: bayes\nparameters: {x: {min: 2, max: 1}}", r"sweep\.yaml: parameters\.x: .*low < high"),
+        (
+            "method: bayes\nparameters: {x: {distribution: zipf}}",
+            r"parameters\.x: distribution must be one of constant",
+        ),
+        ("method: bayes\nparameters: {x: {distribution: uniform, min: 1}}", r"parameters\.x: missing 'max'"),
+        (
+            "method: annealing\nparameters: {x: {value: 1}}",
+            "method: must be one of grid, random, bayes, got 'annealing'",
+        ),
+        ("method: bayes", "parameters: a table of parameters is required, got None"),
+        ("method: bayes\nparameters: {x: 3}", r"parameters\.x: must be a table, got 3"),
+        ("method: [", "can't be read as YAML"),
+        ("- 1", "must be a table with method and parameters"),
+        ("!!python/object/apply:os.system ['true']", "can't be read as YAML"),
+        (f"{BOMB}\nmethod: bayes\nparameters: {{x: {{values: *a11}}}}", "at most 10,000 values with its aliases"),
+        ("&a\nmethod: bayes\nparameters: *a", "none that holds itself"),
+        (
+            "method: bayes\nparameters: {x: {min: 0.1, max: 0.2}}\nearly_terminate: {type: median}",
+            "type must be hyperband",
+        ),
+    ],
+)
+def test_a_faulty_file_is_refused_with_its_reason(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(StageError, match=told):
+        import_space(write(tmp_path, text))
+
+
+def test_a_wrong_path_or_name_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, SWEEP)
+    with pytest.raises(StageError, match=r"must end in \.yaml, .*got '\.txt'"):
+        import_space(str(tmp_path / "sweep.txt"))
+    with pytest.raises(StageError, match=r"none\.yaml: no such file"):
+        import_space(str(tmp_path / "none.yaml"))
+    with pytest.raises(StageError, match="--rename: write theirs=ours, got 'lr'"):
+        import_space(path, ["lr"])
+    with pytest.raises(StageError, match="--rename rate: no such parameter; there are lr, init_scale"):
+        import_space(path, ["rate=learning_rate"])
+    with pytest.raises(StageError, match="two parameters would have one name"):
+        import_space(path, ["lr=init_scale"])

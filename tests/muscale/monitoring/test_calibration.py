@@ -1,0 +1,98 @@
+"""The history of forecasts: residuals in their own scale, our runs apart from asserted ones, several ledgers, an exact interval."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from muscale import Promotion, StudyDirectoryError
+from muscale.monitoring.calibration import calibrate
+from muscale.store.ledger import Ledger
+from muscale.store.tables import forecasts
+from scaling.fits.forecast import interval_factor
+
+RUN = Promotion(
+    plan="p0",
+    loss=2.0,
+    source_losses={},
+    forecast=2.0,
+    low=1.9,
+    high=2.1,
+    level=0.9,
+    registered_at="2026-01-02T03:04:05.678+00:00",
+    started_at="2026-01-02T03:04:06+00:00",
+    finished_at="2026-01-03T00:00:00+00:00",
+    verdict="pass",
+    forced=False,
+    world_size=2,
+    seconds=1.0,
+)
+
+
+def ledger_with(path: Path, *losses: float, asserted: bool = False, log_scale: float | None = 0.02) -> Ledger:
+    path.mkdir()
+    ledger = Ledger(path / "ledger.sqlite")
+    for number, loss in enumerate(losses):
+        plan = f"{path.name} {number}"
+        payload = {"forecast": {"log_scale": log_scale} if log_scale else {}}
+        ledger.insert(forecasts, plan=plan, loss=2.0, low=1.9, high=2.1, level=0.9, payload=payload)
+        run = replace(RUN, plan=plan, loss=loss, asserted=asserted, finished_at=f"2026-01-{10 + number}T00:00:00+00:00")
+        ledger.record_result("observation" if asserted else "promotion", plan, run.to_dict())
+    return ledger
+
+
+def test_residuals_are_told_in_units_of_the_forecast_s_scale(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "a", 2.05, 2.2)
+    table = calibrate(ledger).table
+    assert list(table["residual"]) == pytest.approx([0.05, 0.2])
+    assert list(table["residual_in_s"]) == pytest.approx([math.log(1.025) / 0.02, math.log(1.1) / 0.02])
+    assert list(table["inside"]) == [True, False]
+    assert table["registered"].iloc[0] == "2026-01-02T03:04:05"
+    ledger.close()
+
+
+def test_a_forecast_registered_without_its_scale_has_it_by_its_interval(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "a", 2.05, log_scale=None)
+    s = math.log(2.1 / 2.0) / interval_factor(0.9)
+    assert calibrate(ledger).table["residual_in_s"].iloc[0] == pytest.approx(math.log(1.025) / s)
+    ledger.close()
+
+
+def test_the_share_inside_has_an_exact_interval_and_asserted_runs_stand_apart(tmp_path: Path) -> None:
+    ours = ledger_with(tmp_path / "ours", *[2.0] * 9, 2.5)
+    theirs = ledger_with(tmp_path / "theirs", 2.0, 3.0, asserted=True)
+    theirs.close()
+    found = calibrate(ours, [tmp_path / "theirs"])
+    assert len(found.table) == 12
+    own, told = found.coverage.to_dict("records")
+    assert (own["runs"], own["inside"], own["asserted"], told["runs"], told["inside"]) == (10, 9, False, 2, 1)
+    # Clopper and Pearson's limits for 9 of 10 at 90 %, in their closed form
+    assert own["high"] == pytest.approx(0.95 ** (1 / 10), abs=0.01)
+    assert own["low"] == pytest.approx(0.606, abs=1e-3)
+    assert "9 of 10 runs promoted here inside, nominal 90%: 90%" in str(found)
+    assert json.dumps(found.to_dict())
+    ours.close()
+
+
+def test_a_ledger_that_was_merged_is_not_counted_twice(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "a", 2.05, 2.2)
+    assert len(calibrate(ledger, [tmp_path / "a" / "study.toml", tmp_path / "a"]).table) == 2
+    with pytest.raises(StudyDirectoryError, match="no such ledger"):
+        calibrate(ledger, [tmp_path / "nowhere"])
+    ledger.close()
+
+
+def test_without_a_run_it_says_so(tmp_path: Path) -> None:
+    ledger = ledger_with(tmp_path / "a")
+    assert "no promoted run has ended" in str(calibrate(ledger))
+    assert calibrate(ledger).coverage.empty
+    ledger.close()
+
+
+def test_a_promotion_of_an_older_ledger_is_read_as_our_own() -> None:
+    old = {name: value for name, value in RUN.to_dict().items() if name != "asserted"}
+    assert Promotion.from_dict(old) == RUN

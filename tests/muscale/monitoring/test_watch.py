@@ -1,0 +1,365 @@
+"""A look at a run: rows as they come, where each evaluation lies, what is left, and how the command line ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from muscale import Promotion, StageError, StudyConfig
+from muscale.full_runs.alarms import STAGE as ALARM
+from muscale.full_runs.alarms import raise_alarms
+from muscale.full_runs.events import run_events
+from muscale.full_runs.metrics_tail import MetricsTail
+from muscale.full_runs.promotion import recorded_promotion
+from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
+from muscale.monitoring import following
+from muscale.monitoring.band import register_band
+from muscale.monitoring.following import follow, guarding, view
+from muscale.monitoring.watch import Watch, Watcher
+from muscale.plans.planning import Plan
+from muscale.settings.promote import PromoteSettings
+from muscale.store.ledger import Ledger, find
+from muscale.store.spike_handling import Incident, record_incident
+from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
+
+MakeStudy = Callable[..., Path]
+SETTINGS = PromoteSettings()
+
+
+class Run:
+    """A full run of a planted study whose metrics a test writes."""
+
+    def __init__(self, path: Path, *, stems: int = 4) -> None:
+        config = StudyConfig.read(path)
+        self.ledger = Ledger(path.parent / "ledger.sqlite")
+        rows = write_ladder(self.ledger, numerics_of(config), config, stems=stems)
+        self.plan: Plan = registered_plan(path, self.ledger)
+        self.band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
+        self.directory = self.ledger.directory / FULL_RUNS / self.plan.key
+        self.directory.mkdir(parents=True)
+        self.metrics = self.directory / METRICS
+
+    def begin(self) -> None:
+        self.ledger.record_result("promotion_started", self.plan.key, {"at": "2026-01-01T00:00:00+00:00"})
+
+    def evaluate(self, *shares: float, off: float = 1.0, beside: bool = False) -> None:
+        """Write evaluations there, so far off what is expected; the run's own, or those made beside it."""
+        with (self.directory / EVALUATIONS if beside else self.metrics).open("a") as file:
+            for share in shares:
+                tokens = round(share * self.plan.n_tokens)
+                expected = self.band.at([tokens])["expected"].fillna(9.0).iloc[0]
+                step = {"tokens": tokens, "train_loss": 2.5, "seconds": tokens / 1000}
+                of_checkpoint = {"tokens": tokens, "source_losses": {}, "samples": [], "seconds": 0.1}
+                row = (of_checkpoint if beside else step) | {"val_loss": expected * off}
+                file.write(json.dumps(row) + "\n")
+
+    def watcher(self) -> Watcher:
+        return Watcher(self.ledger, alarm_after=3)
+
+    def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
+        band = self.band
+        promotion = Promotion(
+            plan=self.plan.key,
+            loss=loss,
+            source_losses={},
+            forecast=band.loss,
+            low=band.low,
+            high=band.high,
+            level=band.level,
+            registered_at="2026-01-01T00:00:00+00:00",
+            started_at="2026-01-01T00:00:01+00:00",
+            finished_at="2026-01-01T00:00:02+00:00",
+            verdict="pass",
+            forced=False,
+            world_size=2,
+            seconds=1.0,
+            incidents=incidents,
+        )
+        self.ledger.record_result("promotion", self.plan.key, promotion.to_dict())
+
+
+@pytest.fixture
+def run(make_study: MakeStudy) -> Iterator[Run]:
+    run = Run(make_study())
+    yield run
+    run.ledger.close()
+
+
+def test_without_a_run_there_is_nothing_to_watch(run: Run) -> None:
+    with pytest.raises(StageError, match="no full run has begun"):
+        run.watcher()
+    run.begin()
+    with pytest.raises(StageError, match="no run of plan other has begun"):
+        Watcher(run.ledger, plan="other", alarm_after=3)
+    watch = run.watcher().look()
+    assert (watch.tokens, watch.inside, watch.ended, watch.alarming) == (0, None, False, False)
+    watch.plot()
+
+
+def test_each_evaluation_has_its_place(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.02, off=5)
+    run.evaluate(0.2, 0.3)
+    run.evaluate(0.4, off=3)
+    run.evaluate(0.5, off=0.3)
+    watch = run.watcher().look()
+    assert list(watch.evaluations["place"]) == ["before the band", "inside", "inside", "above", "below"]
+    assert watch.tokens_per_second == pytest.approx(1000)
+    assert watch.seconds_left == pytest.approx((run.plan.n_tokens - watch.tokens) / 1000)
+    assert watch.inside is False
+    assert not watch.alarming
+    assert "BELOW" in str(watch)
+    assert "before the band begins" in watch._repr_html_()
+    assert json.dumps(watch.to_dict())
+    names = {trace.name for trace in watch.plot().data}
+    assert {"band, held-out", "expected", "held-out loss", "outside the band", "training loss"} <= names
+
+
+def test_alarms_only_after_warmup_and_one_window(run: Run) -> None:
+    run.begin()
+    run.evaluate(*(number / 100 for number in range(1, 10)), off=5)
+    assert run.watcher().look().alarms == ()
+    run.evaluate(0.15, 0.2, 0.25, off=5)
+    watch = run.watcher().look()
+    assert [alarm.tokens for alarm in watch.alarms] == [round(0.25 * run.plan.n_tokens)]
+    assert watch.alarming
+    run.evaluate(0.3)
+    watch = run.watcher().look()
+    assert watch.alarms
+    assert not watch.alarming, "it came back"
+
+
+def test_evaluations_beside_the_run_have_their_places_and_are_an_alarm_as_its_own(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2)
+    run.evaluate(0.3, 0.5, off=3, beside=True)
+    watcher = run.watcher()
+    watch = watcher.look()
+    assert list(watch.evaluations["place"]) == ["inside", "above", "above"]
+    assert (watch.alarms, len(watch.curve)) == ((), 1)
+    assert watch.tokens_per_second is None, "a checkpoint's evaluation is no step"
+    run.evaluate(0.4, off=3)  # between them
+    watch = watcher.look()
+    assert list(watch.evaluations["share"].round(2)) == [0.2, 0.3, 0.4, 0.5]
+    assert [alarm.first_tokens for alarm in watch.alarms] == [round(0.3 * run.plan.n_tokens)]
+    assert watch.alarming
+    run.evaluate(1.0)
+    assert watcher.look().measured == pytest.approx(run.band.loss)
+
+
+def test_a_run_without_a_band_is_held_against_its_end(make_study: MakeStudy) -> None:
+    run = Run(make_study(), stems=2)
+    try:
+        run.begin()
+        run.evaluate(0.3, 0.6)
+        assert set(run.watcher().look().evaluations["place"]) == {"before the band"}
+        run.evaluate(1.0, off=0.2)
+        watch = run.watcher().look()
+        assert (watch.inside, watch.ended, watch.alarming) == (False, True, True)
+        assert "2 stems of the ladder" in str(watch)
+    finally:
+        run.ledger.close()
+
+
+def test_the_end_is_the_recorded_residual_or_why_there_is_none(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.5, 1.0)
+    watch = run.watcher().look()
+    assert watch.ended
+    assert watch.measured == pytest.approx(run.band.loss)
+    (run.directory / FAILURE).write_text("promote: the run diverged")
+    assert run.watcher().look().alarming
+    run.end(run.band.high * 1.1)
+    watch = run.watcher().look()
+    assert watch.alarming
+    assert "OUTSIDE" in str(watch)
+
+
+def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2)
+    restart = Incident(step=3, reason="killed", action="restart", back_to=256, at="2026-01-01T00:00:05+00:00")
+    record_incident(run.directory, restart)
+    run.evaluate(0.3, 0.4, 0.5, off=2)
+    watch = run.watcher().look()
+    assert [event.kind for event in watch.run_events] == ["restart", "alarm"], "the ledger does not know of it yet"
+    raise_alarms(run.ledger, watch.alarms, webhook=None)
+    later = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
+    record_incident(run.directory, later)
+    seen = run.watcher().look()
+    assert [event.kind for event in seen.run_events] == ["restart", "alarm", "skip"]
+    places = [str(seen).index(told) for told in ("00:00:05 step 3: restart", "alarm: the loss", "step 9: skip: nan")]
+    assert places == sorted(places)
+    assert [event["kind"] for event in json.loads(json.dumps(seen.to_dict()))["run_events"]] == [
+        "restart",
+        "alarm",
+        "skip",
+    ]
+    _, said = followed(run, "alarm")
+    assert said.count("step 9: skip: nan") == 1
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(seen))
+    assert "step 3: restart" in out.getvalue()
+
+
+def test_what_befell_a_run_is_told_with_its_promotion_and_kept_once(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2, 0.3, 0.4, 0.5, off=2)
+    raise_alarms(run.ledger, run.watcher().look().alarms, webhook=None)
+    skip = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
+    record_incident(run.directory, skip)
+    run.end(run.band.loss, incidents=(skip,))
+    found = recorded_promotion(run.ledger, run.plan.key)
+    assert found is not None
+    assert [event.kind for event in found.run_events] == ["alarm", "skip"]
+    assert str(run.watcher().look()).count("step 9: skip: nan") == 1
+    assert (run.ledger.result("promotion", run.plan.key) or {})["run_events"] == []
+    (run.directory / "incidents.jsonl").unlink()
+    assert run_events(run.ledger, run.plan.key) == found.run_events, "the promotion keeps what lay in the directory"
+    assert run_events(run.ledger, "another") == run_events(run.ledger, run.plan.key, asserted=True) == ()
+
+
+def test_a_growing_file_is_read_on_and_one_written_anew_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.table().empty
+    with path.open("a") as file:
+        file.write('{"tokens": 1, "train_loss": 3.0}\n{"tokens": 2, "tr')
+        file.flush()
+        assert list(tail.table()["tokens"]) == [1]
+        file.write('ain_loss": 2.0, "val_loss": 2.5}\ntorn\n')
+    table = tail.table()
+    assert list(table["tokens"]) == [1, 2]
+    assert list(table["val_loss"].isna()) == [True, False]
+    anew = tmp_path / "anew"
+    anew.write_text('{"tokens": 1, "train_loss": 1.0}\n' * 9)
+    anew.replace(path)
+    assert list(tail.table()["train_loss"]) == [1.0] * 9
+
+
+def test_a_file_that_is_written_anew_as_it_is_opened_is_not_taken_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, anew = tmp_path / "metrics.jsonl", tmp_path / "anew"
+    path.write_text('{"tokens": 1, "train_loss": 3.0}\n{"tokens": 2, "train_loss": 3.0}\n')
+    anew.write_text('{"tokens": 1, "train_loss": 1.0}\n' * 3)
+    tail, opened = MetricsTail(path), Path.open
+
+    def open_and_replace(self: Path, *args: Any) -> Any:
+        file = opened(self, *args)
+        anew.replace(path)
+        return file
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "open", open_and_replace)
+        assert list(tail.table()["train_loss"]) == [3.0, 3.0]
+    assert list(tail.table()["train_loss"]) == [1.0] * 3
+
+
+def followed(run: Run, until: Any, **options: Any) -> tuple[Any, str]:
+    shown = io.StringIO()
+    watch = follow(run.watcher(), until=until, every=0.01, settings=SETTINGS, console=Console(file=shown, **options))
+    return watch, shown.getvalue()
+
+
+def test_following_ends_at_the_end_or_at_an_alarm(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.2)
+    watch, _ = followed(run, "now")
+    assert not watch.ended
+    run.evaluate(0.3, 0.4, 0.5, off=2)
+    watch, said = followed(run, "alarm")
+    assert watch.alarming
+    assert said.count("alarm: the loss of plan") == 1
+    assert said.count("ABOVE") == 3
+    assert len(run.ledger.read(find, "results", {"stage": ALARM})) == 1
+    steps = iter((0.6, 0.8, 1.0))
+    watch = follow(
+        run.watcher(), until="end", every=0.01, settings=SETTINGS, before_look=lambda: run.evaluate(next(steps))
+    )
+    assert watch.ended
+    assert watch.inside
+
+
+def test_the_terminal_shows_the_run_in_its_band(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.02, 0.3, 0.5)
+    run.evaluate(1.0, off=2)
+    _, said = followed(run, "end", force_terminal=True, width=140)
+    assert "before it begins" in said
+    assert f"{run.band.loss * 2:.4f}" in said
+    out = io.StringIO()
+    Console(file=out, width=140).print(view(run.watcher().look()))
+    assert "---x" in out.getvalue()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets the guard look often, and waits until it has looked at what there is now."""
+    seen = threading.Condition()
+    count = 0
+    look = Watcher.look
+
+    def counted(self: Watcher) -> Watch:
+        nonlocal count
+        watch = look(self)
+        with seen:
+            count += 1
+            seen.notify_all()
+        return watch
+
+    def wait() -> None:
+        with seen:
+            later = count + 3  # the first may have begun before, and what is done about the second is done by the third
+            assert seen.wait_for(lambda: count >= later, timeout=60)
+
+    monkeypatch.setattr(following, "_GUARD_SECONDS", 0.02)
+    monkeypatch.setattr(Watcher, "look", counted)
+    return wait
+
+
+def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run, looks: Callable[[], None]) -> None:
+    settings = PromoteSettings(on_alarm="stop")
+    run.begin()
+    lines: list[str] = []
+    stopped = pytest.raises(StageError, match="stopped, as promote.on_alarm says: alarm")
+    with stopped, guarding(run.ledger, run.plan.key, settings, lines.append):
+        run.evaluate(0.2)
+        looks()
+        run.evaluate(0.3, 0.4, 0.5, off=2)
+        time.sleep(60)
+    assert len(lines) == 1
+    with guarding(run.ledger, run.plan.key, settings, lines.append):
+        looks()
+    assert len(lines) == 1, "the same alarm does not stop the run again"
+
+
+def test_an_alarm_is_only_logged_by_default(run: Run, looks: Callable[[], None]) -> None:
+    lines: list[str] = []
+    with guarding(run.ledger, run.plan.key, SETTINGS, lines.append):
+        time.sleep(0.1)  # it has not begun
+        run.begin()
+        run.evaluate(0.2)
+        looks()
+        run.evaluate(0.3, 0.4, 0.5, off=2)
+        looks()
+    assert [line[:5] for line in lines] == ["alarm"]
+
+
+def test_idle_time_is_told(run: Run) -> None:
+    run.begin()
+    run.evaluate(0.5)
+    os.utime(run.metrics, (0, 0))
+    assert "nothing new for" in str(run.watcher().look())
+    frame = run.watcher().look().to_frame()
+    assert isinstance(frame, pd.DataFrame)

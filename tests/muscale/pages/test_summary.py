@@ -1,0 +1,82 @@
+"""The top of the report: the forecast's fate, and how far the study came."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from muscale.pages.report_contents import ReportContents
+from muscale.pages.sections import count, escaped
+from muscale.pages.summary import headline, lineage, ruler, tiles
+from tests.muscale.pages.test_report import COLUMNS, promoted
+
+
+def contents(**known: Any) -> ReportContents:
+    runs = pd.DataFrame(columns=COLUMNS)
+    return ReportContents(
+        **{"name": "s", "config": {}, "created_at": "2026-01-02T03:04:05+00:00", "runs": runs, **known}
+    )
+
+
+FORECAST = {
+    "loss": 1.0,
+    "low": 0.9,
+    "high": 1.1,
+    "level": 0.9,
+    "registered_at": "2026-01-02T03:04:05+00:00",
+    "reasons": [],
+}
+
+
+def test_without_a_forecast_nothing_is_drawn() -> None:
+    assert headline(contents()) == ("no forecast yet", "none")
+    assert ruler(contents()) is None
+    assert tiles(contents()) == []
+    assert {step.state for step in lineage(contents())} == {"open"}
+    assert headline(contents(forecast=FORECAST)) == ("forecast 1.0000, not measured yet", "waiting")
+
+
+@pytest.mark.parametrize(("loss", "inside"), [(1.05, True), (1.5, False), (0.2, False)])
+def test_all_places_lie_on_the_line_in_order(loss: float, inside: bool) -> None:
+    drawn = ruler(contents(forecast=FORECAST, promotion=promoted(loss, inside=inside)))
+    assert drawn is not None
+    places = {name: drawn[name] for name in ("low", "forecast", "high", "measured")}
+    values = {"low": 0.9, "forecast": 1.0, "high": 1.1, "measured": loss}
+    assert sorted(places, key=lambda name: places[name]) == sorted(values, key=lambda name: values[name])
+    assert all(0 < place < 100 for place in places.values())
+
+
+def test_a_forced_launch_is_told_for_ever() -> None:
+    forced = {**promoted(1.0, inside=True), "forced": True, "forced_lines": ["transfer"]}
+    (tile,) = [tile for tile in tiles(contents(forecast=FORECAST, promotion=forced)) if tile.label == "gate"]
+    assert (tile.value, tile.note, tile.state) == ("forced", "past transfer", "bad")
+
+
+def test_a_run_outside_its_interval_and_a_bundle_stand_in_the_lineage() -> None:
+    steps = {
+        step.title: step
+        for step in lineage(contents(forecast=FORECAST, promotion=promoted(1.5, inside=False), bundle="0123456789"))
+    }
+    assert (steps["Full run"].state, steps["Full run"].note) == ("failed", "outside")
+    assert (steps["Bundle"].state, steps["Bundle"].note) == ("done", "01234567")
+    assert steps["Corpus"].state == "open"
+
+
+def test_large_numbers_are_short() -> None:
+    assert [count(n) for n in (12, 117_056, 5_126_144, 7e9, 1.5e13, 1e16)] == [
+        "12",
+        "117 k",
+        "5.13 M",
+        "7 B",
+        "15 T",
+        "1e+16",
+    ]
+
+
+def test_json_can_t_end_its_element() -> None:
+    text = escaped('["</script><!-- &amp;"]')
+    assert not {"<", ">", "&"} & set(text)
+    assert json.loads(text) == ["</script><!-- &amp;"]
