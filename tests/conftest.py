@@ -18,7 +18,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from muscale.full_runs.compat import mend_torchvision
+from muscale.full_runs.lightning_import import mend_torchvision
 from proxy_models.training.compilation import missing_compiler
 
 settings.load_profile(

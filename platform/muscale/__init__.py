@@ -15,13 +15,13 @@ from proxy_models.lazy import lazily
 if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle, load_bundle
     from muscale.errors import BundleError, MuscaleError, StageError, StudyDirectoryError, StudyFileError
-    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
-    from muscale.full_runs.continuation import Continuation
-    from muscale.full_runs.continuing import Continued
-    from muscale.full_runs.dry_run import DryRun
-    from muscale.full_runs.evaluating import evaluate_checkpoint
-    from muscale.full_runs.promotion import Promotion
-    from muscale.full_runs.smoke_test import SmokeTest
+    from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
+    from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
+    from muscale.full_runs.continue_run.continuation import Continuation
+    from muscale.full_runs.continue_run.train import Continued
+    from muscale.full_runs.promote.dry_run import DryRun
+    from muscale.full_runs.promote.promotion import Promotion
+    from muscale.full_runs.promote.smoke_test import SmokeTest
     from muscale.monitoring.calibration import Calibration
     from muscale.monitoring.watch import Watch
     from muscale.plans.gate import Gate

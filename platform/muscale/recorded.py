@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from muscale.full_runs import alarms, continuing, lineage, smoke_test
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.continue_run import lineage
+from muscale.full_runs.continue_run import train as continuing
+from muscale.full_runs.promote import smoke_test
+from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.records import alarms
 from muscale.monitoring import band
 from muscale.plans import gate, plan_file
 from muscale.plans.planning import Plan

@@ -18,8 +18,8 @@ import pandas as pd
 from muscale.actors.jobs import finish_stage
 from muscale.cluster import staying_cluster
 from muscale.errors import BundleError, StageError
-from muscale.full_runs import promotion
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.promote import promotion
+from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
@@ -58,11 +58,11 @@ from scaling.presentation import Result
 
 if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle
-    from muscale.full_runs.continuation import Continuation
-    from muscale.full_runs.continuing import Continued
-    from muscale.full_runs.dry_run import DryRun
-    from muscale.full_runs.prepared import Prepared
-    from muscale.full_runs.smoke_test import SmokeTest
+    from muscale.full_runs.continue_run.continuation import Continuation
+    from muscale.full_runs.continue_run.train import Continued
+    from muscale.full_runs.promote.dry_run import DryRun
+    from muscale.full_runs.promote.prepared import Prepared
+    from muscale.full_runs.promote.smoke_test import SmokeTest
     from proxy_models.coordinates.check import CoordinateCheck
 
 N_PARAMS_CONVENTION = "all parameters but the embedding table"
@@ -373,7 +373,7 @@ class Study(Result):
         Raises:
             StageError: As `promote`.
         """
-        from muscale.full_runs.prepared import prepare
+        from muscale.full_runs.promote.prepared import prepare
 
         plan, config = self._to_promote(plan, register=True)
         if self.ledger.result("promotion", plan.key):
@@ -408,7 +408,7 @@ class Study(Result):
             StageError: If there is no such checkpoint, the stage can't go on from it so, or its training failed.
             PreemptedError: As `promote`.
         """
-        from muscale.full_runs.continuing import train_stage
+        from muscale.full_runs.continue_run.train import train_stage
 
         planned = self.continuation(stage)
         metrics = planned.folder / METRICS
@@ -417,7 +417,7 @@ class Study(Result):
 
     def continuation(self, stage: str | Path) -> Continuation:
         """What `continue_run` would train; writes the stage's corpus if it is new, and trains nothing."""
-        from muscale.full_runs.continuation import plan_stage
+        from muscale.full_runs.continue_run.continuation import plan_stage
 
         own = replace(self.numerics, guard=self.config.promote.guard)
         with self.display.stage("corpus") as update:
@@ -520,7 +520,7 @@ class Study(Result):
         Raises:
             StageError: If there are fewer steps, the run has fewer than twice as many, or a launch failed.
         """
-        from muscale.full_runs.smoke_test import smoke_test_on_cluster
+        from muscale.full_runs.promote.smoke_test import smoke_test_on_cluster
 
         plan, config = self._to_promote(plan, register=False)
         with self.display.stage("smoke_test"):
@@ -537,7 +537,7 @@ class Study(Result):
         return planning.register(plan, self.ledger) if known else plan, self.config
 
     def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
-        from muscale.full_runs.dry_run import dry_run
+        from muscale.full_runs.promote.dry_run import dry_run
 
         return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
 

@@ -3,7 +3,7 @@
     python tests/benchmarks/full_run_gpu.py [--sizes 125M 350M 1.3B] [--steps 20] [--micro-batch 8]
 
 GPT-3's shapes (Brown et al., arXiv 2005.14165, table 2.1) as our family, heads of 64, context 2048, 50,304 ids, in bf16, AdamW,
-by `muscale.full_runs.full_run` itself without Ray: eager, compiled, and each with activations of whole blocks, or of all but the
+by `muscale.full_runs.train.module` itself without Ray: eager, compiled, and each with activations of whole blocks, or of all but the
 attention's and products' outputs, computed again. Every case is a process of its own. MFU counts the FLOPs of
 `ModelConfig.train_flops_per_token` against the peak in the vendor's datasheet; steps count from the fifth, by their median.
 Without a GPU only `--sizes tiny` runs, which shows that the script works and nothing else.
@@ -63,8 +63,8 @@ class Case:
 
 def train_case(case: Case, corpus: Path) -> dict[str, Any]:
     """Train it in this process, and tell speed and memory."""
-    from muscale.full_runs.full_run import train
-    from muscale.full_runs.full_run_spec import FullRun
+    from muscale.full_runs.train.full_run import FullRun
+    from muscale.full_runs.train.module import train
 
     model, on_gpu = case.model, torch.cuda.is_available()
     batch = 4 * case.micro_batch * model.context_length

@@ -30,7 +30,7 @@ import torch
 
 from muscale import Study, StudyConfig
 from muscale.cluster import staying_cluster
-from muscale.full_runs.promotion import full_run_of
+from muscale.full_runs.promote.promotion import full_run_of
 from muscale.plans.planning import Plan
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -138,8 +138,8 @@ def train(task: Task) -> dict[str, Any]:
     """The loss of one run, by the lean loop that trains proxies, or by the full run's code in one process."""
     promoted, began = _promoted[task.case], perf_counter()
     if task.kind == "full run":
-        from muscale.full_runs.full_run import train as train_full
-        from muscale.full_runs.full_run_spec import FullRun
+        from muscale.full_runs.train.full_run import FullRun
+        from muscale.full_runs.train.module import train as train_full
 
         return {"loss": train_full(FullRun(**promoted.full_run))["loss"], "seconds": perf_counter() - began}
     numerics = replace(promoted.numerics, seed=task.seed)

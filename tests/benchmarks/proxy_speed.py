@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from muscale.full_runs.compat import import_lightning
+from muscale.full_runs.lightning_import import import_lightning
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.products import MKL_IS_SLOW, Linear, product

@@ -152,7 +152,7 @@ def train_with_lightning(rate: float, folder: Path) -> float:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from muscale.full_runs.compat import import_lightning
+    from muscale.full_runs.lightning_import import import_lightning
     from proxy_models.architecture.config import ModelConfig
     from proxy_models.architecture.decoder import next_token_loss
     from proxy_models.data.corpus import Corpus

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from muscale import StudyConfig, json_lines
-from muscale.full_runs import goodput
-from muscale.full_runs.promotion import begin
+from muscale.full_runs.promote.promotion import begin
+from muscale.full_runs.records import goodput
 from muscale.layout import LEDGER, METRICS
 from muscale.plans.planning import make_plan, register
 from muscale.store.ledger import Ledger

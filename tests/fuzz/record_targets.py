@@ -49,7 +49,7 @@ class CheckpointRecord(Target):
         import torch
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from muscale.full_runs.stored_weights import alone
+        from muscale.full_runs.checkpoints.stored_weights import alone
 
         self.checkpoint = folder / "tokens=4"
         self.weights = {"a": torch.zeros(3, 2), "b": torch.zeros(5)}
@@ -68,7 +68,7 @@ class CheckpointRecord(Target):
         return self.checkpoint
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.stored_weights import RecordReader, read_weights
+        from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
 
         RecordReader(path).names()
         read_weights(path, self.weights)
@@ -82,7 +82,7 @@ class CheckpointManifest(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.full_runs.checkpoint_folder import MANIFEST, PARAMETRIZATION
+        from muscale.full_runs.checkpoints.folder import MANIFEST, PARAMETRIZATION
         from proxy_models.hashing import file_sha256
 
         self.checkpoint = folder / "tokens=8"
@@ -105,7 +105,7 @@ class CheckpointManifest(Target):
         return self.checkpoint
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.checkpoint_folder import require_whole, seal_of
+        from muscale.full_runs.checkpoints.folder import require_whole, seal_of
 
         assert (seal_of(path) is None) != passes(lambda: require_whole(path), self.refusals)
         require_whole(path)
@@ -133,7 +133,7 @@ class CheckpointTable(Target):
         return (StageError, ValueError)
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.checkpoints import _table
+        from muscale.full_runs.checkpoints.save import _table
 
         self.table.require(_table(path))
         return None
@@ -148,8 +148,8 @@ class RunRecord(Target):
         super().__init__(folder)
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from muscale.full_runs.run_description import RunDescription
-        from muscale.full_runs.stored_weights import alone
+        from muscale.full_runs.checkpoints.run_description import RunDescription
+        from muscale.full_runs.checkpoints.stored_weights import alone
         from muscale.layout import RUN
         from proxy_models.architecture.config import ModelConfig
         from proxy_models.architecture.decoder import Decoder
@@ -177,8 +177,8 @@ class RunRecord(Target):
         return self.folder
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.evaluating import _decoder
-        from muscale.full_runs.run_description import RunDescription
+        from muscale.full_runs.checkpoints.evaluate import _decoder
+        from muscale.full_runs.checkpoints.run_description import RunDescription
 
         return _decoder(RunDescription.read(path), self.checkpoint)
 

@@ -63,7 +63,7 @@ class StageOfAStudy(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.full_runs.checkpoint_folder import CHECKPOINTS
+        from muscale.full_runs.checkpoints.folder import CHECKPOINTS
         from muscale.layout import CORPUS, FULL_RUNS
         from proxy_models.data.corpus import write_corpus
         from tests.muscale.planted_ladder import numerics_of
@@ -93,7 +93,7 @@ class StageOfAStudy(Target):
         return (StageError, StudyFileError)
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.continuation import plan_stage
+        from muscale.full_runs.continue_run.continuation import plan_stage
 
         planned = plan_stage(
             path, self.config, self.ledger, self.corpus, lambda plan: plan.chain(self.numerics), lambda *_: None
@@ -108,7 +108,7 @@ class PreparedRun(Target):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from muscale.full_runs.prepared import prepare
+        from muscale.full_runs.promote.prepared import prepare
         from tests.muscale.planted_ladder import numerics_of
 
         _, config, ledger, plan = planned_study(folder)
@@ -122,8 +122,8 @@ class PreparedRun(Target):
         return (StageError, StudyFileError)
 
     def read(self, path: Path) -> object:
-        from muscale.full_runs.full_run_spec import FullRun
-        from muscale.full_runs.prepared import read
+        from muscale.full_runs.promote.prepared import read
+        from muscale.full_runs.train.full_run import FullRun
 
         run = FullRun(**read(path))
         return run.n_tokens, run.n_steps(run.n_tokens), run.numerics.key

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from muscale.errors import EXIT_PREEMPTED, PreemptedError
-from muscale.full_runs.full_run import train
-from muscale.full_runs.full_run_spec import FullRun
-from muscale.full_runs.sharding import ShardedStrategy
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
+from muscale.full_runs.train.sharding import ShardedStrategy
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus
@@ -34,7 +34,7 @@ def _train(run: FullRun, rank: int, world_size: int, store: Path, fault: Fault |
     import torch
     import torch.distributed as dist
 
-    from muscale.full_runs.compat import import_lightning
+    from muscale.full_runs.lightning_import import import_lightning
 
     import_lightning()
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment

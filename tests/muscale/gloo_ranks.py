@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from proxy_models.architecture.memory import CHUNK_ENTRIES
 
 if TYPE_CHECKING:
-    from muscale.full_runs.full_run_spec import FullRun
+    from muscale.full_runs.train.full_run import FullRun
 
 processes = multiprocessing.get_context("forkserver")  # torch and Lightning are imported once, not by each of them
-processes.set_forkserver_preload(["muscale.full_runs.full_run", "torch.distributed.checkpoint"])
+processes.set_forkserver_preload(["muscale.full_runs.train.module", "torch.distributed.checkpoint"])
 
 
 def _serve(runs: Connection) -> None:
@@ -25,8 +25,8 @@ def _serve(runs: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from muscale.full_runs.full_run import train  # makes lightning importable
-    from muscale.full_runs.sharding import ShardedStrategy
+    from muscale.full_runs.train.module import train  # makes lightning importable
+    from muscale.full_runs.train.sharding import ShardedStrategy
     from proxy_models.architecture import memory
 
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # isort: skip

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from muscale import StudyDirectoryError
-from muscale.full_runs.alarms import STAGE as ALARM
-from muscale.full_runs.alarms import Alarm
+from muscale.full_runs.records.alarms import STAGE as ALARM
+from muscale.full_runs.records.alarms import Alarm
 from muscale.monitoring.band import STAGE as BAND
 from muscale.monitoring.band import Band
 from muscale.plans.gate import Gate, transfer_line

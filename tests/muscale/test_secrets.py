@@ -10,8 +10,8 @@ import pytest
 from muscale import Study, StudyConfig
 from muscale.bundles import bundle_files
 from muscale.bundles.bundle import METRICS, WEIGHTS
-from muscale.full_runs.prepared import PREPARED, prepare, train_here
-from muscale.full_runs.promotion import begin, promote
+from muscale.full_runs.promote.prepared import PREPARED, prepare, train_here
+from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import BUNDLES, FULL_RUNS, PLANS, REPORT, RESULT
 from muscale.plans.plan_file import write
 from muscale.store.ledger import Ledger

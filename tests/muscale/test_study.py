@@ -18,9 +18,9 @@ import pytest
 from muscale import Promotion, StageError, Study
 from muscale.bundles.bundle import LINEAGE, RUNS
 from muscale.bundles.bundle_files import MANIFEST
-from muscale.full_runs.finished_run import held_out_loss
-from muscale.full_runs.prepared import read
-from muscale.full_runs.promotion import promote
+from muscale.full_runs.checkpoints.finished_run import held_out_loss
+from muscale.full_runs.promote.prepared import read
+from muscale.full_runs.promote.promotion import promote
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
 from muscale.plans.planning import Plan, register
 from scaling import ScalingFit

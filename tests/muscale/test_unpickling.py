@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from muscale.full_runs.stored_weights import PlainPlanner, RecordReader, alone
+from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, alone
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("platform/muscale", "scaling", "search_spaces", "proxy_models")
@@ -34,11 +34,11 @@ CALLS = frozenset(
 )
 ALLOWED = {
     (
-        "platform/muscale/full_runs/stored_weights.py",
+        "platform/muscale/full_runs/checkpoints/stored_weights.py",
         "pickle",
     ): "an Unpickler that finds the classes of torch's record and nothing else",
     (
-        "platform/muscale/full_runs/stored_weights.py",
+        "platform/muscale/full_runs/checkpoints/stored_weights.py",
         "FileSystemReader",
     ): "its subclass reads the record with that Unpickler",
     (

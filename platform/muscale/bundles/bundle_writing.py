@@ -22,10 +22,10 @@ from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.formatting import finite
-from muscale.full_runs.checkpoint_folder import CHECKPOINTS
-from muscale.full_runs.checkpoints import Checkpoints
-from muscale.full_runs.finished_run import average_checkpoints, held_out_loss, last_state
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.checkpoints.finished_run import average_checkpoints, held_out_loss, last_state
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain, segment_to_dict

@@ -12,7 +12,7 @@ from proxy_models.data.kept_tokenizer import kept_name
 from proxy_models.data.token_files import STATED
 
 if TYPE_CHECKING:
-    from muscale.full_runs.promotion import Promotion
+    from muscale.full_runs.promote.promotion import Promotion
     from muscale.plans.planning import Plan
     from proxy_models.data.corpus import Corpus
     from proxy_models.training.numerics import Numerics

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.errors import StageError
-from muscale.full_runs.promotion import Promotion, recorded_promotion
+from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.search.sweep import collect

@@ -14,9 +14,9 @@ from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_writing import write_bundle
 from muscale.errors import StageError
-from muscale.full_runs.continuation import NOT_FORECAST
-from muscale.full_runs.continuing import RECORD, Continued
-from muscale.full_runs.lineage import find_stage, plain
+from muscale.full_runs.continue_run.continuation import NOT_FORECAST
+from muscale.full_runs.continue_run.lineage import find_stage, plain
+from muscale.full_runs.continue_run.train import RECORD, Continued
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.store.lineage import Chain, segment_from_dict
 from proxy_models.data.corpus import Corpus

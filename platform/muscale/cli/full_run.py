@@ -126,7 +126,7 @@ def train(run: Path, *, json: AsJson = False) -> int:
         run: The file.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.full_runs.prepared import train_here
+    from muscale.full_runs.promote.prepared import train_here
 
     with result_alone(json):
         result = train_here(run)

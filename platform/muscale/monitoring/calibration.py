@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from muscale.errors import StudyDirectoryError
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.promote.promotion import Promotion
 from muscale.settings.strict import shown
 from muscale.store.ledger import Ledger, find
 from muscale.store.merge import Read, opened

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muscale.errors import LedgerUnavailableError, PreemptedError, StageError
-from muscale.full_runs.alarms import Alarm, known_alarms, raise_alarms
+from muscale.full_runs.records.alarms import Alarm, known_alarms, raise_alarms
 from muscale.interrupts import enable_sigint
 from muscale.monitoring.watch import Watch, Watcher, told_evaluation
 from muscale.settings.promote import PromoteSettings

@@ -19,7 +19,7 @@ import numpy as np
 
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import FAILURE, METRICS, OBSERVED
 from muscale.monitoring.band import registered_band
 from muscale.plans.planning import Plan

@@ -12,10 +12,10 @@ import pandas as pd
 
 from muscale.errors import StageError
 from muscale.formatting import format_duration
-from muscale.full_runs.alarms import Alarm, find_alarms
-from muscale.full_runs.events import Event, run_events
-from muscale.full_runs.promotion import Promotion, recorded_promotion
-from muscale.full_runs.run_records import RunRecords
+from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
+from muscale.full_runs.records.alarms import Alarm, find_alarms
+from muscale.full_runs.records.events import Event, run_events
+from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import FAILURE, FULL_RUNS, OBSERVED
 from muscale.monitoring import figures
 from muscale.monitoring.band import Band, registered_band

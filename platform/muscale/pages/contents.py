@@ -12,9 +12,9 @@ import sqlalchemy as sa
 
 from muscale import json_lines
 from muscale.errors import StageError
-from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
-from muscale.full_runs.events import run_events
-from muscale.full_runs.run_records import RunRecords
+from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
+from muscale.full_runs.records.events import run_events
+from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
 from muscale.monitoring.band import registered_band
 from muscale.monitoring.calibration import calibrate

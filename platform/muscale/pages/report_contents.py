@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 if TYPE_CHECKING:
-    from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation
+    from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
     from muscale.monitoring.band import Band
     from muscale.monitoring.calibration import Calibration
     from muscale.pages.reproduction import Reproduction

@@ -1,6 +1,6 @@
 """What has to hold before a full run is paid for: a line each, with what was compared and, where it does not hold, what to do.
 
-The checks take plain values; `muscale.full_runs.dry_run` finds these for a study.
+The checks take plain values; `muscale.full_runs.promote.dry_run` finds these for a study.
 """
 
 from __future__ import annotations

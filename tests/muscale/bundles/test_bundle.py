@@ -23,12 +23,12 @@ from muscale.bundles.bundle_files import MANIFEST, verify
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.cli import app
 from muscale.errors import BundleError, StageError
-from muscale.full_runs.checkpoint_folder import CHECKPOINTS
-from muscale.full_runs.checkpoints import Checkpoints
-from muscale.full_runs.finished_run import held_out_loss, last_state
-from muscale.full_runs.full_run import train
-from muscale.full_runs.full_run_spec import FullRun
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.checkpoints.finished_run import held_out_loss, last_state
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from muscale.bundles.model_card import model_card
-from muscale.full_runs.events import Event
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.records.events import Event
 from muscale.plans.planning import Plan
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_mixture

@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 from muscale import Promotion, StageError, StudyConfig
-from muscale.full_runs.alarms import STAGE as ALARM
-from muscale.full_runs.alarms import raise_alarms
-from muscale.full_runs.events import run_events
-from muscale.full_runs.metrics_tail import MetricsTail
-from muscale.full_runs.promotion import recorded_promotion
+from muscale.full_runs.promote.promotion import recorded_promotion
+from muscale.full_runs.records.alarms import STAGE as ALARM
+from muscale.full_runs.records.alarms import raise_alarms
+from muscale.full_runs.records.events import run_events
+from muscale.full_runs.records.metrics_tail import MetricsTail
 from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
 from muscale.monitoring import following
 from muscale.monitoring.band import register_band

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from muscale import Study, StudyConfig
-from muscale.full_runs.checkpoint_evaluation import CheckpointEvaluation, Sample
+from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.pages.contents import gather
 from muscale.pages.report import write_report

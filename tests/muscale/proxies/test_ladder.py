@@ -12,7 +12,7 @@ import pytest
 from muscale import StudyConfig
 from muscale.actors.jobs import Job
 from muscale.errors import StudyFileError
-from muscale.full_runs.promotion import Promotion
+from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
 from muscale.search.config_history import path_of

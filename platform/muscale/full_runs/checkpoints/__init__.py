@@ -1,0 +1,1 @@
+"""Checkpoints of a full run: saved, found, loaded on any number of ranks, evaluated."""

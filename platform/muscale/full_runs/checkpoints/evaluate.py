@@ -1,0 +1,127 @@
+"""One checkpoint of a full run evaluated in one process: its held-out loss, source by source, and text that it writes.
+
+It needs the run's directory and its corpus, neither Ray nor Lightning, and may run while the training goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, require_whole, tokens_of
+from muscale.full_runs.checkpoints.held_out import evaluate_whole
+from muscale.full_runs.checkpoints.run_description import RunDescription
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
+from muscale.layout import RUN
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.generate import continue_text
+from proxy_models.data.corpus import Corpus, CorpusError
+from proxy_models.training.device import usable
+
+SAMPLE_SEED = 0
+"""Of the draws of every sample, so that those of two checkpoints differ by their weights alone."""
+
+
+def evaluate_checkpoint(
+    where: str | Path,
+    *,
+    corpus: str | Path | None = None,
+    device: str = "cpu",
+    prompts: Sequence[str] = (),
+    sample_tokens: int = 64,
+    temperature: float = 1.0,
+    seed: int = SAMPLE_SEED,
+) -> CheckpointEvaluation:
+    """Evaluate a checkpoint as its run does, over the same held-out sequences, and let it go on from prompts.
+
+    Its hashes are checked first; of the shards only the weights are read, and nothing is unpickled but torch's own record of
+    what lies where.
+
+    Args:
+        where: Directory of a full run, for its newest whole checkpoint, or a checkpoint's own folder.
+        corpus: Folder of the corpus, where it lies elsewhere than when the run began.
+        device: "cpu", "cuda" or "cuda:<number>".
+        prompts: Text to go on from.
+        sample_tokens: Of each sample, at most.
+        temperature: 0 takes the likeliest token each time; otherwise they are drawn, the logits divided by it.
+        seed: Of the draws; every prompt begins with it anew.
+
+    Raises:
+        StageError: If there is no whole checkpoint, or it is removed meanwhile; if the corpus is not the run's, is not there, or
+            has no tokenizer to write text with; or if the loss is not finite.
+        ValueError: If there is no such device, or an argument of the samples is out of its range.
+    """
+    began = time.perf_counter()
+    directory, path = _located(Path(where))
+    run = RunDescription.read(directory)
+    text = _opened(Path(corpus) if corpus else run.corpus, run.numerics.corpus_key)
+    try:
+        tokenizer = text.tokenizer() if prompts else None
+    except CorpusError as error:
+        raise StageError(f"prompts: {error}") from error
+    decoder = _decoder(run, path).to(usable(device))
+    told = evaluate_whole(decoder, text, run.numerics)
+    if not math.isfinite(told["val_loss"]):
+        raise StageError(f"{path}: the held-out loss is not finite")
+    written = [
+        continue_text(decoder, tokenizer, prompt, sample_tokens, temperature=temperature, seed=seed)
+        for prompt in prompts
+        if tokenizer
+    ]
+    return CheckpointEvaluation(
+        checkpoint=path.name,
+        tokens=tokens_of(path),
+        loss=told["val_loss"],
+        source_losses=told["source_losses"],
+        samples=tuple(
+            Sample(prompt=prompt, text=text, temperature=temperature, seed=seed)
+            for prompt, text in zip(prompts, written, strict=True)
+        ),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _located(where: Path) -> tuple[Path, Path]:
+    """The run's directory and the checkpoint's folder, whose hashes held."""
+    if (where / RUN).exists() or (where / CHECKPOINTS).is_dir():
+        found = next(Checkpoints(where / CHECKPOINTS).whole(), None)
+        if found is None:
+            raise StageError(f"{where / CHECKPOINTS}: there is no whole checkpoint yet")
+        return where, found[1]
+    require_whole(where)
+    return where.resolve().parent.parent, where
+
+
+def _opened(folder: Path, key: str) -> Corpus:
+    """The corpus that a run was trained on."""
+    try:
+        corpus = Corpus.open(folder)
+    except (CorpusError, OSError) as error:
+        raise StageError(f"{error}; say where the run's corpus lies now, corpus=…") from error
+    if corpus.key != key:
+        raise StageError(f"{folder}: corpus {corpus.key}, the run was trained on {key}")
+    return corpus
+
+
+def _decoder(run: RunDescription, checkpoint: Path) -> Decoder:
+    """The whole model with a checkpoint's weights, on the CPU, in fp32."""
+    # A model far larger than its weights would first of all need its memory.
+    if (n_params := run.numerics.model.n_params_total) > 4 * (found := RecordReader(checkpoint).n_weights()):
+        raise StageError(
+            f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {n_params:,}"
+        )
+    try:
+        decoder = Decoder(run.numerics.model)
+    except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise StageError(f"{checkpoint}: no model can be built as {RUN} says ({error})") from error
+    decoder.set_multipliers(run.multipliers)
+    with torch.no_grad():
+        read_weights(checkpoint, {name: parameter.detach() for name, parameter in decoder.named_parameters()})
+    return decoder.eval()

@@ -1,0 +1,77 @@
+"""A finished full run in one process: its last state, averages of its last weights, and their loss on the held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.held_out import evaluate_whole
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.checkpoints.stored_weights import alone, read_weights
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.step import Stepper
+
+
+def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[Segment]) -> Stepper:
+    """The decoder and the optimizer as the run left them, on the CPU and unsharded.
+
+    Args:
+        checkpoints: Of the run, trained at whatever world size; the study's own, as torch unpickles their metadata.
+        numerics: Of the run.
+        segments: Its chain.
+
+    Raises:
+        StageError: If there is no whole checkpoint of the run's end.
+    """
+    end = segments[-1].end
+    found = checkpoints.latest()
+    if found is None or found[0] != end:
+        at = f"the newest whole one is at {found[0]}" if found else "there is no whole one"
+        raise StageError(f"{checkpoints.folder}: needs the checkpoint of the run's end at {end} tokens; {at}")
+    decoder = Decoder(numerics.model)
+    first, last = segments[0].recipe, segments[-1].recipe
+    initialize(decoder, numerics.parametrization(first.optimizer), first, seed=numerics.seed)  # for the multipliers
+    optimizer = make_optimizer(decoder, numerics.parametrization(last.optimizer), last)
+    stepper = Stepper(decoder, optimizer, numerics, last)
+    with alone():
+        checkpoints.load(found[1], stepper)
+    return stepper
+
+
+def average_checkpoints(
+    checkpoints: Checkpoints, decoder: Decoder, k: int
+) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """The mean of the weights of the last `k` checkpoints, summed in fp32; the decoder is left as it was.
+
+    Returns:
+        The weights by parameter name, and the tokens of each checkpoint, the newest first.
+
+    Raises:
+        StageError: If there are fewer whole checkpoints.
+    """
+    found = list(islice(checkpoints.whole(), k))
+    if len(found) < k:
+        raise StageError(
+            f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; the newest "
+            "promote.keep_last of a run are kept"
+        )
+    sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in decoder.named_parameters()}
+    for _, path in found:
+        weights = {name: torch.empty_like(tensor) for name, tensor in decoder.named_parameters()}
+        read_weights(path, weights)
+        for name, total in sums.items():
+            total += weights[name]
+    return {name: total / k for name, total in sums.items()}, tuple(tokens for tokens, _ in found)
+
+
+def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:
+    """The validation loss, nats per token, over the same sequences as the run's own; in fp32, without dropout."""
+    return float(evaluate_whole(decoder, corpus, numerics)["val_loss"])

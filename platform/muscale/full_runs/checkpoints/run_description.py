@@ -1,0 +1,73 @@
+"""What the checkpoints of a full run are of, as a file in its directory: enough to build the model again without the study."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from muscale.errors import StageError
+from muscale.full_runs.train.full_run import FullRun
+from muscale.layout import RUN
+from proxy_models.architecture.parametrization import ForwardMultipliers
+from proxy_models.atomic_write import atomic_write
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import multipliers_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDescription:
+    """The model of a run, and what it is evaluated on.
+
+    Attributes:
+        numerics: Of the run.
+        multipliers: Of its forward pass, the tuned ones in them.
+        corpus: Folder of the corpus; in the file relative to the run's directory, as both may be moved together.
+        n_tokens: D.
+    """
+
+    numerics: Numerics
+    multipliers: ForwardMultipliers
+    corpus: Path
+    n_tokens: int
+
+    @classmethod
+    def of(cls, run: FullRun) -> Self:
+        """Of a run that is to be trained."""
+        recipe = run.segments[0].recipe
+        multipliers = multipliers_of(run.numerics.parametrization(recipe.optimizer), recipe)
+        return cls(numerics=run.numerics, multipliers=multipliers, corpus=run.corpus, n_tokens=run.n_tokens)
+
+    def write(self, directory: Path) -> None:
+        """Put it into a run's directory, whole or not at all."""
+        values = {
+            "numerics": self.numerics.to_dict(),
+            "multipliers": asdict(self.multipliers),
+            "corpus": os.path.relpath(self.corpus.resolve(), directory.resolve()),
+            "n_tokens": self.n_tokens,
+        }
+        with atomic_write(directory / RUN) as unfinished:
+            unfinished.write_text(json.dumps(values, indent=1))
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """That of a run.
+
+        Raises:
+            StageError: If the directory has none, or one that can't be read.
+        """
+        path = directory / RUN
+        try:
+            values = json.loads(path.read_text())
+            return cls(
+                numerics=Numerics.from_dict(values["numerics"]),
+                multipliers=ForwardMultipliers(**values["multipliers"]),
+                corpus=(directory / values["corpus"]).resolve(),
+                n_tokens=int(values["n_tokens"]),
+            )
+        except FileNotFoundError as error:
+            raise StageError(f"{path}: no such file; a full run writes it into its directory when it begins") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise StageError(f"{path}: not what a full run writes there ({error})") from error

@@ -1,0 +1,164 @@
+"""Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), written while training goes on, hashed, moved into place whole.
+
+The parametrization's table lies beside the shards. The manifest of hashes is written last, and only then the folder gets its
+name, so that a kill at any time leaves a checkpoint that is whole, or none. One whose hashes do not hold is never opened; they
+guard against damage, not against an author. Against one, nothing of it is unpickled but plain records: see `stored_weights`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import PARAMETRIZATION, CheckpointFolder, put_in_place, write_manifest
+from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, told
+from muscale.full_runs.distributed import barrier, broadcast_from_rank0, rank, side_group
+from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.hashing import file_sha256
+from proxy_models.training.metrics import passes
+from proxy_models.training.state import capture
+from proxy_models.training.step import GOOD, Stepper
+
+_MEMORY = "memory"  # of the stepper, in a checkpoint
+_UNFINISHED = ".unfinished"
+
+
+class Checkpoints(CheckpointFolder):
+    """Sharded checkpoints of one run, as its ranks write and read them.
+
+    Attributes:
+        folder: Where they lie; every rank sees the same.
+        keep_last: The newest so many are kept.
+        keep_every_tokens: Kept for ever is the first at or after each multiple of it; None: none is.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int = 2, keep_every_tokens: int | None = None) -> None:
+        super().__init__(folder)
+        self.keep_last, self.keep_every_tokens = keep_last, keep_every_tokens
+        self._thread: ThreadPoolExecutor | None = None
+        self._write: Future[None] | None = None
+
+    def latest(self) -> tuple[int, Path] | None:
+        """Tokens and path of the newest checkpoint whose hashes hold, or None; rank 0 reads them, and all ranks are told."""
+        self.finish()
+        return broadcast_from_rank0(lambda: next(self.whole(), None))
+
+    def save(self, stepper: Stepper, tokens: int) -> None:
+        """Copy the state of all ranks, and have it written while they go on; a write before it is waited for.
+
+        Raises:
+            Exception: What ended the write before it.
+        """
+        self.finish()
+        unfinished = self.folder / f"tokens={tokens}{_UNFINISHED}"
+        if rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        barrier()
+        weights, moments = get_state_dict(stepper.module, stepper.optimizer)
+        state = {"model": weights, "optimizer": moments, _MEMORY: stepper.memory()}
+        shards = async_save(state, checkpoint_id=unfinished, process_group=side_group())
+        if not isinstance(shards, Future):
+            shards = shards.upload_completion
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._write = self._thread.submit(self._seal, shards, unfinished, tokens, stepper.parametrization)
+
+    def finish(self) -> None:
+        """Wait until what `save` began lies in its place.
+
+        Raises:
+            Exception: What ended the write.
+        """
+        write, self._write = self._write, None
+        if write:
+            write.result()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write goes on."""
+        return self._write is not None and not self._write.done()
+
+    def _seal(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
+        """Once the shards are written: each rank hashes its own; rank 0 writes the manifest, names the folder, drops the oldest."""
+        shards.result()
+        hashes = _gathered({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
+        if rank() != 0:
+            return
+        (unfinished / PARAMETRIZATION).write_text(json.dumps(table.to_dict(), indent=1))
+        for file in sorted(unfinished.iterdir()):
+            if file.name not in hashes:
+                hashes[file.name] = file_sha256(file)
+        write_manifest(unfinished, hashes)
+        put_in_place(unfinished, self.path(tokens))
+        self._drop(tokens)
+
+    def _drop(self, tokens: int) -> None:
+        """All but the kept; a later one did not hold its hashes, or was gone back behind, as this is the newest."""
+        standing = [(number, path) for number, path in reversed(self.found()) if number <= tokens]
+        kept, before = {path for _, path in standing[-self.keep_last :]}, 0
+        for number, path in standing:
+            if passes(self.keep_every_tokens, before, number):
+                kept.add(path)
+            before = number
+        for _, path in self.found():
+            if path not in kept:
+                unfinished = path.with_name(path.name + _UNFINISHED)
+                shutil.rmtree(unfinished, ignore_errors=True)
+                path.rename(unfinished)  # at once, so that who reads it or dies here leaves no half of it
+        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # of an attempt that was killed, too
+            shutil.rmtree(path)
+
+    def load(self, path: Path, stepper: Stepper, *, memory: bool = True) -> None:
+        """Read a checkpoint that was found whole, at whatever world size this is.
+
+        Args:
+            path: One of `latest` or `whole`, or one whose `seal_of` is known.
+            stepper: Takes its state.
+            memory: Whether it takes the stepper's memory too, or begins with none.
+
+        Raises:
+            ValueError: If it was trained under another table than the stepper's.
+            StageError: If its record or its table can't be read.
+        """
+        stepper.parametrization.require(_table(path / PARAMETRIZATION))
+        module, optimizer = stepper.module, stepper.optimizer
+        weights, moments = get_state_dict(module, optimizer)
+        reader = RecordReader(path)
+        saved = reader.names()
+        places = stepper.memory() | {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
+        remembered = {name: tensor for name, tensor in places.items() if memory and f"{_MEMORY}.{name}" in saved}
+        state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: remembered}
+        try:
+            load_sharded(state, storage_reader=reader, planner=PlainPlanner())
+        except CheckpointException as error:
+            raise StageError(f"{path}: can't be read ({told(error)})") from error
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if memory:
+            stepper.remember(state[_MEMORY])
+
+
+def _table(path: Path) -> Parametrization:
+    try:
+        return Parametrization.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StageError(f"{path}: can't be read as a parametrization's table ({error})") from error
+
+
+def _gathered(hashes: dict[str, str]) -> dict[str, str]:
+    """Those of all ranks, on rank 0."""
+    group = side_group()
+    if group is None:
+        return hashes
+    of_ranks: list[dict[str, str]] | None = [{}] * dist.get_world_size() if rank() == 0 else None
+    dist.gather_object(hashes, of_ranks, dst=0, group=group)
+    return {name: digest for hashes in of_ranks or [] for name, digest in hashes.items()}

@@ -1,0 +1,1 @@
+"""Training on from a checkpoint, on other data or another schedule."""

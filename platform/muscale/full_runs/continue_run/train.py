@@ -1,0 +1,178 @@
+"""Launches a stage on the cluster and tells what it did to the loss: on its own corpus, and on what was trained on before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from muscale import json_lines
+from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, told_lineage
+from muscale.full_runs.continue_run.lineage import STARTED, Stretch, plain, sealed
+from muscale.full_runs.promote.launch import launch
+from muscale.full_runs.records.goodput import Goodput
+from muscale.layout import METRICS
+from muscale.settings.config import StudyConfig
+from muscale.store.ledger import Ledger, now
+from muscale.store.spike_handling import Incident
+from scaling.presentation import Result
+
+RECORD = "stage"
+"""Of the ledger's results, by key: `Continued` as plain values."""
+Launch = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Held-out losses at one time, nats per token.
+
+    Attributes:
+        own: On the stage's corpus.
+        sources: The same of each source of a mixture.
+        earlier: On the corpora before, by the label of what trained on them last.
+    """
+
+    own: float
+    sources: dict[str, float]
+    earlier: dict[str, float]
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Self:
+        """From a row of the metrics."""
+        return cls(own=row["val_loss"], sources=row["source_losses"], earlier=row.get("earlier_losses", {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(Result):
+    """A finished stage.
+
+    Attributes:
+        key, name: Its own.
+        lineage: Every stretch from the promoted run on; the stage is the last.
+        before, after: Its losses.
+        started_at, finished_at: UTC.
+        world_size: Workers at the end.
+        seconds: Wall time of the training.
+        goodput: As of a promoted run.
+        incidents: What befell it, and what was done.
+    """
+
+    key: str
+    name: str
+    lineage: tuple[Stretch, ...]
+    before: Losses
+    after: Losses
+    started_at: str
+    finished_at: str
+    world_size: int
+    seconds: float
+    goodput: Goodput
+    incidents: tuple[Incident, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the stage."""
+        return self.lineage[-1].tokens
+
+    @property
+    def tokens_before(self) -> int:
+        """Of the runs before."""
+        return sum(stretch.tokens for stretch in self.lineage[:-1])
+
+    @property
+    def changes(self) -> list[tuple[str, float, float]]:
+        """What each held-out loss is on, before and after."""
+        before, after = self.before, self.after
+        return [
+            ("its own corpus", before.own, after.own),
+            *((name, before.sources[name], loss) for name, loss in after.sources.items()),
+            *((label, before.earlier[label], loss) for label, loss in after.earlier.items()),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the derived ones with them."""
+        return {
+            **self.__dict__,
+            "lineage": plain(self.lineage),
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "goodput": self.goodput.to_dict(),
+            "incidents": [asdict(incident) for incident in self.incidents],
+            "n_tokens": self.n_tokens,
+            "tokens_before": self.tokens_before,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        known = {name: values[name] for name in cls.__dataclass_fields__}
+        return cls(
+            **known
+            | {
+                "lineage": tuple(Stretch(**stretch) for stretch in values["lineage"]),
+                "before": Losses(**values["before"]),
+                "after": Losses(**values["after"]),
+                "goodput": Goodput.from_dict(values["goodput"]),
+                "incidents": tuple(Incident.from_dict(incident) for incident in values["incidents"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.tokens_before:,}, "
+            f"on {self.world_size} workers",
+            *told_lineage(self.lineage),
+            "  held-out loss, nats per token, before and after:",
+            *(
+                f"    {before:.4f} → {after:.4f} ({after / before - 1:+.2%})  {name}"
+                for name, before, after in self.changes
+            ),
+            f"  {NOT_FORECAST}",
+            f"  {self.goodput}",
+            *(f"  {incident}" for incident in self.incidents),
+        ]
+        return "\n".join(lines)
+
+
+def train_stage(
+    stage: Continuation, config: StudyConfig, ledger: Ledger, *, launcher: Launch | None = None
+) -> Continued:
+    """Train a stage to its end, going on from its last checkpoint if there is one; a finished one returns its result.
+
+    Args:
+        stage: What to train.
+        config: How, and on what.
+        ledger: The study's; it keeps what was started, and the result.
+        launcher: Trains `FullRun` of the given values to its end, by default on the cluster.
+
+    Raises:
+        StageError: If the stage diverged, or failed in a way that would come again, or more often than `promote.max_failures`,
+            or its parent's checkpoint is no longer what it was when the stage was begun.
+        PreemptedError: If this process was told to end; the workers have saved.
+    """
+    if known := ledger.result(RECORD, stage.key):
+        return Continued.from_dict(known)
+    started = ledger.result(STARTED, stage.key)
+    if started is None:
+        started = {**stage.facts(), "seal": sealed(stage.parent), "at": now()}
+        ledger.record_result(STARTED, stage.key, started)
+    run = stage.full_run(config, started["seal"])
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=stage.key))
+    outcome = on_cluster(run)
+    evaluated = [row for row in json_lines.read(stage.folder / METRICS) if "val_loss" in row]
+    done = Continued(
+        key=stage.key,
+        name=stage.name,
+        lineage=stage.lineage,
+        before=Losses.of_row(evaluated[0]),
+        after=Losses.of_row(evaluated[-1]),
+        started_at=started["at"],
+        finished_at=now(),
+        world_size=int(outcome["environment"]["world_size"]),
+        seconds=float(outcome["seconds"]),
+        goodput=Goodput.from_dict(outcome["goodput"]),
+        incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
+    )
+    ledger.record_result(RECORD, stage.key, done.to_dict())
+    return done

@@ -1,0 +1,248 @@
+"""The checkpoints of a full run evaluated while it trains: tasks of Ray, one at a time, on resources that are kept for them.
+
+They are reserved before training takes the cluster. Ray Train reckons by all that the nodes have, what is reserved with it, so
+that it is given no more workers than fit beside.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from muscale import json_lines
+from muscale.cluster import alive_nodes, room_for
+from muscale.errors import StageError
+from muscale.fingerprint import package_fingerprint, require_same_package
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, tokens_of
+from muscale.full_runs.records import recovery
+from muscale.full_runs.records.run_records import RunRecords
+from muscale.layout import EVALUATIONS
+from muscale.settings.config import ResourceSettings
+from muscale.settings.promote import PromoteSettings
+from proxy_models.data.corpus import Corpus, CorpusError
+
+_LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
+_ROOM_SECONDS = 60.0  # that others may take to leave what is to be reserved (assumed)
+_PATIENCE_SECONDS = 60.0  # for the evaluation that goes on when the training has ended (assumed)
+_log = logging.getLogger(__name__)
+
+Fitting = Callable[[PromoteSettings], PromoteSettings]
+
+
+@contextmanager
+def evaluated_beside(run: dict[str, Any], settings: PromoteSettings, resources: ResourceSettings) -> Iterator[Fitting]:
+    """While a run is trained in the block, evaluate its newest checkpoint whenever none is being evaluated.
+
+    What is found goes into the run's directory, a row each. The run's last checkpoint is its own to evaluate. When the block
+    ends as it should, an evaluation that goes on has a minute more; when it is interrupted or fails, none.
+
+    Args:
+        run: What `muscale.full_runs.train.full_run.FullRun` takes.
+        settings: Whether it is done at all, and with what.
+        resources: Of a worker of the training.
+
+    Yields:
+        The settings of an attempt, from those of the run: no more workers than there is room for beside.
+
+    Raises:
+        StageError: If the cluster has no room for it and for the least workers, or there is nothing to write samples with.
+    """
+    if settings.evaluation == "sync":
+        yield lambda settings: settings
+        return
+    if settings.prompts:
+        try:
+            Corpus.open(run["corpus"]).tokenizer()
+        except CorpusError as error:
+            raise StageError(f"promote.prompts: {error}") from error
+    reservation = _Reservation(settings)
+    try:
+        reservation.wait()
+        reservation.require_room(settings, resources)
+        evaluator = _Evaluator(run["directory"], run["segments"][-1].end, reservation.submit)
+        try:
+            yield lambda given: reservation.fitting(given, resources)
+            evaluator.end(patience=_PATIENCE_SECONDS)
+        finally:
+            evaluator.end(patience=0.0)
+    finally:
+        reservation.give_back()
+
+
+def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, package: str) -> dict[str, Any]:
+    """Evaluate a checkpoint in a process of Ray's; the row that is to be recorded."""
+    import torch
+
+    from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
+
+    require_same_package(package)
+    torch.set_num_threads(threads)
+    return evaluate_checkpoint(checkpoint, **options).to_dict()
+
+
+class _Reservation:
+    """Resources on one node that nobody else is given, and the tasks that run there."""
+
+    def __init__(self, settings: PromoteSettings) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.taken = {"CPU": settings.evaluator_cpus} | (
+            {"GPU": settings.evaluator_gpus} if settings.evaluator_gpus else {}
+        )
+        if not any(_holds(node["Resources"], self.taken) for node in alive_nodes()):
+            raise StageError(
+                f'promote: evaluation = "async" needs {_told(self.taken)} on one node, and no node has that: lower '
+                'promote.evaluator_cpus or promote.evaluator_gpus, or take evaluation = "sync"'
+            )
+        self._group = placement_group([self.taken])
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        self._task: Any = ray.remote(evaluate_in_task).options(
+            num_cpus=settings.evaluator_cpus,
+            num_gpus=settings.evaluator_gpus,
+            max_retries=0,
+            scheduling_strategy=strategy,
+            name="evaluate checkpoint",
+        )
+        self._threads = max(1, int(settings.evaluator_cpus))
+        self._options = {
+            "device": "cuda" if settings.evaluator_gpus else "cpu",
+            "prompts": settings.prompts,
+            "sample_tokens": settings.sample_tokens,
+        }
+
+    def wait(self) -> None:
+        """Until it is reserved.
+
+        Raises:
+            StageError: If others keep it.
+        """
+        if not self._group.wait(_ROOM_SECONDS):
+            raise StageError(
+                f'promote: evaluation = "async" needs {_told(self.taken)}, which others on the cluster did not leave free for '
+                f"{_ROOM_SECONDS:.0f} s"
+            )
+
+    def room(self, resources: ResourceSettings) -> int:
+        """Workers that fit beside it, by all that the nodes have."""
+        from ray.util import placement_group_table
+
+        table = placement_group_table(self._group)
+        on = set(table.get("bundles_to_node_id", {}).values())
+        each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
+        left = []
+        for node in alive_nodes():
+            taken = self.taken if node["NodeID"] in on else {}
+            left.append(node["Resources"] | {n: node["Resources"].get(n, 0.0) - amount for n, amount in taken.items()})
+        return room_for(left, each)
+
+    def require_room(self, settings: PromoteSettings, resources: ResourceSettings) -> None:
+        """Let training begin.
+
+        Raises:
+            StageError: If its least workers would wait for ever.
+        """
+        least, room = settings.workers_min or settings.workers, self.room(resources)
+        if room < least:
+            raise StageError(
+                f'promote: evaluation = "async" reserves {_told(self.taken)}, which leaves the cluster room for {room} of '
+                f"{least} workers with {resources.cpus_per_worker:g} CPUs each: add nodes, lower promote.workers, "
+                'promote.evaluator_cpus or resources.cpus_per_worker, or take evaluation = "sync"'
+            )
+
+    def fitting(self, settings: PromoteSettings, resources: ResourceSettings) -> PromoteSettings:
+        """At most as many workers as there is room for, where the settings leave a choice."""
+        if settings.workers_min is None:
+            return settings
+        most = max(settings.workers_min, min(settings.workers, self.room(resources)))
+        return settings.model_copy(update={"workers": most})
+
+    def submit(self, checkpoint: Path) -> Any:
+        """Begin an evaluation; returns Ray's reference to its row."""
+        return self._task.remote(checkpoint, self._options, self._threads, package_fingerprint())
+
+    def give_back(self) -> None:
+        """Free it, and end what runs there."""
+        import ray
+        from ray.util import remove_placement_group
+
+        if ray.is_initialized():
+            remove_placement_group(self._group)
+
+
+class _Evaluator:
+    """A thread of the driver that has new checkpoints evaluated, one after the other, and records what comes of it."""
+
+    def __init__(self, directory: Path, n_tokens: int, submit: Callable[[Path], Any]) -> None:
+        self._n_tokens, self._submit = n_tokens, submit
+        self._file = directory / EVALUATIONS
+        self._checkpoints, self._records = CheckpointFolder(directory / CHECKPOINTS), RunRecords(directory)
+        self._failed: set[int] = set()  # tokens of checkpoints whose evaluation did
+        self._told: set[str] = set()  # why
+        self._ends, self._patience_until = threading.Event(), float("inf")
+        self._thread = threading.Thread(target=self._follow, name="evaluate beside", daemon=True)
+        self._thread.start()
+
+    def end(self, *, patience: float) -> None:
+        """Begin no other evaluation, and give the one that goes on so many seconds."""
+        self._patience_until = time.monotonic() + patience
+        self._ends.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._ends.wait(_LOOK_SECONDS):
+            try:
+                if path := self._next():
+                    self._evaluate(path)
+            except OSError as error:  # of the file system; training is worth more than watching
+                self._tell(f"the checkpoints can't be looked at for now: {error}")
+
+    def _next(self) -> Path | None:
+        """The newest checkpoint, unless it is evaluated, was tried, or is the run's last."""
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return None
+        tokens, path = newest
+        known = tokens >= self._n_tokens or tokens in self._failed
+        return None if known or (self._records.evaluations()["tokens"] == tokens).any() else path
+
+    def _evaluate(self, path: Path) -> None:
+        import ray
+
+        try:
+            task = self._submit(path)
+            while not ray.wait([task], timeout=_LOOK_SECONDS)[0]:
+                if self._ends.is_set() and time.monotonic() >= self._patience_until:
+                    ray.cancel(task, force=True)
+                    return
+            row = ray.get(task)
+        except Exception as error:  # whatever it is, the training goes on
+            if path.exists() and not self._ends.is_set():  # else it made way for newer ones, or the run has ended
+                self._failed.add(tokens_of(path))
+                self._tell(
+                    f"the evaluation of {path} failed, the training goes on: {recovery.describe(error)['error']}"
+                )
+            return
+        json_lines.append(self._file, row)
+
+    def _tell(self, text: str) -> None:
+        """Log it, unless it was said before, of whatever checkpoint."""
+        reason = re.sub(r"\d+", "#", text)
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("%s", text)
+
+
+def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:
+    return all(there.get(name, 0.0) >= amount for name, amount in needed.items())
+
+
+def _told(amounts: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())

@@ -1,0 +1,243 @@
+"""What a promotion would be, before anything is launched: plan, gate, memory of each device, cost, and the workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from muscale.actors.corpus_hashes import changed_files
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
+from muscale.layout import FULL_RUNS
+from muscale.plans.gate import (
+    Gate,
+    carried_line,
+    check_line,
+    data_line,
+    disk_line,
+    layout_line,
+    memory_line,
+    transfer_line,
+)
+from muscale.plans.planning import Plan, data_hashes
+from muscale.settings.config import StudyConfig
+from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, largest_micro_batch, training_memory
+from proxy_models.data.corpus import Corpus
+from scaling import Verdict
+from scaling.presentation import Result
+
+if TYPE_CHECKING:
+    from proxy_models.coordinates.check import CoordinateCheck
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a worker trains on.
+
+    Attributes:
+        name: As people call it.
+        memory_bytes: Of one; None where it can't be told here.
+        workers_on_it: That share it.
+    """
+
+    name: str
+    memory_bytes: float | None
+    workers_on_it: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What would be started.
+
+    Attributes:
+        workers: Processes of the run.
+        cpus_per_worker, gpus_per_worker: Of each.
+        device: Of each.
+        sharding: What is cut over the workers.
+        micro_batch: Sequences that a worker takes at once.
+        n_steps, n_tokens: Of the whole run.
+        resumed_from: Tokens of the newest checkpoint; 0: it begins.
+        checkpoint_bytes: Of one.
+        directory: Of the run.
+    """
+
+    workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    device: str
+    sharding: str
+    micro_batch: int
+    n_steps: int
+    n_tokens: int
+    resumed_from: int
+    checkpoint_bytes: int
+    directory: str
+
+    def __str__(self) -> str:
+        parts = f"{self.cpus_per_worker:g} CPUs" + (
+            f" and {self.gpus_per_worker:g} GPU" if self.gpus_per_worker else ""
+        )
+        begins = f"goes on after {self.resumed_from:,} tokens" if self.resumed_from else "begins"
+        return (
+            f"launch: {self.workers} workers with {parts} each on {self.device}, sharding {self.sharding}, "
+            f"{self.micro_batch} sequences a pass\n"
+            f"  {self.n_steps:,} steps to {self.n_tokens:,} tokens, {begins}; checkpoints of "
+            f"{self.checkpoint_bytes / 2**30:.3g} GiB in {self.directory}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun(Result):
+    """What `muscale promote --dry-run` prints."""
+
+    plan: Plan
+    gate: Gate
+    memory: MemoryEstimate
+    launch: Launch
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is open."""
+        return self.gate.passed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "plan": self.plan.to_dict(),
+            "gate": self.gate.to_dict(),
+            "memory": asdict(self.memory) | {"total": self.memory.total},
+            "launch": asdict(self.launch),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (self.plan, self.gate, f"memory: {self.memory}", self.launch)))
+
+
+def dry_run(
+    plan: Plan, config: StudyConfig, corpus: Corpus, *, check: CoordinateCheck | None, verdict: Verdict, directory: Path
+) -> DryRun:
+    """Look at everything that the gate asks for; nothing is launched or written.
+
+    Args:
+        plan: To promote.
+        config: The study's, with the resources to promote it on.
+        corpus: That the run would read.
+        check: The coordinate check; None where it was not made yet.
+        verdict: Of the transfer check.
+        directory: The study's.
+    """
+    settings, model, h = config.promote, plan.model, plan.hyperparameters
+    memory = memory_of(plan, config)
+    whole = training_memory(model, micro_batch=1, optimizer=h.optimizer)
+    checkpoint = whole.parameters + whole.optimizer
+    device = device_of(config)
+    folder = directory / FULL_RUNS / plan.key
+    changed, n_bytes = changed_files(corpus)
+    free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
+    for_ever = plan.n_tokens // settings.keep_every_tokens if settings.keep_every_tokens else 0
+    kept = settings.keep_last + 1 + for_ever  # and the one that is being written
+    gate = Gate(
+        plan=plan.key,
+        lines=(
+            transfer_line(verdict.verdict, verdict.reasons, verdict.options),
+            check_line(check),
+            data_line(plan.data, data_hashes(corpus), changed, n_bytes),
+            carried_line(plan.carried),
+            memory_line(
+                memory,
+                memory_bytes=device.memory_bytes,
+                device=device.name,
+                workers_on_it=device.workers_on_it,
+            ),
+            layout_line(
+                {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff},
+                sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
+                workers=settings.workers,
+                parallelism=settings.parallelism,
+            ),
+            disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
+        ),
+    )
+    launch = Launch(
+        workers=settings.workers,
+        cpus_per_worker=config.resources.cpus_per_worker,
+        gpus_per_worker=float(config.resources.gpus_per_worker > 0),
+        device=device.name,
+        sharding=settings.sharding,
+        micro_batch=_micro_batch(plan, config),
+        n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
+        n_tokens=plan.n_tokens,
+        resumed_from=max(CheckpointFolder(folder / CHECKPOINTS).kept(), default=0),
+        checkpoint_bytes=checkpoint,
+        directory=str(folder),
+    )
+    return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
+    """What a worker needs at the full batch."""
+    return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+
+
+def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
+    """What memory hangs on beside the micro-batch."""
+    layout, workers = config.promote.parallelism, config.promote.workers
+    _, shards, _ = layout.grid(workers, node_ranks=workers)  # how many nodes there will be is not known here: one
+    return {
+        "precision": plan.precision,
+        "optimizer": plan.hyperparameters.optimizer,
+        "sharding": layout.sharding,
+        "world_size": layout.data_ranks(workers) if layout.sharding == "none" else shards,
+        "tensor_parallel": layout.tensor_parallel,
+        "checkpointing": layout.checkpointing,
+    }
+
+
+def _micro_batch(plan: Plan, config: StudyConfig) -> int:
+    """Sequences that a worker takes at once: as set, or on a GPU the largest part of its first share that fits, or its share.
+
+    Of shares that differ by a sequence the larger one is meant.
+    """
+    settings, h = config.promote, plan.hyperparameters
+    shares = settings.parallelism.data_ranks(settings.workers) * plan.model.context_length
+    if settings.micro_batch:
+        return settings.micro_batch
+    device = device_of(config)
+    if config.resources.gpus_per_worker and device.memory_bytes:
+        first = -(-(h.batch_tokens >> h.batch_doublings) // shares)
+        limit = int(MEMORY_SHARE * device.memory_bytes)
+        return largest_micro_batch(plan.model, first, limit=limit, **_conditions(plan, config))
+    return -(-h.batch_tokens // shares)
+
+
+def device_of(config: StudyConfig) -> Device:
+    """What a worker would train on: the accelerator of the plan, or the one that this process sees; else this machine."""
+    if config.resources.gpus_per_worker:
+        if known := config.plan.device:
+            return Device(name=known.name, memory_bytes=known.memory_bytes)
+        import torch
+
+        if torch.cuda.is_available():
+            seen = torch.cuda.get_device_properties(0)
+            return Device(name=str(seen.name), memory_bytes=float(seen.total_memory))
+        return Device(name="a GPU", memory_bytes=None)
+    if os.environ.get("RAY_ADDRESS"):  # the workers' machines are not this one
+        return Device(name="a node of the cluster", memory_bytes=None)
+    return Device(name="this machine", memory_bytes=float(_host_memory()), workers_on_it=config.promote.workers)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _host_memory() -> int:
+    """Bytes of this machine, or of the container that this process is in."""
+    total = int(psutil.virtual_memory().total)
+    limit = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"
+    return min(total, int(limit)) if limit.isdigit() else total

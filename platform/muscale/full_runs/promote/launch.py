@@ -1,0 +1,166 @@
+"""The workers of a full run under Ray Train, started again while what ended them is worth another attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from muscale.actors.jobs import stop_workers
+from muscale.cluster import alive_nodes, cluster, room_for
+from muscale.errors import PreemptedError, StageError
+from muscale.full_runs.promote.async_evaluation import Fitting, evaluated_beside
+from muscale.full_runs.records import recovery
+from muscale.full_runs.records.preemption import NOTICE
+from muscale.interrupts import defer_sigint, interruptible
+from muscale.layout import FAILURE, RESULT
+from muscale.settings.config import ResourceSettings
+from muscale.settings.promote import PromoteSettings
+from muscale.store.ledger import now
+from proxy_models.atomic_write import atomic_write
+
+
+def launch(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    *,
+    name: str,
+    worker: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train a run to its end on `settings.workers` workers, or on fewer while the cluster has no room for more.
+
+    Each attempt finds the last checkpoint by itself. A finished run is not launched again.
+
+    Args:
+        run: What `muscale.full_runs.train.full_run.FullRun` takes; the driver itself needs no Lightning.
+        settings: Workers and failures.
+        resources: Of a worker.
+        name: For Ray's records.
+        worker: What each does; by default `train_worker`.
+
+    Raises:
+        StageError: If the run diverged, or failed in a way that would come again, or more often than `settings.max_failures`; or if
+            there is no room to evaluate it beside, before it begins.
+        PreemptedError: If this process was told to end; the workers have saved.
+    """
+    directory: Path = run["directory"]
+    result = directory / RESULT
+    if not result.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        for told_before in (FAILURE, NOTICE):
+            (directory / told_before).unlink(missing_ok=True)
+        with cluster(resources):
+            stop_workers()
+            with evaluated_beside(run, settings, resources) as fitting:
+                _persevere(run, settings, resources, name, worker or train_worker, fitting)
+    if not result.exists():
+        raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
+    return dict(json.loads(result.read_text()))
+
+
+def _persevere(
+    run: dict[str, Any],
+    settings: PromoteSettings,
+    resources: ResourceSettings,
+    name: str,
+    worker: Callable[[dict[str, Any]], None],
+    fitting: Fitting,
+) -> None:
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    with defer_sigint():
+        from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+        from ray.train.torch import TorchTrainer
+
+    directory: Path = run["directory"]
+    told_to_end = False
+    each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
+    never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
+
+    def tell_workers() -> None:
+        nonlocal told_to_end
+        told_to_end = True
+        (directory / NOTICE).touch()
+
+    def attempt() -> None:
+        if told_to_end:
+            raise PreemptedError("promote: told to end; the run has saved, and the same command goes on with it")
+        # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state. What
+        # is tried again is decided here: Ray itself would try a divergence, and count a preemption, as it does a lost worker.
+        TorchTrainer(
+            worker,
+            train_loop_config={"threads": resources.threads, "run": run},
+            scaling_config=ScalingConfig(
+                num_workers=_workers(fitting(settings), each),
+                use_gpu=resources.gpus_per_worker > 0,
+                resources_per_worker=each,
+            ),
+            run_config=RunConfig(
+                name=f"{name}-{now().replace(':', '')}",
+                storage_path=str(directory / "ray"),
+                failure_config=FailureConfig(**never),
+            ),
+        ).fit()
+
+    with interruptible(tell_workers):
+        recovery.persevere(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
+    if (directory / FAILURE).exists():
+        raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")
+
+
+def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
+    """As Ray Train takes it: a range is for it to choose from by what the cluster has, at each start and while it runs.
+
+    It would choose any number of that range. Where only some will do, the largest that there is room for is chosen here, at
+    each start; a run with fewer grows at its next start only.
+    """
+    sizes = settings.sizes
+    if len(sizes) == 1:
+        return sizes[0]
+    if settings.parallelism.takes_any_size:
+        return sizes[0], sizes[-1]
+    return largest_fitting(sizes, [node["Resources"] for node in alive_nodes()], each)
+
+
+def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
+    """The largest number of workers that nodes have room for, by all that they have, as Ray Train reckons; else the smallest.
+
+    Args:
+        sizes: To choose from, ascending.
+        nodes: Resources of each.
+        each: Resources of a worker.
+    """
+    most = room_for(nodes, each)
+    return max((size for size in sizes if size <= most), default=sizes[0])
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """One worker of the full run, inside Ray Train.
+
+    What another attempt would end in again, such as a divergence, goes into a file; a worker that all others would wait for
+    raises it, too.
+    """
+    from muscale.full_runs.lightning_import import import_lightning
+
+    import_lightning()
+    import ray.train
+    import torch
+    from ray.train.lightning import RayLightningEnvironment
+    from ray.train.torch import get_device
+
+    from muscale.full_runs.train.full_run import FullRun
+    from muscale.full_runs.train.module import train
+    from muscale.full_runs.train.sharding import ShardedStrategy
+
+    torch.set_num_threads(config["threads"])
+    run = FullRun(**config["run"])
+    context = ray.train.get_context()
+    strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
+    try:
+        train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
+    except StageError as error:  # all workers have it
+        if context.get_world_rank() == 0:
+            with atomic_write(run.directory / FAILURE) as unfinished:
+                unfinished.write_text(str(error))

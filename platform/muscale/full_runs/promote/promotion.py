@@ -1,0 +1,274 @@
+"""Promotion: the planned run is launched on the cluster, and held against the forecast that was registered before."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from muscale.actors.jobs import Job
+from muscale.errors import StageError
+from muscale.full_runs.promote.launch import launch
+from muscale.full_runs.records.events import Event, run_events
+from muscale.full_runs.records.goodput import Goodput
+from muscale.layout import CORPUS, FULL_RUNS
+from muscale.plans.gate import Gate, forced_lines
+from muscale.plans.planning import Plan
+from muscale.settings.config import StudyConfig
+from muscale.store.cancels import cancellable
+from muscale.store.ledger import Ledger, now
+from muscale.store.spike_handling import Incident, SpikeHandling
+from muscale.store.tables import runs, segments
+from proxy_models.training.numerics import Numerics
+from scaling.presentation import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion(Result):
+    """A finished full run beside its forecast; losses in nats per token.
+
+    Attributes:
+        plan: Key of the plan.
+        loss: Validation loss at the end.
+        source_losses: The same of each source of a mixture; empty with one source.
+        forecast, low, high, level: As registered.
+        registered_at, started_at, finished_at: UTC; the first is earlier than the second.
+        verdict: Of the transfer check at the time.
+        forced: Whether it had to be, as the gate was closed.
+        world_size: Workers at the end.
+        seconds: Wall time of the training.
+        asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
+        gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
+        forced_lines: What any launch was forced past.
+        goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
+        incidents: What befell its workers, and what was done.
+        run_events: These and the alarms in order of time; told, and not recorded with it, as each has its place.
+    """
+
+    plan: str
+    loss: float
+    source_losses: dict[str, float]
+    forecast: float
+    low: float
+    high: float
+    level: float
+    registered_at: str
+    started_at: str
+    finished_at: str
+    verdict: str
+    forced: bool
+    world_size: int
+    seconds: float
+    asserted: bool = False
+    gate: dict[str, Any] | None = None
+    forced_lines: tuple[str, ...] = ()
+    goodput: Goodput | None = None
+    incidents: tuple[Incident, ...] = ()
+    run_events: tuple[Event, ...] = ()
+
+    @property
+    def residual(self) -> float:
+        """Measured loss minus forecast."""
+        return self.loss - self.forecast
+
+    @property
+    def relative_error(self) -> float:
+        """Residual over the measured loss."""
+        return self.residual / self.loss
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured loss lies in the interval."""
+        return self.low <= self.loss <= self.high
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the derived ones with them."""
+        derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
+        told = {
+            "forced_lines": list(self.forced_lines),
+            "goodput": self.goodput and self.goodput.to_dict(),
+            "incidents": [asdict(incident) for incident in self.incidents],
+            "run_events": [event.to_dict() for event in self.run_events],
+        }
+        return {**self.__dict__, **told, **derived}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values and name != "run_events"}
+        goodput, incidents = known.pop("goodput", None), known.pop("incidents", ())
+        return cls(
+            **known | {"forced_lines": tuple(values.get("forced_lines", ()))},
+            goodput=Goodput.from_dict(goodput) if goodput else None,
+            incidents=tuple(Incident.from_dict(incident) for incident in incidents),
+        )
+
+    def __str__(self) -> str:
+        where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
+        place = "inside" if self.inside else "OUTSIDE"
+        lines = [
+            f"promotion: forecast {self.forecast:.4f} nats per token, {self.level:.0%} interval "
+            f"[{self.low:.4f}, {self.high:.4f}], registered {self.registered_at}",
+            f"  measured {self.loss:.4f} {where}: {place} the interval, error {self.relative_error:+.2%}",
+        ]
+        if self.source_losses:
+            lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
+        if self.goodput:
+            lines.append(f"  {self.goodput}")
+        lines += [f"  {event}" for event in self.run_events or self.incidents]
+        if self.forced:
+            past = f" past {', '.join(self.forced_lines)}" if self.forced_lines else ""
+            lines.append(f"  forced{past}, with a transfer verdict of {self.verdict!r}")
+        return "\n".join(lines)
+
+
+def begin(
+    plan: Plan, config: StudyConfig, ledger: Ledger, *, verdict: str, forced: bool, gate: Gate | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Enter that the run begins, once and after its forecast.
+
+    Returns:
+        The forecast as registered, and what was known when the run first began.
+
+    Raises:
+        StageError: If there is no earlier forecast, or the model can't be laid out as [promote] says.
+    """
+    registered = ledger.forecast(plan.key)
+    if registered is None:
+        raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
+    if layout_errors := list(config.promote.parallelism.layout_errors(plan.model)):
+        raise StageError(f"promote: {'; '.join(layout_errors)}")
+    spike_handling, started = config.promote.spike_handling, ledger.result("promotion_started", plan.key)
+    if started is None:
+        started = {
+            "at": _after(registered["registered_at"]),
+            "verdict": verdict,
+            "forced": forced,
+            "gate": gate and gate.to_dict(),
+            "spike_handling": spike_handling,
+        }
+        ledger.record_result("promotion_started", plan.key, started)
+    _require_same_mending(started.get("spike_handling", spike_handling), spike_handling)
+    if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
+        raise StageError(
+            f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
+        )
+    return registered, started
+
+
+def _after(registered_at: str) -> str:
+    """The time, but after the forecast's, that lies in the ledger already: a clock may have been set back since."""
+    earliest = datetime.fromisoformat(registered_at) + timedelta(microseconds=1)
+    return max(now(), earliest.isoformat(timespec="microseconds"))
+
+
+def promote(
+    plan: Plan,
+    config: StudyConfig,
+    ledger: Ledger,
+    numerics: Numerics,
+    *,
+    verdict: str,
+    forced: bool,
+    gate: Gate | None = None,
+) -> Promotion:
+    """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
+
+    What `gate` let through, or was forced to, is kept with it.
+
+    Raises:
+        StageError: As `begin`; if the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
+        PreemptedError: If this process was told to end; the workers have saved.
+    """
+    registered, started = begin(plan, config, ledger, verdict=verdict, forced=forced, gate=gate)
+    directory = ledger.directory / FULL_RUNS / plan.key
+    directory.mkdir(parents=True, exist_ok=True)
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
+    with cancellable(ledger):
+        outcome = launch(run, config.promote, config.resources, name=plan.key)
+    past = forced_lines(ledger, plan.key)
+    promotion = Promotion(
+        plan=plan.key,
+        loss=float(outcome["loss"]),
+        source_losses=outcome["source_losses"],
+        **{name: registered[name] for name in ("low", "high", "level", "registered_at")},
+        forecast=registered["loss"],
+        started_at=started["at"],
+        finished_at=now(),
+        verdict=started["verdict"],
+        forced=started["forced"] or bool(past),
+        gate=started.get("gate"),
+        forced_lines=past,
+        world_size=int(outcome["environment"]["world_size"]),
+        seconds=float(outcome["seconds"]),
+        goodput=Goodput.from_dict(outcome["goodput"]),
+        incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
+    )
+    spike_handling = SpikeHandling.of(config.promote.spike_policy, promotion.incidents)
+    _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, spike_handling)
+    ledger.record_result("promotion", plan.key, promotion.to_dict())
+    return replace(promotion, run_events=run_events(ledger, plan.key))
+
+
+def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> Promotion | None:
+    """The recorded outcome of a plan's run, with all that befell it; None before its end.
+
+    `asserted`: Of the run that was elsewhere.
+    """
+    values = ledger.result("observation" if asserted else "promotion", plan)
+    if values is None:
+        return None
+    return replace(Promotion.from_dict(values), run_events=run_events(ledger, plan, asserted=asserted))
+
+
+def _require_same_mending(begun: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse to go on with a run in another way than it began."""
+    for name in dict.fromkeys([*begun, *here]):
+        if begun.get(name) != here.get(name):
+            raise StageError(
+                f"promote: promote.{name} must be that of the run's begin, {begun.get(name)!r}, got {here.get(name)!r}: it "
+                "changes what is computed; `muscale plan` makes another plan of it"
+            )
+
+
+def _record_run(
+    plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], spike_handling: SpikeHandling | None
+) -> None:
+    """Enter the full run among the runs, as a training like any other, by what it turned out to be."""
+    chain = replace(plan.chain(numerics), spike_handling=spike_handling)
+    ledger.insert(
+        segments,
+        **chain.row(),
+        trained_from=0,
+        loss=outcome["loss"],
+        source_losses=outcome["source_losses"],
+        seconds=outcome["seconds"],
+        environment=outcome["environment"],
+    )
+    job = Job(purpose="full", label=f"plan {plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
+    if recorded := ledger.outcome(chain):
+        ledger.insert(runs, **job.row(recorded))
+
+
+def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
+    """What `muscale.full_runs.train.full_run.FullRun` takes; the driver itself needs no Lightning."""
+    chain = plan.chain(replace(numerics, guard=config.promote.guard))
+    what = {"numerics": chain.numerics, "segments": chain.segments, "directory": directory, "corpus": corpus}
+    return what | settings_of(config)
+
+
+def settings_of(config: StudyConfig) -> dict[str, Any]:
+    """Of `FullRun`, what the study file says of every full run."""
+    settings = config.promote
+    return {
+        "checkpoint_every_tokens": settings.checkpoint_every_tokens,
+        "checkpoint_every_minutes": settings.checkpoint_every_minutes,
+        "keep_last": settings.keep_last,
+        "keep_every_tokens": settings.keep_every_tokens,
+        "evaluate_every_tokens": settings.evaluates_every,
+        "on_spike": settings.spike_policy,
+        "micro_batch": settings.micro_batch,
+        "parallelism": settings.parallelism,
+        "compile": config.resources.compile,
+    }

@@ -1,0 +1,317 @@
+"""A smoke_test: a few steps of the real run, by its own launch path on its own devices, in a folder that is thrown away.
+
+Two launches: the first trains some steps and saves, the second goes on from that, evaluates and saves on the way. So memory,
+speed, saving and resuming are seen before the run is paid for. The batch is that after the ramp, the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from muscale import json_lines
+from muscale.cluster import cluster
+from muscale.errors import StageError
+from muscale.full_runs.promote.dry_run import memory_of
+from muscale.full_runs.promote.launch import launch, train_worker
+from muscale.full_runs.promote.promotion import full_run_of
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL, RESULT
+from muscale.plans.planning import Plan
+from muscale.settings.config import StudyConfig
+from muscale.store.ledger import Ledger, now
+from muscale.store.lineage import Chain
+from proxy_models.recipes.segments import Segment
+from proxy_models.training.numerics import Numerics
+from scaling.presentation import Result
+
+RECORD = "smoke_test"
+"""Stage of the ledger's results."""
+LEAST_STEPS = 5
+"""Of a launch: the first is slow, the second has an evaluation beside it, the third a save behind it, the fifth nothing."""
+_PEAKS = "peaks"  # a file for each rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What the whole run does how often.
+
+    Attributes:
+        n_tokens: Of the run.
+        evaluations, saves: At its multiples and at its end.
+    """
+
+    n_tokens: int
+    evaluations: int
+    saves: int
+
+    @classmethod
+    def of(cls, n_tokens: int, *, evaluate_every: int, save_every: int) -> Self:
+        """Of a run that does both at the first step that passes a multiple."""
+        return cls(n_tokens=n_tokens, evaluations=-(-n_tokens // evaluate_every), saves=-(-n_tokens // save_every))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmokeTest(Result):
+    """What was measured, and what it says of the whole run.
+
+    Attributes:
+        plan: Its key.
+        at: UTC.
+        world_size: Workers.
+        device: Of the first.
+        steps: Of each launch.
+        batch_tokens: Of a step.
+        step_seconds: Median of the steps that were followed by nothing else.
+        evaluation_seconds, save_seconds: That training waited for one.
+        start_seconds: Of a launch that resumes, before its first step and after its last.
+        resumed_from: Tokens that the second launch went on from.
+        peak_bytes: Of each rank: allocated on its GPU, or the memory of its whole process on a CPU.
+        estimated_bytes: Of a rank, by `proxy_models.architecture.memory`; of the training alone.
+        losses: Training loss of each step, nats per token.
+        schedule: Of the whole run.
+    """
+
+    plan: str
+    at: str
+    world_size: int
+    device: str
+    steps: int
+    batch_tokens: int
+    step_seconds: float
+    evaluation_seconds: float
+    save_seconds: float
+    start_seconds: float
+    resumed_from: int
+    peak_bytes: tuple[int, ...]
+    estimated_bytes: int
+    losses: tuple[float, ...]
+    schedule: Schedule
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all workers together, in steps."""
+        return self.batch_tokens / self.step_seconds
+
+    @property
+    def counted_seconds(self) -> float:
+        """Forecast: of the run's steps alone."""
+        return self.schedule.n_tokens / self.tokens_per_second
+
+    @property
+    def wall_seconds(self) -> float:
+        """Forecast: of the whole run, evaluations, saves and one launch with it, without faults."""
+        waits = self.schedule.evaluations * self.evaluation_seconds + self.schedule.saves * self.save_seconds
+        return self.start_seconds + self.counted_seconds + waits
+
+    @property
+    def goodput(self) -> float:
+        """Forecast: share of the wall time that steps take, without faults."""
+        return self.counted_seconds / self.wall_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the derived ones with them."""
+        derived = ("tokens_per_second", "counted_seconds", "wall_seconds", "goodput")
+        return {
+            **self.__dict__,
+            "peak_bytes": list(self.peak_bytes),
+            "losses": list(self.losses),
+            "schedule": dict(self.schedule.__dict__),
+            **{name: getattr(self, name) for name in derived},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild what `to_dict` wrote."""
+        known = {name: values[name] for name in cls.__dataclass_fields__}
+        lists = {name: tuple(values[name]) for name in ("peak_bytes", "losses")}
+        return cls(**known | lists | {"schedule": Schedule(**values["schedule"])})
+
+    def __str__(self) -> str:
+        """Memory, speed, saving, resuming, and the forecast."""
+        hours = self.wall_seconds / 3600
+        told = f"{hours:,.3g} hours" if hours >= 1 else f"{self.wall_seconds:,.3g} seconds"
+        return "\n".join(
+            [
+                f"smoke_test of plan {self.plan}: twice {self.steps} steps of {self.batch_tokens:,} tokens on {self.world_size} "
+                f"workers, {self.device}",
+                f"  memory    at most {max(self.peak_bytes) / 2**30:.3g} GiB on a worker, "
+                f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone",
+                f"  speed     {self.tokens_per_second:,.4g} tokens per second, {self.step_seconds:.3g} s a step",
+                f"  waits     {self.save_seconds:.3g} s for a save, {self.evaluation_seconds:.3g} s for an evaluation, "
+                f"{self.start_seconds:.3g} s for a launch",
+                f"  resumed   from {self.resumed_from:,} tokens, loss {self.losses[0]:.4f} → {self.losses[-1]:.4f}",
+                f"  forecast  {told} for {self.schedule.n_tokens:,} tokens, goodput {self.goodput:.1%} without faults",
+            ]
+        )
+
+
+def smoke_test_on_cluster(
+    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, steps: int = 5
+) -> SmokeTest:
+    """Rehearse a plan where it would be trained, and keep what was found in the ledger.
+
+    Raises:
+        StageError: If a launch fails, or the run is too short for it.
+    """
+    directory = ledger.directory / FULL_RUNS / plan.key / REHEARSAL
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS) | {"checkpoint_every_minutes": None}
+
+    within = config.promote.model_copy(update={"evaluation": "sync"})  # so that what is measured is the run's own
+
+    def launch_part(changes: dict[str, Any]) -> None:
+        launch(run | changes, within, config.resources, name=plan.key, worker=smoke_test_worker)
+
+    schedule = Schedule.of(
+        plan.n_tokens,
+        evaluate_every=config.promote.evaluates_every or plan.n_tokens,
+        save_every=config.promote.checkpoint_every_tokens,
+    )
+    with cluster(config.resources):
+        found = smoke_test(
+            plan.chain(numerics),
+            directory,
+            launch_part,
+            steps=steps,
+            plan=plan.key,
+            schedule=schedule,
+            estimated_bytes=memory_of(plan, config).total,
+        )
+    ledger.record_result(RECORD, f"{plan.key} {found.at}", found.to_dict())
+    return found
+
+
+def smoke_test(
+    chain: Chain,
+    directory: Path,
+    launch: Callable[[dict[str, Any]], None],
+    *,
+    steps: int,
+    plan: str,
+    schedule: Schedule,
+    estimated_bytes: int,
+) -> SmokeTest:
+    """Launch the beginning of a run twice, and read what it left in `directory`, which is removed at the end.
+
+    Args:
+        chain: The whole run.
+        directory: Emptied first.
+        launch: Trains a `FullRun` in that directory with these fields changed, in ranks that each call `measured`.
+        steps: Of each launch.
+        plan, schedule, estimated_bytes: What the result says of the whole run.
+
+    Raises:
+        StageError: If the run is too short, or the second launch did not go on from what the first saved.
+    """
+    if steps < LEAST_STEPS:
+        raise StageError(f"smoke_test: steps must be at least {LEAST_STEPS}, got {steps}")
+    batch = chain.segments[0].recipe.batch_tokens
+    if 2 * steps * batch > chain.last.end:
+        raise StageError(f"smoke_test: the run has {chain.last.end // batch} steps, too few for twice {steps}")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    evaluates, saves = (steps + 2) * batch, (steps + 3) * batch  # in the second launch only
+    walls = []
+    for end in (steps * batch, 2 * steps * batch):
+        (directory / RESULT).unlink(missing_ok=True)
+        started = time.perf_counter()
+        launch(
+            {
+                "segments": beginning(chain.segments, end),
+                "evaluate_every_tokens": evaluates,
+                "checkpoint_every_tokens": saves,
+            }
+        )
+        walls.append(time.perf_counter() - started)
+    known: dict[str, Any] = {"plan": plan, "schedule": schedule, "estimated_bytes": estimated_bytes}
+    found = _measured(directory, steps=steps, batch=batch, wall=walls[-1], known=known)
+    shutil.rmtree(directory)
+    return found
+
+
+def beginning(segments: Sequence[Segment], end: int) -> tuple[Segment, ...]:
+    """The segments up to `end` tokens, at the full batch from the first step on."""
+    whole = [
+        replace(
+            segment,
+            recipe=replace(segment.recipe, batch_doublings=0, batch_ramp_tokens=0),
+            end=min(segment.end, end),
+        )
+        for segment in segments
+        if segment.start < end
+    ]
+    return tuple(whole)
+
+
+def measured(directory: Path, rank: int, train: Callable[[], object]) -> None:
+    """Train on this rank, and leave its peak of memory beside the run's records."""
+    import torch
+
+    train()
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    peak = allocated or _process_peak()  # of a machine with a GPU, the CPU may have been chosen
+    folder = directory / _PEAKS
+    folder.mkdir(exist_ok=True)
+    (folder / str(rank)).write_text(str(peak))
+
+
+def smoke_test_worker(config: dict[str, Any]) -> None:
+    """One worker of a smoke_test, inside Ray Train."""
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    measured(config["run"]["directory"], rank, lambda: train_worker(config))
+
+
+def _process_peak() -> int:
+    """Bytes of this process at most; the system tells kibibytes, macOS bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: dict[str, Any]) -> SmokeTest:
+    if not (directory / RESULT).exists():
+        raise StageError(f"smoke_test: the run ended without a result; its records are in {directory}")
+    result = json.loads((directory / RESULT).read_text())
+    rows = json_lines.read(directory / METRICS)
+    if result["resumed_from"] != steps * batch or [row["tokens"] for row in rows] != [
+        batch * (step + 1) for step in range(2 * steps)
+    ]:
+        raise StageError(
+            f"smoke_test: the second launch went on from {result['resumed_from']} tokens, the first saved after "
+            f"{steps * batch}; the records are in {directory}"
+        )
+    stamps = [row["seconds"] for row in rows]
+    took = {step + 1: stamps[step] - stamps[step - 1] for step in range(1, 2 * steps)}  # by number, from 1
+    begins, evaluated, saved = (
+        steps + 1,
+        (steps + 2, steps + 3),
+        steps + 4,
+    )  # what waits for one may be the step itself, or the next
+    slow = {begins, *evaluated, saved}
+    step_seconds = statistics.median(seconds for step, seconds in took.items() if step not in slow)
+    evaluation = max(0.0, sum(took[step] for step in evaluated) - 2 * step_seconds)
+    save = max(0.0, took[saved] - step_seconds)
+    trained = stamps[-1] - stamps[steps]  # of the second launch, without its first step
+    return SmokeTest(
+        **known,
+        at=now(),
+        world_size=int(result["environment"]["world_size"]),
+        device=str(result["environment"]["device"]),
+        steps=steps,
+        batch_tokens=batch,
+        step_seconds=step_seconds,
+        evaluation_seconds=evaluation,
+        save_seconds=save,
+        start_seconds=max(0.0, wall - trained - step_seconds - evaluation - save),
+        resumed_from=int(result["resumed_from"]),
+        peak_bytes=tuple(int(path.read_text()) for path in sorted((directory / _PEAKS).iterdir())),
+        losses=tuple(row["train_loss"] for row in rows),
+    )

@@ -1,0 +1,87 @@
+"""The attempts at one full run: each goes on where the last checkpoint is, notes how it ended, and the last one writes the result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from muscale import json_lines
+from muscale.full_runs.distributed import rank
+from muscale.full_runs.records import goodput, recovery
+from muscale.layout import EVALUATIONS, METRICS, RESULT
+from muscale.store.spike_handling import Incident, read_incidents, record_incident, utc_now
+from proxy_models.atomic_write import atomic_write
+
+
+def finished(directory: Path) -> dict[str, Any] | None:
+    """The result of a run that needs no other attempt."""
+    result = directory / RESULT
+    return dict(json.loads(result.read_text())) if result.exists() else None
+
+
+def begin(directory: Path, *, tokens: int, step: int) -> tuple[float, list[Incident]]:
+    """Note that an attempt goes on after `tokens` tokens; seconds that the steps before took, and what befell the run so far."""
+    known = json_lines.read(directory / goodput.ATTEMPTS)
+    seconds = go_back(directory, tokens)
+    if known:
+        restart = Incident(step=step, reason=_why_ended(known), action="restart", back_to=tokens, at=utc_now())
+        record_incident(directory, restart)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    goodput.record_attempt(directory, "start", tokens=tokens, world_size=world_size)
+    return seconds, read_incidents(directory)
+
+
+def _why_ended(known: list[dict[str, Any]]) -> str:
+    """Why the last attempt of these records did: by the rank that failed, whose peers tell of a lost connection only."""
+    began = max((number for number, record in enumerate(known) if record["event"] == "start"), default=0)
+    stops = [record for record in known[began:] if record["event"] == "stop"]
+    first = next((record for record in stops if record["kind"] != "lost"), stops[0] if stops else None)
+    # Of a long message the beginning tells what it was; the whole stands in the record of the attempt.
+    return str(first["error"]).splitlines()[0][:160] if first else "killed, or the machine was lost"
+
+
+def go_back(directory: Path, tokens: int) -> float:
+    """Forget the steps that will be trained again, evaluated or not, and note how long they took; seconds up to `tokens`."""
+    metrics = directory / METRICS
+    rows = json_lines.read(metrics)
+    kept = [row for row in rows if row["tokens"] <= tokens]
+    if metrics.exists():
+        json_lines.keep(metrics, kept)  # a torn last line goes, too
+    evaluations = json_lines.read(directory / EVALUATIONS)
+    if any(row["tokens"] > tokens for row in evaluations):  # seldom: they are of checkpoints that were whole
+        json_lines.keep(directory / EVALUATIONS, [row for row in evaluations if row["tokens"] <= tokens])
+    if seconds := goodput.seconds_of([row for row in rows if row["tokens"] > tokens]):
+        goodput.record_attempt(directory, "back", tokens=tokens, repeated_seconds=seconds)
+    return float(kept[-1]["seconds"]) if kept else 0.0
+
+
+@contextmanager
+def recorded(directory: Path, step: Callable[[], int]) -> Iterator[None]:
+    """Whatever ends the block is noted with the step that it came at, by each rank that lives to tell."""
+    try:
+        yield
+    except BaseException as error:
+        goodput.record_attempt(directory, "stop", rank=rank(), step=step(), **recovery.describe(error))
+        raise
+
+
+def conclude(directory: Path, *, blocked: float, **told: Any) -> dict[str, Any]:
+    """Write the result of a run at its end: its last losses, `told`, its goodput and what befell it."""
+    last = json_lines.read(directory / METRICS)[-1]  # written before the last checkpoint
+    result = {
+        "loss": last["val_loss"],
+        "source_losses": last["source_losses"],
+        "seconds": last["seconds"],
+        **told,
+        "goodput": goodput.measure(directory, blocked_at_end=blocked).to_dict(),
+        "incidents": [asdict(incident) for incident in read_incidents(directory)],
+    }
+    with atomic_write(directory / RESULT) as unfinished:
+        unfinished.write_text(json.dumps(result))
+    return result

@@ -1,0 +1,149 @@
+"""What is tried again: a lost machine, not a fault of the run. Told by the error, and by whether it came twice at the same step."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from muscale import json_lines
+from muscale.errors import MuscaleError, PreemptedError, StageError
+from muscale.full_runs.records.goodput import ATTEMPTS
+
+Kind = Literal["preempted", "lost", "device", "program", "unknown"]
+T = TypeVar("T")
+
+# By name along the line of ancestors, as neither Ray nor a CUDA build of torch need be there.
+_LOST = {
+    *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
+    *("WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError", "NCCLHangError"),
+    *("DistNetworkError", "DistBackendError", "DistStoreError", "ConnectionError", "TimeoutError"),
+}
+_DEVICE = {"AcceleratorError", "OutOfMemoryError", "OSError"}
+_PROGRAM = (
+    *(MuscaleError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, NameError),
+    *(NotImplementedError, ArithmeticError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+)
+_LOST_WORDS = re.compile(
+    r"closed by peer|reset by peer|broken pipe|gloo|\bnccl\b|timed out|socket timeout|connection refused|watchdog", re.I
+)
+_DEVICE_WORDS = re.compile(r"\bCUDA\b|cudnn|cublas|\bECC\b|\bHIP error|out of memory", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How an attempt ended on a rank; `error` is its type and message without numbers, which differ from time to time."""
+
+    attempt: int
+    step: int
+    kind: Kind
+    error: str
+
+
+def kind_of(error: BaseException) -> Kind:
+    """What an error is of: a notice, a worker that is gone (its peers' errors are alike), a device, the program itself."""
+    names = {ancestor.__name__ for ancestor in type(error).__mro__}
+    if isinstance(error, PreemptedError) or "PreemptionError" in names or getattr(error, "preempted", False):
+        return "preempted"
+    if names & _LOST:
+        return "lost"
+    if isinstance(error, _PROGRAM):
+        return "program"
+    if names & _DEVICE or (isinstance(error, RuntimeError) and _DEVICE_WORDS.search(str(error))):
+        return "device"
+    if isinstance(error, RuntimeError) and _LOST_WORDS.search(str(error)):
+        return "lost"
+    return "unknown"
+
+
+def root_causes(error: BaseException) -> list[BaseException]:
+    """The errors of single ranks in that of a group of workers or of a checkpoint; a single one is its own.
+
+    The peers of a rank that failed lose the connection to it: their errors count only where there is no other.
+    """
+    causes = list(_unwrapped(error))
+    first = [cause for cause in causes if kind_of(cause) != "lost"]
+    return first or causes
+
+
+def _unwrapped(error: BaseException) -> Iterator[BaseException]:
+    inner: list[Any] = []
+    for name in ("worker_failures", "failures"):  # of Ray Train's group of workers, of a sharded checkpoint
+        if isinstance(of_ranks := getattr(error, name, None), dict):
+            inner += [one[0] if isinstance(one, tuple) else one for one in of_ranks.values()]
+    for name in ("_base_exc", "cause", "controller_failure"):  # of an error that crossed from a Ray worker
+        inner.append(getattr(error, name, None))
+    inner = [one for one in inner if isinstance(one, BaseException)]
+    if not inner:
+        yield error
+    for one in inner:
+        yield from _unwrapped(one)
+
+
+def is_retryable(error: BaseException, history: Sequence[Failure] = ()) -> bool:
+    """Whether another attempt may end otherwise.
+
+    Args:
+        error: What ended the last attempt.
+        history: How the attempts ended, that one's end too; the same error at the same step in two of them comes again. The
+            loss of a peer tells nothing of why it was lost, and may come at any step any number of times.
+    """
+    if any(kind_of(cause) == "program" for cause in root_causes(error)):
+        return False
+    last = max((failure.attempt for failure in history), default=0)
+    telling = [failure for failure in history if failure.kind in ("device", "unknown")]
+    now = {(failure.step, failure.error) for failure in telling if failure.attempt == last}
+    return not any((failure.step, failure.error) in now for failure in telling if failure.attempt < last)
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """Kind and text of an error, for the record of an attempt."""
+    cause = root_causes(error)[0]
+    return {"kind": kind_of(cause), "error": f"{type(cause).__name__}: {cause}"[:2000]}
+
+
+def failures(directory: Path) -> list[Failure]:
+    """How the attempts of a run ended, as its ranks recorded it; one that was killed records nothing."""
+    attempt, found = 0, []
+    for record in json_lines.read(directory / ATTEMPTS):
+        attempt += record["event"] == "start"
+        if record["event"] == "stop":
+            text = re.sub(r"\d+", "#", record["error"])
+            found.append(Failure(attempt=attempt, step=record["step"], kind=record["kind"], error=text))
+    return found
+
+
+def persevere(attempt: Callable[[], T], directory: Path, *, max_failures: int, failed: type[Exception]) -> T:
+    """Call `attempt` until it succeeds, while what ends it is worth another one.
+
+    A preemption does not count as a failure if the run had come further since the attempt before.
+
+    Raises:
+        StageError: If it is not, or the run failed more often than `max_failures`.
+    """
+    count, reached, known = 0, -1, len(failures(directory))
+    while True:
+        try:
+            return attempt()
+        except failed as error:
+            reason = describe(error)
+            history = failures(directory)[known:]  # before it the user may have mended what was wrong
+            stopped = max((failure.step for failure in history), default=0)
+            if reason["kind"] != "preempted" or stopped <= reached:
+                count += 1
+            reached = max(reached, stopped)
+            told = f"{reason['error']}; the run's records are in {directory}"
+            if not is_retryable(error, history):
+                raise StageError(f"promote: another attempt would end in the same way: {told}") from error
+            if count > max_failures:
+                raise StageError(
+                    f"promote: failed {count} times, promote.max_failures = {max_failures}: {told}"
+                ) from error
+            logging.getLogger(__name__).warning(
+                "attempt ended (%s), going on from the last checkpoint", reason["error"]
+            )
+            time.sleep(min(2.0**count, 30.0))

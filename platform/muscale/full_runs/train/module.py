@@ -1,0 +1,442 @@
+"""The full-size run: plain Lightning with FSDP2, on the definitions that trained the proxies.
+
+It knows nothing of Ray: the same function runs inside a Ray Train worker, under torchrun, or alone in one process. Batches are
+found by position, so a run resumed at another world size sees the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from muscale import json_lines
+from muscale.environment import environment
+from muscale.errors import PreemptedError, StageError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, seal_of
+from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
+from muscale.full_runs.checkpoints.run_description import RunDescription
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.distributed import broadcast_from_rank0, joined, rank
+from muscale.full_runs.lightning_import import import_lightning
+from muscale.full_runs.records import attempts
+from muscale.full_runs.records.preemption import Notice
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.interventions import Interventions
+from muscale.full_runs.train.rank_flags import RankFlags
+from muscale.full_runs.train.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
+from muscale.layout import METRICS
+from muscale.store.spike_handling import Incident, record_incident, utc_now
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training import compilation
+from proxy_models.training.device import send
+from proxy_models.training.metrics import passes
+from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.precision import unsupported
+from proxy_models.training.step import Stepper
+
+L = import_lightning()
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+_FLUSH_EVERY = 20  # steps between writes of the metrics
+
+
+class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
+    """The decoder under Lightning; every definition is `proxy_models`' own."""
+
+    def __init__(
+        self,
+        run: FullRun,
+        start: int,
+        resume: Path | None,
+        *,
+        spent: float,
+        checkpoints: Checkpoints,
+        interventions: Interventions,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # the step is `proxy_models`' own, whole
+        self.run, self.start, self.resume = run, start, resume
+        self.tokens = self._recorded = start
+        self.checkpoints, self.interventions = checkpoints, interventions
+        self.blocked = 0.0  # seconds, by checkpoints since the last row
+        self.model: Decoder | None = None
+        self.compiled = False
+        self._spent = spent  # seconds, by earlier attempts up to the start
+        self._rows: list[dict[str, Any]] = []
+        self._notice = Notice(run.directory)
+        every = run.checkpoint_every_minutes
+        self._agreement = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
+
+    def configure_model(self) -> None:
+        """Build the decoder over the ranks, large blocks each by itself, with initial values that sharding does not change."""
+        if self.model is not None:
+            return
+        run, device = self.run, self.trainer.strategy.root_device
+        self.compiled = compilation.decide(run.compile, run.n_tokens - self.start, device.type)
+        if self.compiled:
+            compilation.configure()
+        self.model = build_decoder(
+            run.numerics,
+            run.segments[0].recipe,
+            run.parallelism,
+            device=device,
+            mesh=self._device_mesh,
+            min_unit_params=run.min_unit_params,
+            compiled=self.compiled,
+        )
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch is cut into."""
+        return self.run.parallelism.data_ranks(self.trainer.world_size)
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's share, which those that share its products have too."""
+        return int(self.global_rank) // self.run.parallelism.tensor_parallel
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model, once it is configured."""
+        if self.model is None:
+            raise RuntimeError("the model is not configured yet")
+        return self.model
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer of the last step before the start, whose moments a checkpoint holds, even one at a swap."""
+        return self._make_optimizer(self.run.recipe_before(self.start))
+
+    def _make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
+        """A recipe's optimizer, its groups by name, after sharding."""
+        return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
+
+    def train_dataloader(self) -> DataLoader[int]:
+        """Nothing but calls of `training_step`, until the run's end: a batch is found by its position."""
+        return DataLoader(_Calls(self))
+
+    def on_fit_start(self) -> None:
+        """Open the data, and go on from the checkpoint.
+
+        Raises:
+            StageError: If the device can't train in the run's precision, or the ranks can't agree on a loss scale.
+        """
+        run = self.run
+        precision = run.numerics.precision
+        if reason := unsupported(precision, self.device):
+            raise StageError(f"promote: precision {precision} can't be trained here: {reason}")
+        if precision == "fp16" and self.trainer.world_size > 1:
+            raise StageError("promote: fp16 is for one process, as each would scale its own loss; use bf16")
+        self._corpus = Corpus.open(run.corpus)
+        numerics, length = run.numerics, run.numerics.model.context_length
+        self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
+        self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
+        before = run.beginning.earlier if run.beginning else {}
+        self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in before.items()}
+        self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
+        self._started = time.perf_counter() - self._spent
+
+    def on_train_start(self) -> None:
+        """Hear of a preemption, in place of the handler that Lightning has set by now; evaluate the state that was gone on from."""
+        self._notice.listen()
+        metrics = self.run.directory / METRICS
+        if self.run.beginning and self.start == 0 and not broadcast_from_rank0(lambda: json_lines.read(metrics)):
+            began = time.perf_counter()
+            row = {"tokens": 0, **self.evaluate(), "evaluation_seconds": time.perf_counter() - began}
+            self._rows.append({**row, "seconds": time.perf_counter() - self._started})
+            self._flush()
+
+    def _go_on_from(self, tokens: int, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> None:
+        """Take the next step after `tokens` tokens, with the checkpoint's state; weights are initial ones where there is none."""
+        run = self.run
+        self._stepper = Stepper(
+            self.decoder,
+            optimizer,
+            run.numerics,
+            run.recipe_before(tokens),
+            micro_batch=run.micro_batch
+            or fitting_micro_batch(
+                run.numerics,
+                run.segments[0].recipe,
+                run.parallelism,
+                world_size=self.trainer.world_size,
+                device=self.device,
+            ),
+            rank=self.data_rank,
+            ranks=self.data_ranks,
+            mean=self._agreement.mean,
+            before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
+        )
+        if checkpoint:
+            # A guard that remembered another corpus's losses would take the first ones here for spikes.
+            self.checkpoints.load(checkpoint, self._stepper, memory=tokens > 0)
+        self.tokens = self._recorded = tokens
+
+    def training_step(self, _batch: Tensor, _index: int) -> None:
+        """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
+        began, run = time.perf_counter(), self.run
+        if self.tokens == run.n_tokens:
+            return  # Lightning asked for one call more before the last step was taken
+        before = self.interventions.position(self.tokens)
+        if before >= run.n_tokens:  # the last batches are left out
+            self.tokens = run.n_tokens
+            self._record({}, began)
+            return
+        segment = run.segment_at(before)
+        if segment.recipe != self._stepper.recipe:
+            self._go_on_under(segment.recipe)
+        batch = segment.recipe.ramp.batch_at(before)
+        position = run.position + before
+        share = self._stream.batch(position, batch, rank=self.data_rank, world_size=self.data_ranks)
+        sequences = send(share, self.device)
+        whole = batch // run.numerics.model.context_length
+        number = run.n_steps(before)
+        rate_factor = segment.rate_factor(before) * self.interventions.rewarmth(before, batch)
+        spikes = len(self._stepper.spikes)
+        loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)
+        left_out = len(self._stepper.spikes) > spikes
+        trouble = self._trouble(loss, number)
+        if run.on_spike and (trouble or left_out):
+            self._intervene(before, number, trouble or str(self._stepper.spikes[-1]))
+            return
+        if trouble:
+            raise StageError(f"promote: the run diverged: {trouble}")
+        self.tokens = before + batch
+        row = {"train_loss": float(loss), "grad_norm": float(norm), "rate_factor": rate_factor, "left_out": left_out}
+        self._record(row, began)
+
+    def _trouble(self, loss: Tensor, number: int) -> str | None:
+        """Why the run would end as diverged with this step."""
+        if divergence := self._stepper.divergence:
+            return divergence.reason
+        return None if torch.isfinite(loss) else f"the training loss is {float(loss)} at step {number}"
+
+    def _intervene(self, tokens: int, number: int, reason: str) -> None:
+        """Leave out the step after `tokens` tokens, which was not taken, or go back and leave it out on the way.
+
+        Raises:
+            StageError: If the run's interventions are spent.
+        """
+        policy = self.run.on_spike
+        if policy is None:
+            raise RuntimeError("nothing is said about spikes")
+        if self.interventions.is_spent:
+            raise StageError(
+                f"promote: the run diverged: {reason}, after {policy.max_interventions} interventions; "
+                "promote.max_interventions would allow more"
+            )
+        self._stepper.divergence = None
+        start, checkpoint = tokens, None
+        if policy.action == "rollback":
+            start, checkpoint = self.checkpoints.latest() or self.run.origin
+        incident = Incident(
+            step=number,
+            reason=reason,
+            action=policy.action,
+            left_out=self.interventions.around(tokens, margin=policy.margin_tokens if start < tokens else 0),
+            back_to=start if policy.action == "rollback" else None,
+            at=utc_now(),
+        )
+        self.interventions.incidents.append(incident)
+        if self.global_rank == 0:
+            record_incident(self.run.directory, incident)
+        logging.getLogger(__name__).warning("%s", incident)
+        if policy.action == "rollback":
+            self._roll_back(start, checkpoint)
+
+    def _roll_back(self, start: int, checkpoint: Path | None) -> None:
+        self._flush()
+        seconds = broadcast_from_rank0(lambda: attempts.go_back(self.run.directory, start))
+        self._started = time.perf_counter() - seconds
+        recipe = self.run.recipe_before(start)
+        if checkpoint is None:
+            parametrization = self.run.numerics.parametrization(recipe.optimizer)
+            initialize(self.decoder, parametrization, recipe, seed=self.run.numerics.seed)
+        optimizer = self._make_optimizer(recipe)
+        self.trainer.optimizers = [optimizer]
+        self._go_on_from(start, checkpoint, optimizer)
+
+    def _go_on_under(self, recipe: Recipe) -> None:
+        """Let an optimizer of the recipe take over; Lightning drops the one before it."""
+        optimizer = self._make_optimizer(recipe)
+        self.trainer.optimizers = [optimizer]
+        self._stepper.go_on_under(recipe, optimizer)
+
+    def _record(self, row: dict[str, Any], began: float) -> None:
+        """Note the step that ended with the tokens counted now and what is due after it; end here if the machine is to be left.
+
+        Raises:
+            StageError: If the validation loss is not finite.
+            PreemptedError: When the state is saved.
+        """
+        run, before, tokens = self.run, self._recorded, self.tokens
+        at_end, evaluated = tokens == run.n_tokens, time.perf_counter()
+        row = {"tokens": tokens, **row, "step_seconds": evaluated - began, "blocked_seconds": self.blocked}
+        if at_end or passes(run.evaluate_every_tokens, before, tokens):
+            row |= self.evaluate()
+            row["evaluation_seconds"] = time.perf_counter() - evaluated
+            if not math.isfinite(row["val_loss"]):
+                step = run.n_steps(tokens)
+                raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
+        row["seconds"] = time.perf_counter() - self._started
+        self._rows.append(row)
+        self._recorded, self.blocked = tokens, 0.0
+        agreed = self._agreement
+        if at_end or agreed.saves or agreed.ends or passes(run.checkpoint_every_tokens, before, tokens):
+            with self._blocking():
+                self._flush()  # first: a checkpoint vouches for the rows before it
+                self.checkpoints.save(self._stepper, tokens)
+                agreed.saved()
+                if at_end or agreed.ends:
+                    self.checkpoints.finish()
+        elif len(self._rows) >= _FLUSH_EVERY:
+            self._flush()
+        if agreed.ends and not at_end:
+            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # obeyed
+            raise PreemptedError(f"promote: told to leave the machine, saved at {tokens:,} tokens")
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """What training waits for in here counts as blocked by a checkpoint."""
+        began = time.perf_counter()
+        yield
+        self.blocked += time.perf_counter() - began
+
+    def evaluate(self) -> dict[str, Any]:
+        """Mean loss over the held-out sequences.
+
+        Returns:
+            `val_loss`, and of a mixture `source_losses` by name; of a run that goes on from others with another corpus
+            `earlier_losses`, theirs by name; nats per token.
+        """
+        told = evaluation_of(self._corpus, self._held_out, self._losses(self._held_out))
+        earlier = {name: corpus_loss(sets, self._losses(sets)) for name, sets in self._earlier.items()}
+        return told | ({"earlier_losses": earlier} if earlier else {})
+
+    def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
+        """Of each set, exactly, whatever the number of ranks; in fp32 and eager, without dropout."""
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+            losses = source_losses(self.decoder, sets, device=self.device, rank=self.data_rank, ranks=self.data_ranks)
+        settle(self.decoder)
+        if self.trainer.world_size > 1:
+            dist.all_reduce(losses)
+            losses /= self.run.parallelism.tensor_parallel  # as each share counts once for every rank of its products
+        return dict(zip(sets, losses.tolist(), strict=True))
+
+    @contextmanager
+    def flushing(self) -> Iterator[None]:
+        """The steps taken are in the metrics, however the block ends: their time counts, though they are trained again."""
+        try:
+            yield
+        finally:
+            self._flush()
+
+    def _flush(self) -> None:
+        if rank() == 0 and self._rows:
+            json_lines.append(self.run.directory / METRICS, *self._rows)
+        self._rows.clear()
+
+
+def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = None) -> dict[str, Any]:
+    """Train the run to its end, from its last whole checkpoint if it has one; a finished run returns its result.
+
+    Args:
+        run: What to train.
+        strategy: `ShardedStrategy` for several ranks; in one process Lightning's own choice will do.
+        plugins: Lightning's, such as the launcher's environment.
+
+    Returns:
+        `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
+        `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
+
+    Raises:
+        StageError: If the run diverges.
+        PreemptedError: If it was told to leave its machine; its state is saved.
+    """
+    if isinstance(strategy, ShardedStrategy):
+        strategy.parallelism = run.parallelism
+    own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
+    with joined(device):
+        if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
+            return finished
+        run.directory.mkdir(parents=True, exist_ok=True)
+        broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
+        checkpoints = Checkpoints(
+            run.directory / CHECKPOINTS, keep_last=run.keep_last, keep_every_tokens=run.keep_every_tokens
+        )
+        start, resume = checkpoints.latest() or _origin(run)
+        spent, incidents = broadcast_from_rank0(
+            lambda: attempts.begin(run.directory, tokens=start, step=run.n_steps(start))
+        )
+        module = FullRunModule(
+            run,
+            start,
+            resume,
+            spent=spent,
+            checkpoints=checkpoints,
+            interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
+        )
+        trainer = L.Trainer(
+            strategy=strategy,
+            plugins=plugins,
+            accelerator="cpu" if device.type == "cpu" else "gpu",
+            devices="auto" if plugins else 1,
+            max_epochs=1,
+            use_distributed_sampler=False,  # every rank counts every step
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=run.directory,
+        )
+        if start < run.n_tokens:
+            with attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)), module.flushing():
+                trainer.fit(module)
+        told = {
+            "tokens": run.n_tokens,
+            "resumed_from": start,
+            "environment": {
+                **environment(trainer.strategy.root_device, world_size=trainer.world_size, compiled=module.compiled),
+                "parallelism": asdict(run.parallelism),
+            },
+        }
+        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.blocked, **told))
+
+
+def _origin(run: FullRun) -> tuple[int, Path | None]:
+    """The run's, once its checkpoint is found to be the one that was meant.
+
+    Raises:
+        StageError: On every rank, if it is not.
+    """
+    beginning = run.beginning
+    if beginning and broadcast_from_rank0(lambda: seal_of(beginning.checkpoint)) != beginning.seal:
+        raise StageError(
+            f"{beginning.checkpoint}: is no longer the checkpoint that the run was begun from: it is gone, damaged or another"
+        )
+    return run.origin
+
+
+class _Calls(IterableDataset[int]):
+    """One entry for each step that is still to be taken, however often the run goes back."""
+
+    def __init__(self, module: FullRunModule) -> None:
+        self._module = module
+
+    def __iter__(self) -> Iterator[int]:
+        while self._module.tokens < self._module.run.n_tokens:
+            yield self._module.tokens

@@ -1,0 +1,251 @@
+"""A decoder over many devices: the mesh and the strategy that owns it, and a build in which no device ever holds it whole.
+
+Data parallelism of every kind is FSDP2's, over one mesh dimension or two; tensor parallelism is DTensor's, under it. On a mesh all
+parameters are DTensors with their own names, which optimizer groups, clipping and checkpoints go by.
+
+Tried on gloo with up to four ranks, compiled with up to two. Unproven: several GPUs, and several nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from muscale.errors import StageError
+from muscale.full_runs.lightning_import import import_lightning
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.decoder import Block, Decoder
+from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
+from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize
+
+import_lightning()
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+
+# A norm over two mesh dimensions takes two reductions, which it warns of; gathered one dimension after another, ranks still agree.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+_REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's model-parallel strategy over a mesh of our own, on a device that the launcher may choose."""
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        root_device: torch.device | None = None,
+        parallelism: Parallelism | None = None,
+    ) -> None:
+        super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=True)
+        self._chosen_device = root_device
+        self.parallelism = parallelism or Parallelism()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        if self._chosen_device is not None:
+            return self._chosen_device
+        return super().root_device if torch.cuda.is_available() else torch.device("cpu")
+
+    @root_device.setter
+    def root_device(self, device: torch.device) -> None:
+        self._chosen_device = device
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and lay the mesh over them, which Lightning would have of two dimensions only.
+
+        Raises:
+            StageError: If they are no grid of that layout.
+        """
+        self._setup_distributed()
+        try:
+            grid = self.parallelism.grid(self.world_size, node_ranks=node_ranks())
+        except ValueError as error:
+            raise StageError(f"promote: {error}") from error
+        self._device_mesh = mesh_of(grid, self.root_device.type)
+        module: Any = self.lightning_module
+        module._device_mesh = self._device_mesh
+
+
+def node_ranks() -> int | None:
+    """Ranks on this node, where the launcher tells it, as torchrun and Ray Train do."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(told) if told else None
+
+
+def mesh_of(grid: tuple[int, int, int], device_type: str) -> DeviceMesh:
+    """The mesh of a grid (replicas, shards, tensor); one rank for each product is no dimension."""
+    names = (_REPLICAS, _SHARDS, _TENSOR) if grid[2] > 1 else (_REPLICAS, _SHARDS)
+    return init_device_mesh(device_type, grid[: len(names)], mesh_dim_names=names)
+
+
+def build_decoder(
+    numerics: Numerics,
+    recipe: Recipe,
+    parallelism: Parallelism,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    min_unit_params: int = 0,
+    compiled: bool = False,
+) -> Decoder:
+    """The decoder with its initial values, which do not depend on the layout; on a mesh, each rank makes only its own part.
+
+    Args:
+        numerics, recipe: Shape, seed and parametrization.
+        parallelism: The layout.
+        device: Of this rank.
+        mesh: From `mesh_of`; None in one process.
+        min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
+        compiled: Whether each block is compiled.
+
+    Raises:
+        ValueError: If the model can't be laid out so.
+    """
+    parallelism.require(numerics.model)
+    tensor = mesh[_TENSOR] if mesh is not None and _TENSOR in _names(mesh) else None
+    if parallelism.tensor_parallel != (tensor.size() if tensor else 1):
+        raise ValueError(f"tensor_parallel = {parallelism.tensor_parallel} needs as many ranks, launched together")
+    with torch.device("meta"):
+        model = Decoder(numerics.model)
+    for block in _blocks(model):
+        block.checkpointing = parallelism.checkpointing
+    if tensor:
+        _share_products(model, tensor)
+    for block in _blocks(model) if compiled else ():
+        block.compile(dynamic=False)
+    if mesh is not None:
+        _shard(model, mesh, parallelism, min_unit_params)
+    model.to_empty(device=device)
+    if numerics.model.tied:
+        model.readout.weight = model.embedding.weight  # `to_empty` may give each its own
+    model.write_constants()
+    if tensor and model.logit_bias is not None:
+        model.logit_bias = model.logit_bias.chunk(tensor.size())[
+            tensor.get_local_rank()
+        ].clone()  # of a rank's own heads
+    initialize(model, numerics.parametrization(recipe.optimizer), recipe, seed=numerics.seed)
+    return model
+
+
+def fitting_micro_batch(
+    numerics: Numerics, recipe: Recipe, parallelism: Parallelism, *, world_size: int, device: torch.device
+) -> int | None:
+    """Sequences of a pass on a rank: on a GPU the largest whole part of its share that fits by the estimate; else None, its share."""
+    if device.type != "cuda":
+        return None
+    replicas, shards, _ = parallelism.grid(world_size, node_ranks=node_ranks())
+    return largest_micro_batch(
+        numerics.model,
+        -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
+        limit=int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
+        precision=numerics.precision,
+        optimizer=recipe.optimizer,
+        sharding=parallelism.sharding,
+        world_size=replicas if parallelism.sharding == "none" else shards,
+        tensor_parallel=parallelism.tensor_parallel,
+        checkpointing=parallelism.checkpointing,
+    )
+
+
+def between_parts(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
+    """Before a part of a rank's batch: gradients go to the other replicas after the last part only, and weights stay till then."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_all_reduce(last)
+    if parallelism.sharding in ("none", "zero2"):
+        model.set_reshard_after_backward(last)
+
+
+def settle(model: nn.Module) -> None:
+    """Let go of weights that were gathered, as a forward pass without a backward one leaves them gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_params: int) -> None:
+    """Large blocks each by itself, and the rest as one."""
+    replicated = parallelism.sharding in ("none", "hybrid")
+    dimensions = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
+    for block in _blocks(model):
+        if sum(parameter.numel() for parameter in block.parameters()) >= min_unit_params:
+            fully_shard(block, mesh=dimensions, reshard_after_forward=parallelism.sharding in ("full", "hybrid"))
+    fully_shard(model, mesh=dimensions, reshard_after_forward=False)  # needed again at once, as backward begins with it
+
+
+def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
+    """Cut the blocks' matrices over the ranks of a tensor dimension; everything else each of them has and computes."""
+    for block in _blocks(model):
+        plan: dict[str, ParallelStyle] = {
+            **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+            "attention.output": RowwiseParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(),
+            "attention_norm": _Alike(),
+        }
+        if block.config.activation == "swiglu":
+            plan["mlp.gate"] = ColwiseParallel()
+        if not block.config.parallel:
+            plan["mlp_norm"] = _Alike()
+        if block.config.qk_norm:  # a rank norms its own heads, dimension 2, by gains that all of them share
+            plan |= {
+                f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
+                for name in ("query_norm", "key_norm")
+            }
+        parallelize_module(block, mesh, plan)
+    rest: dict[str, ParallelStyle] = {"embedding": _Alike(), "final_norm": _Alike(), "readout": _Alike(copied=True)}
+    if model.config.positions == "learned":
+        rest["position"] = _Alike()
+    parallelize_module(model, mesh, rest)
+    if model.config.tied:
+        model.readout.weight = model.embedding.weight
+
+
+class _Alike(ParallelStyle):
+    """A module that every rank of the tensor dimension computes alike, from the same input and replicated parameters.
+
+    `copied`: Its output is no view, as that of the whole model must not be under FSDP2.
+    """
+
+    def __init__(self, *, copied: bool = False) -> None:
+        super().__init__()
+        self._copied = copied
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        leave: Any = self._leave  # torch's annotation leaves out what it returns
+        return distribute_module(module, device_mesh, None, self._enter, leave)
+
+    @staticmethod
+    def _enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
+
+    def _leave(self, _module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
+        local = cast(Tensor, output.to_local())
+        return local.clone() if self._copied else local
+
+
+def _blocks(model: Decoder) -> Iterator[Block]:
+    return (cast(Block, block) for block in model.blocks)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()

@@ -1,0 +1,207 @@
+"""Checkpoints are whole or not there: after a kill at the worst moment, by tokens and by time, while training goes on."""
+
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from muscale.full_runs.checkpoints import folder as checkpoint_folder
+from muscale.full_runs.checkpoints import save as checkpoints
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.records import attempts
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import FullRunModule, train
+from muscale.layout import RESULT
+from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
+from tests.muscale.forked_ranks import (
+    BATCH,
+    STEPS,
+    ended,
+    losses,
+    result,
+    rows,
+    small_corpus,
+    small_run,
+    start,
+    train_on,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def run(corpus: Corpus, tmp_path: Path) -> FullRun:
+    return small_run(corpus, tmp_path / "run")
+
+
+def standing(run: FullRun) -> list[int]:
+    """After how many steps there is a checkpoint."""
+    return [tokens // BATCH for tokens, _ in reversed(Checkpoints(run.directory / CHECKPOINTS).found())]
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_at_the_second(name: str, rank: int) -> None:
+    """Rank 0 is killed where the second checkpoint reaches a function of the module; its shards are on the disk by then."""
+    if rank == 0:
+        reached, real = 0, getattr(checkpoints, name)
+
+        def faulty(*given: object) -> None:
+            nonlocal reached
+            reached += 1
+            if reached == 2:
+                die()
+            real(*given)
+
+        setattr(checkpoints, name, faulty)
+
+
+def before_the_manifest(rank: int) -> None:
+    dies_at_the_second("write_manifest", rank)
+
+
+def after_the_manifest(rank: int) -> None:
+    dies_at_the_second("put_in_place", rank)
+
+
+@pytest.mark.parametrize(("fault", "has_manifest"), [(before_the_manifest, False), (after_the_manifest, True)])
+def test_a_kill_during_a_save_leaves_the_checkpoint_before_it_and_the_same_losses(
+    run: FullRun, tmp_path: Path, fault: object, has_manifest: bool
+) -> None:
+    undisturbed = replace(run, directory=tmp_path / "undisturbed")
+    train(undisturbed)
+    codes = ended(start(run, 2, fault=fault))  # type: ignore[arg-type]
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] == 1, "the other rank lost its peer"
+    (torn,) = (run.directory / CHECKPOINTS).glob("*.unfinished")
+    assert len(list(torn.glob("*.distcp"))) == 2
+    assert (torn / MANIFEST).exists() == has_manifest
+    assert standing(run) == [6]
+
+    train_on(run, 3)  # of eight sequences a step, so that shares are 3, 3 and 2
+    assert result(run)["resumed_from"] == BATCH * 6
+    assert result(run)["environment"]["world_size"] == 3
+    assert result(run)["loss"] == pytest.approx(result(undisturbed)["loss"], rel=1e-4)
+    np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=1e-3)
+    assert not torn.exists()
+    assert standing(run) == [12, 16]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_swapped_optimizer_and_a_later_stage_resume_in_their_middle_at_another_world_size(
+    run: FullRun, tmp_path: Path, world_size: int
+) -> None:
+    # The checkpoint after 12 steps lies between the swap at 10 and the end, and holds the guard's snapshot of the new optimizer.
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
+    values = Hyperparameters(
+        learning_rate=0.01,
+        batch_tokens=BATCH,
+        swap_optimizer="muon",
+        swap_fraction=10 / STEPS,
+        swap_learning_rate=0.003,
+        warmup_fraction=0.1,
+    )
+    segments = chain(values, BATCH * STEPS)
+    run = replace(run, numerics=replace(run.numerics, guard=guard), segments=segments, micro_batch=2)
+    whole = replace(run, directory=tmp_path / "whole")
+    train(whole)
+    train_on(run, 2)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-3)
+    (run.directory / RESULT).unlink()
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    (newest[1] / MANIFEST).unlink()
+    train_on(run, world_size)  # under the micro-batch a rank of three has one pass less than the others
+    assert result(run)["resumed_from"] == BATCH * 12
+    assert result(run)["loss"] == pytest.approx(result(whole)["loss"], rel=1e-4)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-3)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    further, write, taken = threading.Event(), checkpoint_folder.write_manifest, FullRunModule.training_step
+    writing: list[int] = []
+
+    def after_more_steps(folder: Path, hashes: dict[str, str]) -> None:
+        assert further.wait(60), "training waited for the write"
+        write(folder, hashes)
+
+    def step(module: FullRunModule, batch: object, index: int) -> None:
+        taken(module, batch, index)  # type: ignore[arg-type]
+        if module.checkpoints.is_writing:
+            writing.append(module.tokens // BATCH)
+        if module.tokens == BATCH * 9:
+            assert standing(run) == []
+            further.set()
+
+    monkeypatch.setattr("muscale.full_runs.checkpoints.save.write_manifest", after_more_steps)
+    monkeypatch.setattr(FullRunModule, "training_step", step)
+    train(run)
+    assert {6, 7, 8} <= set(writing)
+    assert standing(run) == [12, 16]
+
+
+def test_a_write_that_fails_ends_the_run_at_the_next_one(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(folder: Path, hashes: dict[str, str]) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr("muscale.full_runs.checkpoints.save.write_manifest", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(run)
+    assert standing(run) == []
+    assert rows(run)[-1]["tokens"] == BATCH * 12
+    monkeypatch.undo()
+    assert train(run)["resumed_from"] == 0
+
+
+def test_the_newest_are_kept_and_one_for_each_so_many_tokens(run: FullRun) -> None:
+    train(replace(run, checkpoint_every_tokens=BATCH * 2, keep_last=3, keep_every_tokens=BATCH * 5))
+    assert standing(run) == [6, 10, 12, 14, 16]
+
+
+def test_checkpoints_by_time_are_made_between_those_by_tokens(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("muscale.full_runs.train.rank_flags.time.monotonic", lambda: clock[0])
+    taken = FullRunModule.training_step
+
+    def step(module: FullRunModule, batch: object, index: int) -> None:
+        clock[0] += 60  # a minute a step
+        taken(module, batch, index)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FullRunModule, "training_step", step)
+    train(replace(run, checkpoint_every_minutes=4, keep_last=9))
+    assert standing(run) == [4, 6, 10, 12, 16]
+
+
+def test_hashes_are_read_by_the_first_rank_alone(run: FullRun) -> None:
+    train(run)
+    (run.directory / RESULT).unlink()
+    assert ended(start(run, 2, fault=only_the_first_reads)) == [0, 0]
+    assert result(run)["resumed_from"] == run.n_tokens
+
+
+def only_the_first_reads(rank: int) -> None:
+    if rank:
+        checkpoint_folder.is_whole = die  # type: ignore[assignment]
+
+
+def test_a_manifest_names_every_file_with_its_hash(run: FullRun) -> None:
+    train_on(run, 2)
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    manifest = json.loads((newest[1] / MANIFEST).read_text())
+    assert manifest.keys() == {file.name for file in newest[1].iterdir()} - {MANIFEST}
+    assert attempts.finished(run.directory) == result(run)

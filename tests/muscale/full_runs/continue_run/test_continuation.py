@@ -1,0 +1,344 @@
+"""Stages that go on from a promoted run: what they train, by which key, and what they tell of the loss."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale import Continuation, StageError, Study, StudyConfig, StudyFileError
+from muscale.bundles.bundle import CARD, CONTINUED, LINEAGE
+from muscale.cli import app
+from muscale.full_runs.checkpoints.finished_run import held_out_loss
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.continue_run.continuation import plan_stage
+from muscale.full_runs.continue_run.train import Continued, train_stage
+from muscale.full_runs.promote.promotion import full_run_of
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
+from muscale.plans.planning import Plan, make_plan, register
+from muscale.settings.stage_file import StageFile
+from muscale.store.ledger import Ledger
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.tokenizer import FileTokenizer, TokenizerSettings
+from proxy_models.training.numerics import Numerics
+from tests.muscale.conftest import MICRO, write_text
+from tests.muscale.planted import planted_fit, planted_horizon
+
+BATCH, STEPS = 256, 12
+STAGE = f"""
+name = "more"
+n_tokens = {4 * BATCH}
+"""
+MIXTURE = '[corpus.sources.code]\npath = "code"\nweight = 3\n[corpus.sources.old]\npath = "text"\nweight = 1\n'
+CODE = f"""
+name = "code"
+seed = 7
+n_tokens = {6 * BATCH}
+learning_rate_factor = 0.5
+rewarm_tokens = {2 * BATCH}
+{MIXTURE}"""
+
+
+@dataclass
+class Case:
+    """A study with a run that was promoted, in this process."""
+
+    directory: Path
+    config: StudyConfig
+    ledger: Ledger
+    corpus: Corpus
+    numerics: Numerics
+    plan: Plan
+
+    def planned(self, text: str, **config: Any) -> Continuation:
+        path = self.directory / "stage.toml"
+        path.write_text(text)
+        changed = self.config.model_copy(update=config)
+        return plan_stage(path, changed, self.ledger, self.corpus, lambda p: p.chain(self.numerics), lambda *_: None)
+
+    def trained(self, text: str) -> Continued:
+        launch = lambda run: train(FullRun(**run))  # noqa: E731
+        return train_stage(self.planned(text), self.config, self.ledger, launcher=launch)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    directory = tmp_path_factory.mktemp("study")
+    write_text(directory / "text", words=200)
+    write_text(directory / "code", documents=20, words=200)
+    for file in (directory / "code").iterdir():
+        file.write_text(file.read_text().upper())
+    (directory / STUDY_FILE).write_text(
+        MICRO.replace("checkpoint_every_tokens = 20480", "checkpoint_every_tokens = 1536")
+    )
+    config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
+    corpus = write_corpus(directory / CORPUS, str(directory / "text"))
+    ledger = Ledger(directory / "ledger.sqlite")
+    plan = make_plan(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0)
+    plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
+    numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
+    train(FullRun(**full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder)))
+    ledger.record_result("promotion", plan.key, {"plan": plan.key})
+    yield Case(directory, config, ledger, corpus, numerics, plan)
+    ledger.close()
+
+
+def last_evaluation(folder: Path) -> float:
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return float(rows[-1]["val_loss"])
+
+
+def test_the_same_corpus_is_read_on_behind_the_promoted_run_and_the_result_is_told_again(case: Case) -> None:
+    stage = case.planned(STAGE)
+    assert (stage.parent.run, stage.parent.tokens, stage.position) == (case.plan.key, STEPS * BATCH, STEPS * BATCH)
+    assert stage.numerics.model == case.plan.model
+    done = case.trained(STAGE)
+    assert done.before.own == last_evaluation(case.directory / FULL_RUNS / case.plan.key)
+    assert done.after.own == last_evaluation(stage.folder) != done.before.own
+    assert (done.before.earlier, done.tokens_before, done.n_tokens) == ({}, STEPS * BATCH, 4 * BATCH)
+    assert [one.name for one in done.lineage] == ["plan", "more"]
+    assert Continued.from_dict(json.loads(json.dumps(done.to_dict()))) == done
+    never = train_stage(
+        case.planned(STAGE), case.config, case.ledger, launcher=lambda run: pytest.fail("trained again")
+    )
+    assert never == done
+    assert "read on from 3,072 tokens, where it was left" in str(stage)
+    assert "held against no forecast" in str(done)
+    assert case.ledger.runs().empty, "a stage is no run that a law may be fitted from"
+
+
+def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: Case) -> None:
+    first = case.planned(CODE)
+    assert first.position == 0
+    assert (first.corpus.mixture is not None, first.corpus.key != case.corpus.key) == (True, True)
+    done = case.trained(CODE)
+    label = f"plan {case.plan.key}"
+    assert done.before.sources.keys() == {"code", "old"}
+    assert done.before.earlier == {label: last_evaluation(case.directory / FULL_RUNS / case.plan.key)}
+    assert done.after.sources["code"] < done.before.sources["code"]
+    assert done.after.earlier[label] != done.before.earlier[label]
+    assert f"old was read before, by {label}: it is read again from its start" in str(first)
+    for shown in (label, "  its own corpus", "  code", f"→ {done.after.own:.4f}"):
+        assert shown in str(done)
+
+    again = case.planned('name = "again"\nn_tokens = 1024\n[parent]\nrun = "code"\n')
+    assert again.parent.run == first.key
+    assert again.position == 6 * BATCH, "of the mixture"
+    assert (set(again.earlier), again.numerics.seed) == ({label}, 7)
+    back = f'name = "back"\nn_tokens = 1024\n[parent]\nrun = "{first.key}"\n[corpus]\nsource = "text"\n'
+    stage = case.planned(back)
+    assert (stage.corpus.key, stage.position) == (case.corpus.key, STEPS * BATCH), "behind what the promoted run read"
+    assert stage.earlier.keys() == {f"code {first.key}"}
+    assert stage.numerics.seed == 0, "the order in which that corpus was read"
+    result = case.trained(back)
+    assert [one.name for one in result.lineage] == ["plan", "code", "back"]
+    assert result.tokens_before == (STEPS + 6) * BATCH
+    assert result.before.own == done.after.earlier[label]
+    assert result.before.earlier[f"code {first.key}"] == done.after.own
+
+
+def test_a_curriculum_by_fractions_is_the_stage_s_own_and_can_t_be_read_on(case: Case) -> None:
+    sources = MIXTURE.replace("weight = 3\n", "").replace("weight = 1\n", "")
+    first, last = (
+        f"[[corpus.stages]]\nweights = {{ code = 1, old = {old} }}\n{end}"
+        for old, end in ((1, "until_fraction = 0.5\n"), (0, ""))
+    )
+    done = case.trained(STAGE.replace("more", "mixed") + sources + first + last)
+    assert done.after.own == done.after.sources["code"] < done.before.own
+    with pytest.raises(StageError, match=r"corpus: .* its stages end at fractions of that run; state \[corpus\]"):
+        case.planned('name = "on"\nn_tokens = 1024\n[parent]\nrun = "mixed"\n')
+
+
+def test_the_key_is_of_the_parent_and_of_what_the_stage_computes_and_not_of_its_name(case: Case) -> None:
+    key = case.planned(STAGE).key
+    assert case.planned(STAGE.replace("more", "other")).key == key
+    assert case.planned(STAGE + "learning_rate_factor = 1.0\nschedule = 'wsd'").key == key
+    others = [
+        "learning_rate_factor = 0.5",
+        f"rewarm_tokens = {BATCH}",
+        'schedule = "constant"',
+        "cooldown_fraction = 0.5",
+        f'optimizer = "lion"\nlearning_rate = 0.001\nrewarm_tokens = {BATCH}',
+        f"[parent]\ntokens = {6 * BATCH}",
+        '[corpus]\nsource = "code"\nevaluation_tokens = 1024',
+        '[corpus]\nsource = "code"\nevaluation_tokens = 512',
+    ]
+    keys = {case.planned(f"{STAGE}{other}\n").key for other in others}
+    assert len(keys | {key}) == len(others) + 1
+    mended = [
+        case.config.promote.model_copy(update={"on_spike": "rollback", "rewarm_tokens": tokens})
+        for tokens in (0, BATCH)
+    ]
+    keys |= {case.planned(STAGE, promote=promote).key for promote in mended}
+    assert len(keys | {key}) == len(others) + 3
+    longer = register(replace(case.plan, key="another", n_tokens=2 * STEPS * BATCH), case.ledger)
+    shutil.copytree(case.directory / FULL_RUNS / case.plan.key, case.directory / FULL_RUNS / longer.key)
+    assert case.planned(f'{STAGE}[parent]\nrun = "another"\ntokens = {STEPS * BATCH}\n').key not in {key, *keys}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[corpus]\nsource = 'code'\ntokenizer = 'bpe'", "bpe.* would train another one; leave corpus.tokenizer out"),
+        ("[corpus]\nsource = 'code'\ntokenizer = 'other.json'", "hash bytes, got [0-9a-f]{16}; leave corpus.tokenizer"),
+        ("[corpus]\nsource = 'ids'\nkind = 'tokens'\ndtype = 'uint8'\nvocab_size = 256", "got stated; give text"),
+        ("[corpus]\nsource = 'nowhere'", "corpus.source: "),
+        ("[corpus]\nsource = 'code'\nevaluation_tokens = 10000000", "corpus.evaluation_tokens: an evaluation of"),
+        ("seed = 5", "seed: must be 0, as plan .* read this corpus in that order .*; got 5"),
+        (
+            "optimizer = 'adamw'\nlearning_rate = 0.1\nrewarm_tokens = 256",
+            "optimizer: must be another than the parent's",
+        ),
+        ("rewarm_tokens = 5000", "rewarm_tokens: a re-warming of 5120 tokens does not fit"),
+        ("[parent]\nrun = 'nobody'", "parent.run: must be the key of a plan or of a stage .* got 'nobody'"),
+        ("[parent]\ntokens = 512", r"parent.tokens: run \w+ has checkpoints after 1536, 3072 tokens .* got 512"),
+        ("[parent]\ntokens = 9999999", "parent.tokens: must be at most the 3072 of run"),
+    ],
+)
+def test_what_can_t_go_on_so_is_refused_with_file_key_rule_and_value(case: Case, text: str, message: str) -> None:
+    if "other.json" in text:
+        bpe = write_corpus(
+            case.directory / "bpe",
+            str(case.directory / "text"),
+            tokenizer=TokenizerSettings(kind="bpe", vocab_size=260),
+        )
+        shutil.copy(bpe.folder / "tokenizer.json", case.directory / "other.json")
+        shutil.rmtree(bpe.folder)
+    (case.directory / "ids").write_bytes(bytes(5000))
+    with pytest.raises(StageError, match=rf"stage\.toml: .*{message}"):
+        case.planned(f"{STAGE}{text}\n", model=replace(case.config.model, vocab_size=300))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cooldwon_fraction = 0.1", "cooldwon_fraction: unknown key (value 0.1); did you mean cooldown_fraction?"),
+        ("[parent]\ntoken = 5", "parent.token: unknown key (value 5); did you mean tokens?"),
+        ("[corpus.sources.a]\npth = 'a'", "corpus.sources.a.pth: unknown key"),
+        ("learning_rate_factor = -1.0", "learning_rate_factor: Input should be greater than 0, got -1.0"),
+        ("learning_rate_factor = 2.0\nlearning_rate = 0.1", "exclude each other, got 0.1 and 2.0"),
+        (
+            "schedule = 'cosine'\ncooldown_fraction = 0.1",
+            "cooldown_fraction is for schedule wsd and wsd_linear, got 0.1",
+        ),
+        ("final_fraction = 0.2", 'final_fraction is for schedule cosine, got 0.2 with "wsd"'),
+        ("optimizer = 'lion'", "needs learning_rate, as rates of two optimizers do not compare"),
+        ("schedule = 'step'", "schedule: Input should be 'wsd'"),
+        ("[corpus.sources.a]\npath = 'a'", "corpus.sources.a.weight: missing, a value is required"),
+    ],
+)
+def test_a_stage_file_is_read_strictly(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "stage.toml"
+    path.write_text(f"{STAGE}{text}\n")
+    with pytest.raises(StudyFileError) as told:
+        StageFile.read(path, vocab_size=256)
+    assert f"{path}: " in str(told.value)
+    assert message in str(told.value)
+    with pytest.raises(StudyFileError, match="none.toml: there is no such file"):
+        StageFile.read(tmp_path / "none.toml", vocab_size=256)
+
+
+def test_text_of_a_stage_is_encoded_by_the_tokenizer_that_the_study_trained(case: Case) -> None:
+    tokenizer = TokenizerSettings(kind="bpe", vocab_size=280)
+    first = write_corpus(case.directory / "first", str(case.directory / "text"), tokenizer=tokenizer)
+    stage = replace(case, corpus=first).planned(
+        f'{STAGE}[corpus]\nsource = "code"\nevaluation_tokens = 512\n',
+        model=replace(case.config.model, vocab_size=280),
+    )
+    assert stage.corpus.tokenizer().key == first.tokenizer().key
+    assert stage.corpus.manifest["tokenizer"] == first.manifest["tokenizer"]
+
+
+def test_a_stage_names_a_tokenizer_from_the_user_s_own_folder_as_a_study_does(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = TokenizerSettings(kind="bpe", vocab_size=270)
+    first = write_corpus(case.directory / "named", str(case.directory / "text"), tokenizer=tokenizer)
+    shutil.copy(first.folder / "tokenizer.json", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = first.tokenizer()
+    assert isinstance(kept, FileTokenizer)
+    named = f'tokenizer = "~/tokenizer.json"\nend_of_document = "{kept.end_name}"'
+    stage = replace(case, corpus=first).planned(
+        f'{STAGE}[corpus]\nsource = "code"\nevaluation_tokens = 512\n{named}\n',
+        model=replace(case.config.model, vocab_size=270),
+    )
+    assert stage.corpus.tokenizer().key == kept.key
+
+
+def test_a_stage_is_bundled_with_a_lineage_that_names_its_parents(case: Case) -> None:
+    done = case.trained(CODE)
+    study = Study.open(case.directory / STUDY_FILE, quiet=True)
+    bundle = study.bundle(stage="code")
+    assert bundle.path.name == done.key
+    assert study.bundle(stage=done.key).path == bundle.path
+    found = held_out_loss(bundle.decoder(), Corpus.open(case.directory / done.lineage[-1].folder), bundle.numerics)
+    assert found == pytest.approx(done.after.own, rel=1e-5)
+    assert bundle.read(CONTINUED) == json.loads(json.dumps(done.to_dict()))
+    lineage = bundle.read(LINEAGE)
+    assert [one["run"] for one in lineage["stretches"]] == [case.plan.key, done.key]
+    assert lineage["plan"]["key"] == case.plan.key
+    card = (bundle.path / CARD).read_text()
+    for told in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "held against no forecast"):
+        assert told in card
+    assert "of stage code; held against no forecast" in str(bundle)
+    assert bundle.generate("", 5)
+    with pytest.raises(StageError, match="'nobody' is the key or the name of none"):
+        study.bundle(stage="nobody")
+    study.ledger.close()
+
+
+def test_a_checkpoint_that_is_another_than_when_the_stage_was_begun_is_refused(case: Case) -> None:
+    text = STAGE + "learning_rate_factor = 0.9\n"
+    stage = case.planned(text)
+
+    def fails(run: dict[str, Any]) -> dict[str, Any]:
+        raise StageError("no workers")
+
+    with pytest.raises(StageError, match="no workers"):
+        train_stage(stage, case.config, case.ledger, launcher=fails)
+    kept = Checkpoints(stage.parent.checkpoint.parent)
+    away = case.directory / "away"
+    stage.parent.checkpoint.rename(away)
+    shutil.copytree(kept.path(6 * BATCH), stage.parent.checkpoint)
+    assert stage.parent.checkpoint.parent.name == CHECKPOINTS
+    with pytest.raises(StageError, match="no longer the checkpoint that the run was begun from"):
+        case.trained(text)
+    shutil.rmtree(stage.parent.checkpoint)
+    away.rename(stage.parent.checkpoint)
+    done = case.trained(text)
+    stage.parent.checkpoint.rename(away)
+    assert case.trained(f"{text}[parent]\ntokens = {STEPS * BATCH}\n") == done, (
+        "what is finished needs its parent no more"
+    )
+    away.rename(stage.parent.checkpoint)
+
+
+@pytest.mark.soak  # the launch is promotion's own, of which other tests make sure
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_workers_train_a_stage_from_the_command_line(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    call: Callable[..., Any] = lambda *options: app(  # noqa: E731
+        ["continue", str(case.directory / STUDY_FILE), str(path), *options], result_action="return_value"
+    )
+    path = case.directory / "cli.toml"
+    path.write_text(STAGE.replace("more", "cli") + "learning_rate_factor = 0.25\n")
+    assert call("--dry-run") == 0
+    shown = capfd.readouterr().out
+    assert "stage cli " in shown
+    assert "learning rate" in shown
+    folder = case.directory / FULL_RUNS / shown.split()[2].removesuffix(":")
+    assert not folder.exists()
+    assert call("--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["world_size"], told["key"], told["n_tokens"]) == (2, folder.name, 4 * BATCH)
+    alone = case.trained(STAGE)
+    assert told["before"]["own"] == pytest.approx(alone.before.own, rel=1e-4)
+    assert call() == 0
+    assert "before and after" in capfd.readouterr().out

@@ -1,0 +1,204 @@
+"""Checkpoints evaluated as tasks of Ray on resources that training can't take: each newest one once, whatever befalls it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muscale import StageError, evaluate_checkpoint, json_lines
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.promote.async_evaluation import _Evaluator, _Reservation, evaluated_beside
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
+from muscale.layout import EVALUATIONS
+from muscale.settings.config import ResourceSettings
+from muscale.settings.promote import PromoteSettings
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.data.sources import Source
+from tests.muscale.forked_ranks import BATCH, small_corpus, small_run
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+SMALL = ResourceSettings(cpus_per_worker=0.25)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muscale.full_runs.promote.async_evaluation._LOOK_SECONDS", 0.1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def run(corpus: Corpus, tmp_path: Path) -> FullRun:
+    """It stands after 12, 16 and 18 steps, was evaluated within after 16, and, told to be longer, has not ended."""
+    run = small_run(corpus, tmp_path / "run")
+    train(run)
+    go_on(run, 18)
+    return run
+
+
+def fields(run: FullRun) -> dict[str, Any]:
+    known = {name: getattr(run, name) for name in run.__dataclass_fields__}
+    return known | {"segments": (replace(run.segments[-1], end=BATCH * 1000),)}
+
+
+def settings(**values: Any) -> PromoteSettings:
+    return PromoteSettings(**{"evaluation": "async", "workers_min": 1, **values})
+
+
+def recorded(run: FullRun) -> list[dict[str, Any]]:
+    return json_lines.read(run.directory / EVALUATIONS)
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.05)
+
+
+def go_on(run: FullRun, steps: int) -> Path:
+    """A newer checkpoint, with the weights of the one after 16 steps."""
+    checkpoints = run.directory / CHECKPOINTS
+    shutil.copytree(checkpoints / f"tokens={BATCH * 16}", checkpoints / "copy")
+    return (checkpoints / "copy").rename(checkpoints / f"tokens={BATCH * steps}")
+
+
+def free() -> float:
+    import ray
+
+    return float(ray.available_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
+
+
+def all_cpus() -> float:
+    import ray
+
+    return float(ray.cluster_resources()["CPU"])  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def all_free() -> Iterator[None]:
+    """Before and after, nothing is taken."""
+    until(lambda: free() == all_cpus(), "a cluster at rest")
+    yield
+    until(lambda: free() == all_cpus(), "what was reserved to be free again")
+
+
+def test_each_newest_checkpoint_is_evaluated_once_on_what_was_reserved(run: FullRun) -> None:
+    given = settings(evaluator_cpus=0.5, prompts=("abcd",), sample_tokens=8)
+    with all_free(), evaluated_beside(fields(run), given, SMALL):
+        assert all_cpus() - free() == pytest.approx(0.5)
+        until(lambda: len(recorded(run)) == 1, "the newest one's evaluation")
+    (row,) = recorded(run)
+    alone = evaluate_checkpoint(run.directory, prompts=("abcd",), sample_tokens=8).to_dict()
+    assert row.pop("seconds") > 0
+    assert row == {name: value for name, value in alone.items() if name != "seconds"}
+    assert row["tokens"] == BATCH * 18
+
+    with evaluated_beside(fields(run), given, SMALL):
+        time.sleep(0.8)
+        assert len(recorded(run)) == 1, "a run that goes on evaluates nothing twice"
+        go_on(run, 20)
+        until(lambda: len(recorded(run)) == 2, "a newer one's evaluation")
+        go_on(run, 1000)  # its end, which is the run's own to evaluate
+        time.sleep(0.8)
+    assert [row["tokens"] // BATCH for row in recorded(run)] == [18, 20]
+    assert recorded(run)[1]["val_loss"] == row["val_loss"]
+
+
+def test_a_failure_is_told_once_and_one_that_made_way_is_none(run: FullRun, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    reservation = _Reservation(settings(evaluator_cpus=0.5))
+    pruned: list[int] = []
+
+    def submit(path: Path) -> Any:
+        """As it is reached, the newest one makes way for newer ones."""
+        if path.name == f"tokens={BATCH * 28}":
+            go_on(run, 32)
+            Checkpoints(run.directory / CHECKPOINTS, keep_last=1)._drop(BATCH * 32)
+            pruned.append(28)
+        return reservation.submit(path)
+
+    def torn(steps: int) -> None:
+        path = go_on(run, steps)
+        shard = next(path.glob("*.distcp"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+
+    evaluator = _Evaluator(run.directory, BATCH * 1000, submit)
+    try:
+        until(lambda: len(recorded(run)) == 1, "the evaluation after 18 steps")
+        torn(20)
+        until(lambda: bool(caplog.records), "a failure to be told")
+        torn(24)
+        time.sleep(0.8)
+        go_on(run, 28)
+        until(lambda: len(recorded(run)) == 2, "the evaluation after 32 steps")
+        evaluator.end(patience=60)
+    finally:
+        evaluator.end(patience=0)
+        reservation.give_back()
+    assert [row["tokens"] // BATCH for row in recorded(run)] == [18, 32]
+    assert pruned == [28]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"the evaluation of {run.directory}/checkpoints/tokens={BATCH * 20} failed, the training goes on: " in line
+    assert "StageError" in line
+    assert "does not hold the hashes of its manifest" in line
+
+
+def test_an_interruption_ends_what_goes_on_at_once(run: FullRun) -> None:
+    given = settings(prompts=("abcd",) * 100_000)  # it would write for an hour
+    began = time.monotonic()
+    with all_free(), pytest.raises(KeyboardInterrupt), evaluated_beside(fields(run), given, SMALL):
+        began = time.monotonic()
+        time.sleep(2)  # it writes by now
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 30
+    assert recorded(run) == []
+
+
+def test_a_cluster_without_room_says_so_before_training(run: FullRun) -> None:
+    all_of_them = int(all_cpus())
+    whole = ResourceSettings()
+    with all_free():
+        for given, resources, message in (
+            (settings(evaluator_cpus=1000), SMALL, "needs 1000 CPU on one node, and no node has that"),
+            (settings(evaluator_gpus=100), SMALL, "needs 1 CPU and 100 GPU on one node, and no node has that"),
+            (
+                settings(workers=all_of_them, workers_min=None),
+                whole,
+                f"reserves 1 CPU, which leaves the cluster room for {all_of_them - 1} of {all_of_them} workers with 1 CPUs",
+            ),
+        ):
+            with pytest.raises(StageError, match=message), evaluated_beside(fields(run), given, resources):
+                pytest.fail("training would begin")
+        with evaluated_beside(fields(run), settings(workers=all_of_them), whole) as fitting:
+            assert fitting(settings(workers=all_of_them)).workers == all_of_them - 1, "elastic workers leave it alone"
+            assert fitting(settings(workers=1)).workers == 1
+
+
+def test_within_reserves_nothing_and_prompts_need_a_tokenizer(run: FullRun, tmp_path: Path) -> None:
+    with all_free(), evaluated_beside(fields(run), PromoteSettings(), SMALL) as fitting:
+        assert free() == all_cpus()
+        assert fitting(PromoteSettings()) == PromoteSettings()
+    ids = tmp_path / "ids.bin"
+    (np.arange(40_000, dtype=np.uint16) % 200).tofile(ids)
+    given = write_corpus(tmp_path / "tokens", Source(kind="tokens", path=str(ids), dtype="uint16", vocab_size=200))
+    unwritten = fields(replace(run, corpus=given.folder))
+    with (
+        pytest.raises(StageError, match="promote.prompts: .* their tokenizer is not known"),
+        evaluated_beside(unwritten, settings(prompts=("a",)), SMALL),
+    ):
+        pytest.fail("training would begin")

@@ -1,0 +1,103 @@
+"""A dry_run holds a plan against the corpus, the devices and the disk that are there, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from muscale import Plan, StudyConfig
+from muscale.full_runs.promote.dry_run import DryRun, dry_run
+from muscale.plans.planning import make_plan
+from proxy_models.architecture.memory import training_memory
+from proxy_models.data.corpus import Corpus, write_corpus
+from scaling import Verdict
+from tests.muscale.planted import planted_fit, planted_horizon
+
+UNSETTLED = Verdict(transfers=(), n_tokens=16384.0, horizons=(), missing={"rate along width": "planted: no grid"})
+Look = Callable[..., DryRun]
+
+
+@pytest.fixture
+def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Look:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    path = make_study()
+    directory = path.parent
+    corpus: Corpus = write_corpus(directory / "corpus", str(directory / "text"))
+    law, horizon = planted_fit(), planted_horizon()
+
+    def made(*overrides: str) -> DryRun:
+        config = StudyConfig.read(path, overrides)
+        plan: Plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0)
+        before = sorted(directory.rglob("*"))
+        found = dry_run(plan, config, corpus, check=None, verdict=UNSETTLED, directory=directory)
+        assert sorted(directory.rglob("*")) == before
+        return found
+
+    return made
+
+
+def statuses(found: DryRun) -> dict[str, str]:
+    return {line.name: line.status for line in found.gate.lines}
+
+
+def test_it_tells_the_gate_the_memory_of_a_worker_and_what_would_be_launched(look: Look) -> None:
+    found = look("promote.workers=4")
+    assert statuses(found) == {
+        "transfer": "failed",
+        "coordinate check": "unknown",
+        "data": "passed",
+        "carried over": "passed",
+        "memory": "passed",
+        "layout": "passed",
+        "disk": "passed",
+    }
+    assert not found.passed
+    expected = training_memory(found.plan.model, micro_batch=2, sharding="full", world_size=4)
+    assert found.memory == expected
+    launch = found.launch
+    assert (launch.workers, launch.micro_batch, launch.resumed_from) == (4, 2, 0)
+    assert launch.n_steps == found.plan.n_tokens // 256
+    assert launch.checkpoint_bytes == 3 * 4 * found.plan.model.n_params_total, "weights and two moments in fp32"
+    assert json.loads(json.dumps(found.to_dict()))["launch"] == asdict(launch)
+    for told in (
+        "gate CLOSED",
+        "for 3 checkpoints",
+        "launch: 4 workers with 1 CPUs each on this machine",
+    ):
+        assert told in str(found)
+
+
+def test_a_checkpoint_that_stands_there_is_gone_on_from(look: Look) -> None:
+    first = look()
+    checkpoint = Path(first.launch.directory) / "checkpoints" / "tokens=20480"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "shard").write_bytes(bytes(100))
+    again = look()
+    assert again.launch.resumed_from == 20480
+    assert "goes on after 20,480 tokens" in str(again.launch)
+
+
+def test_a_gpu_that_nobody_named_is_unknown_and_a_named_one_is_held_to_its_memory(look: Look) -> None:
+    named = look("resources.gpus_per_worker=1.0", 'plan.accelerator="H200"')
+    assert statuses(named)["memory"] == "passed"
+    assert "with 1 CPUs and 1 GPU each on H200" in str(named.launch)
+    seen = statuses(look("resources.gpus_per_worker=1.0"))["memory"]
+    assert seen == ("passed" if torch.cuda.is_available() else "unknown")
+
+
+def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> None:
+    found = look("promote.workers=4", "promote.tensor_parallel=2", 'promote.sharding="zero2"', "promote.micro_batch=2")
+    assert statuses(found)["layout"] == "passed"
+    layout: dict[str, Any] = {"sharding": "zero2", "world_size": 2, "tensor_parallel": 2}
+    assert found.memory == training_memory(found.plan.model, micro_batch=2, **layout)
+    assert (found.launch.sharding, found.launch.micro_batch) == ("zero2", 2)
+    odd = look("promote.workers=8", "promote.tensor_parallel=8")
+    (line,) = [line for line in odd.gate.lines if line.name == "layout"]
+    assert line.status == "failed"
+    assert "heads over 8" in line.compared

@@ -1,0 +1,110 @@
+"""A run that is prepared here is trained without Ray, and then recorded as any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from muscale import StageError, Study, StudyFileError
+from muscale.full_runs.promote.prepared import prepare, read, train_here
+from muscale.full_runs.promote.promotion import begin, promote
+from muscale.layout import FULL_RUNS, RESULT
+from tests.muscale.planted_ladder import registered_plan
+from tests.muscale.planted_secrets import PLANTED, holding, telling
+
+MakeStudy = Callable[..., Path]
+SMALL = ("ladder.stems=[{width=16, n_tokens=16384}]", "plan.compute_flops=2e9")
+RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def train_together(prepared: str, log: Path) -> str:
+    """Two ranks with secrets in their environment, of which none is seen while they train; returns what they say."""
+    with log.open("w") as file:
+        ranks = subprocess.Popen(
+            [*RANKS, "-m", "muscale", "train", prepared],
+            env={**os.environ, **PLANTED, "OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=file,
+        )
+        most, deadline = 0, time.monotonic() + 240
+        try:
+            while ranks.poll() is None and time.monotonic() < deadline:
+                assert telling() == []
+                most = max(most, len(psutil.Process(ranks.pid).children(recursive=True)))
+                time.sleep(0.2)
+        finally:
+            ranks.terminate()  # nothing, if they have ended
+            ranks.wait(timeout=60)
+    assert ranks.returncode == 0, log.read_text()
+    assert most >= 2, "both ranks were looked at"
+    return log.read_text()
+
+
+def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorded(make_study: MakeStudy) -> None:
+    path = make_study()
+    study = Study.open(path, SMALL, quiet=True)
+    plan = registered_plan(path, study.ledger, *SMALL)
+    known = {"verdict": "pass", "forced": False, "gate": None}
+    begin(plan, study.config, study.ledger, **known)  # type: ignore[arg-type]
+    directory = study.directory / FULL_RUNS / plan.key
+    prepared = prepare(plan, study.config, study.numerics, directory)
+    assert f"torchrun --nproc-per-node 2 -m muscale train {prepared.path}" in str(prepared)
+    moved = study.directory.with_name("elsewhere")  # as to the machine that trains
+    shutil.copytree(study.directory, moved)
+
+    told = train_together(prepared.path, directory / "ranks.log")
+    assert told.count("`muscale promote` records it") == 1
+    assert holding(study.directory) == []
+    result = json.loads((directory / RESULT).read_text())
+    single = train_here(moved / FULL_RUNS / plan.key / "prepared.json")
+    assert (result["environment"]["world_size"], single["environment"]["world_size"]) == (2, 1)
+    assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
+
+    promotion = promote(plan, study.config, study.ledger, study.numerics, **known)  # type: ignore[arg-type]
+    assert (promotion.loss, promotion.world_size) == (result["loss"], 2)
+    assert study.ledger.result("promotion", plan.key) is not None
+
+
+def test_a_file_that_is_no_prepared_run_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "prepared.json"
+    path.write_text('{"plan": 3}')
+    with pytest.raises(
+        StageError, match=r"prepared\.json: can't be read as what `muscale promote --prepare` writes: TypeError"
+    ):
+        read(path)
+    with pytest.raises(StageError, match=r"nothing\.json: there is no such file"):
+        read(path.with_name("nothing.json"))
+
+
+def test_a_prepared_run_that_was_edited_is_refused_and_its_settings_may_be(make_study: MakeStudy) -> None:
+    path = make_study()
+    study = Study.open(path, SMALL, quiet=True)
+    plan = registered_plan(path, study.ledger, *SMALL)
+    directory = study.directory / FULL_RUNS / plan.key
+    file = Path(prepare(plan, study.config, study.numerics, directory).path)
+    study.ledger.close()
+    assert [part.name for part in directory.iterdir()] == [file.name]
+    written = json.loads(file.read_text())
+    written["config"]["promote"]["checkpoint_every_tokens"] = 4096
+    file.write_text(json.dumps(written))
+    assert read(file)["checkpoint_every_tokens"] == 4096, "where and how is nobody's but the owner's"
+    written["config"]["promote"]["tensor_parallel"] = 3
+    file.write_text(json.dumps(written))
+    with pytest.raises((StageError, StudyFileError), match=r"prepared\.json: .*tensor_parallel"):
+        read(file)
+    written["config"]["promote"]["tensor_parallel"] = 1
+    written["plan"]["hyperparameters"]["learning_rate"] *= 2
+    file.write_text(json.dumps(written))
+    with pytest.raises(
+        StageError, match=r"prepared\.json: run: must be [0-9a-f]{16}, the hash of what the file trains, got "
+    ):
+        read(file)

@@ -1,0 +1,169 @@
+"""A smoke_test trains, saves and resumes the beginning of the real run elsewhere, and leaves that run alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale import StageError, StudyConfig
+from muscale.full_runs.promote.dry_run import memory_of
+from muscale.full_runs.promote.promotion import promote
+from muscale.full_runs.promote.smoke_test import (
+    RECORD,
+    Schedule,
+    SmokeTest,
+    beginning,
+    measured,
+    smoke_test,
+    smoke_test_on_cluster,
+)
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL
+from muscale.plans.gate import Gate, disk_line, transfer_line
+from muscale.plans.planning import Plan, make_plan, register
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import Chain
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
+from tests.muscale.conftest import write_text
+from tests.muscale.planted import planted_fit, planted_horizon
+
+BATCH, STEPS = 256, 5
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "text", words=100)
+    return write_corpus(folder / "written", str(folder / "text"))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    folder = tmp_path / "ledger"
+    folder.mkdir()
+    opened = Ledger(folder / "ledger.sqlite")
+    yield opened
+    opened.close()
+
+
+def whole(corpus: Corpus, **hyperparameters: Any) -> Chain:
+    model, base = (ModelConfig(d_model=width, n_layers=2, context_length=32) for width in (32, 16))
+    numerics = Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120)
+    h = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, **hyperparameters)
+    return Chain(numerics=numerics, segments=chain(h, BATCH * 40))
+
+
+def full_run(run: Chain, corpus: Corpus, directory: Path) -> FullRun:
+    return FullRun(
+        numerics=run.numerics,
+        segments=run.segments,
+        directory=directory,
+        corpus=corpus.folder,
+        checkpoint_every_tokens=BATCH * 10,
+        evaluate_every_tokens=BATCH * 20,
+    )
+
+
+def in_this_process(run: FullRun) -> Callable[[dict[str, Any]], None]:
+    return lambda changes: measured(run.directory, 0, lambda: train(replace(run, **changes)))
+
+
+def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: Path) -> None:
+    run, scratch = whole(corpus), tmp_path / "run" / REHEARSAL
+    schedule = Schedule.of(run.last.end, evaluate_every=BATCH * 20, save_every=BATCH * 15)
+    assert (schedule.evaluations, schedule.saves) == (2, 3)
+    launch = in_this_process(full_run(run, corpus, scratch))
+    found = smoke_test(run, scratch, launch, steps=STEPS, plan="p", schedule=schedule, estimated_bytes=2**20)
+    real = full_run(run, corpus, tmp_path / "real")
+    train(real)
+    rows = [json.loads(line) for line in (real.directory / METRICS).read_text().splitlines()]
+    assert list(found.losses) == [row["train_loss"] for row in rows[: 2 * STEPS]], "the first steps are the run's own"
+    assert found.estimated_bytes == 2**20
+    assert found.resumed_from == STEPS * BATCH
+    assert (found.world_size, found.batch_tokens, len(found.peak_bytes)) == (1, BATCH, 1)
+    assert found.peak_bytes[0] > 2**26, "a process that has torch loaded has more"
+    assert found.tokens_per_second == BATCH / found.step_seconds
+    waits = 2 * found.evaluation_seconds + 3 * found.save_seconds + found.start_seconds
+    assert found.wall_seconds == pytest.approx(40 * found.step_seconds + waits)
+    assert 0 < found.goodput < 1
+    assert not scratch.exists()
+    assert SmokeTest.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    for told in ("twice 5 steps of 256 tokens on 1 workers", "resumed   from 1,280 tokens", "goodput"):
+        assert told in str(found)
+
+
+def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -> None:
+    ramped = whole(corpus, batch_doublings=1, batch_ramp_tokens=8 * BATCH)
+    assert ramped.segments[0].recipe.ramp.first_batch_tokens == BATCH // 2
+    cut = beginning(ramped.segments, 6 * BATCH)
+    assert [step for segment in cut for step in segment.steps()] == [(n * BATCH, BATCH) for n in range(6)]
+    assert cut[0].recipe.warmup_tokens == ramped.segments[0].recipe.warmup_tokens
+
+
+def test_what_is_too_short_or_did_not_resume_is_told(corpus: Corpus, tmp_path: Path) -> None:
+    run, scratch = whole(corpus), tmp_path / REHEARSAL
+    schedule = Schedule.of(run.last.end, evaluate_every=1, save_every=1)
+    given: dict[str, Any] = {"plan": "p", "schedule": schedule, "estimated_bytes": 1}
+    with pytest.raises(StageError, match=r"steps must be at least 5, got 4"):
+        smoke_test(run, scratch, lambda changes: None, steps=4, **given)
+    with pytest.raises(StageError, match=r"the run has 40 steps, too few for twice 21"):
+        smoke_test(run, scratch, lambda changes: None, steps=21, **given)
+    with pytest.raises(StageError, match=r"the run ended without a result; its records are in"):
+        smoke_test(run, scratch, lambda changes: None, steps=5, **given)
+
+    def forgets(changes: dict[str, Any]) -> None:
+        in_this_process(full_run(run, corpus, scratch))(changes)
+        for file in scratch.glob("checkpoints/*/manifest.json"):
+            file.unlink()
+
+    with pytest.raises(StageError, match=r"went on from 0 tokens, the first saved after 1280"):
+        smoke_test(run, scratch, forgets, steps=5, **given)
+
+
+@pytest.fixture
+def planned(make_study: Callable[..., Path], ledger: Ledger) -> tuple[Plan, StudyConfig, Numerics]:
+    """A short plan of the micro-study, whose law is planted, with a corpus where the workers look for it."""
+    path = make_study("planted")
+    corpus = write_corpus(ledger.directory / CORPUS, str(path.parent / "text"))
+    config = StudyConfig.read(path, [f"promote.checkpoint_every_tokens={12 * BATCH}"])
+    plan = make_plan(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0)
+    short = register(replace(plan, n_tokens=32 * BATCH), ledger)
+    base = config.model
+    numerics = Numerics(model=base, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
+    return short, config, numerics
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_beginning(
+    planned: tuple[Plan, StudyConfig, Numerics], ledger: Ledger
+) -> None:
+    plan, config, numerics = planned
+    before = ledger.forecast(plan.key)
+    found = smoke_test_on_cluster(plan, config, ledger, numerics, steps=5)
+    assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
+    assert found.estimated_bytes == memory_of(plan, config).total
+    assert ledger.forecast(plan.key) == before
+    kept = ledger.latest_result(RECORD)
+    assert kept is not None
+    assert SmokeTest.from_dict(kept["payload"]) == found
+    assert list((ledger.directory / FULL_RUNS / plan.key).iterdir()) == []
+
+    closed = Gate(plan=plan.key, lines=(transfer_line("fail", ("drift",)), disk_line(1, 2, kept=1, place="/")))
+    closed.record(ledger)
+    done = promote(plan, config, ledger, numerics, verdict="fail", forced=True, gate=closed)
+    rows = (ledger.directory / FULL_RUNS / plan.key / METRICS).read_text().splitlines()
+    assert [json.loads(row)["train_loss"] for row in rows[:10]] == pytest.approx(list(found.losses), rel=1e-5)
+    assert len(rows) == 32
+    assert (done.gate, done.forced, done.forced_lines) == (closed.to_dict(), True, ("transfer",))
+    assert "forced past transfer, with a transfer verdict of 'fail'" in str(done)

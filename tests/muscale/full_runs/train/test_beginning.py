@@ -1,0 +1,209 @@
+"""A full run that begins with another's state: the same steps as the run that was not interrupted, sharded or not."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, seal_of
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.train.full_run import Beginning, FullRun, HeldOut
+from muscale.full_runs.train.module import train
+from muscale.layout import METRICS, RESULT
+from muscale.settings.spikes import SpikePolicy
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.continued import continued
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+from tests.muscale.gloo_ranks import GlooRanks
+
+BATCH, STEPS, AT = 256, 16, 12
+
+
+def written(folder: Path, letters: str) -> Corpus:
+    text = folder / letters
+    text.mkdir()
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list(letters), size=4)) for _ in range(30)]
+    for number in range(30):
+        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
+    return write_corpus(folder / f"tokens-{letters}", str(text))
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
+    """Sixteen steps with dropout, of which the last two cool down, and checkpoints after six and twelve."""
+    folder = tmp_path_factory.mktemp("parent")
+    corpus = written(folder, "abcdefgh")
+    model, base = (ModelConfig(d_model=w, n_layers=2, context_length=32, mlp_dropout=0.1) for w in (32, 16))
+    run = FullRun(
+        numerics=Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
+        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
+        directory=folder / "run",
+        corpus=corpus.folder,
+        checkpoint_every_tokens=BATCH * 6,
+        evaluate_every_tokens=BATCH * AT,
+        keep_last=3,
+    )
+    train(run)
+    return run
+
+
+def onward(parent: FullRun, directory: Path, *, beginning: dict[str, Any] | None = None, **changes: Any) -> FullRun:
+    """The last four steps as a run of their own; `changes` are of its segments."""
+    checkpoint = Checkpoints(parent.directory / CHECKPOINTS).path(BATCH * AT)
+    seal = seal_of(checkpoint)
+    assert seal is not None
+    recipe = parent.recipe_before(BATCH * AT)
+    given = {"checkpoint": checkpoint, "seal": seal, "recipe": recipe, "position": BATCH * AT, **(beginning or {})}
+    segments = continued(
+        recipe, 4 * BATCH, **{"learning_rate": recipe.learning_rate, "cooldown_fraction": 0.5, **changes}
+    )
+    return replace(
+        parent,
+        segments=segments,
+        directory=directory,
+        checkpoint_every_tokens=BATCH * 2,
+        evaluate_every_tokens=BATCH * 100,
+        beginning=Beginning(**given),
+    )
+
+
+def rows(run: FullRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
+
+
+def losses(run: FullRun) -> list[float]:
+    return [row["train_loss"] for row in rows(run) if "train_loss" in row]
+
+
+def result(run: FullRun) -> dict[str, Any]:
+    return dict(json.loads((run.directory / RESULT).read_text()))
+
+
+def interrupt(run: FullRun, *, after: int) -> None:
+    """Leave what a kill after so many steps of a finished stage would have left."""
+    (run.directory / RESULT).unlink()
+    for tokens in Checkpoints(run.directory / CHECKPOINTS).kept():
+        if tokens > after * BATCH:
+            shutil.rmtree(Checkpoints(run.directory / CHECKPOINTS).path(tokens))
+
+
+def test_with_nothing_changed_it_is_the_uninterrupted_run_resumed_or_not(parent: FullRun, tmp_path: Path) -> None:
+    run = onward(parent, tmp_path / "onward")
+    whole = train(run)
+    assert losses(run) == losses(parent)[AT:]
+    assert whole["loss"] == result(parent)["loss"]
+    (evaluated,) = [row["val_loss"] for row in rows(parent) if row["tokens"] == BATCH * AT]
+    assert (rows(run)[0]["tokens"], rows(run)[0]["val_loss"]) == (0, evaluated)
+    for after in (2, 0):
+        curve = losses(run)
+        interrupt(run, after=after)
+        assert train(run)["resumed_from"] == after * BATCH
+        assert losses(run) == curve
+        assert result(run)["loss"] == whole["loss"]
+        assert [row["tokens"] // BATCH for row in rows(run)] == [0, 1, 2, 3, 4]
+
+
+def test_two_sharded_ranks_go_on_as_one_process_does(parent: FullRun, tmp_path: Path, gloo_ranks: GlooRanks) -> None:
+    model, base = (replace(one, mlp_dropout=0.0) for one in (parent.numerics.model, parent.numerics.base))
+    smooth = replace(parent, numerics=replace(parent.numerics, model=model, base=base))  # as each rank draws its own
+    earlier = {"earlier": {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}}
+    one, two = (
+        replace(onward(smooth, tmp_path / name, beginning=earlier), min_unit_params=0) for name in ("one", "two")
+    )
+    train(one)
+    gloo_ranks.train(two, 2)
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-3)
+    assert result(two)["loss"] == pytest.approx(result(one)["loss"], rel=1e-4)
+    for run in (one, two):
+        for row in (rows(run)[0], rows(run)[-1]):
+            assert row["earlier_losses"]["before"] == row["val_loss"], "it is the same text"
+
+
+def test_another_rate_and_corpus_are_taken_up_and_the_earlier_text_is_evaluated_beside_its_own(
+    parent: FullRun, tmp_path: Path
+) -> None:
+    other = written(tmp_path, "stuvwxyz")
+    earlier = {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}
+    run = onward(
+        parent,
+        tmp_path / "onward",
+        beginning={"position": 0, "earlier": earlier},
+        learning_rate=0.02,
+        rewarm_tokens=BATCH,
+    )
+    run = replace(run, corpus=other.folder, numerics=replace(run.numerics, corpus_key=other.key))
+    train(run)
+    first, last = rows(run)[0], rows(run)[-1]
+    (evaluated,) = [row["val_loss"] for row in rows(parent) if row["tokens"] == BATCH * AT]
+    assert first["earlier_losses"] == {"before": evaluated}
+    assert last["val_loss"] < first["val_loss"]
+    assert last["earlier_losses"]["before"] != evaluated
+    assert [row["rate_factor"] for row in rows(run)[1:]] == pytest.approx([1.0, 1.0, 1.0, 1 - 0.5**0.5])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "lion"])
+def test_an_optimizer_that_takes_over_goes_on_from_the_weights_alone(
+    parent: FullRun, tmp_path: Path, optimizer: Any
+) -> None:
+    run = onward(
+        parent, tmp_path / optimizer, optimizer=optimizer, learning_rate=0.003, rewarm_tokens=BATCH, schedule="constant"
+    )
+    whole = train(run)
+    assert losses(run)[0] == losses(parent)[AT], "the first batch is seen by the same weights"
+    assert losses(run)[2] != losses(parent)[AT + 2]
+    curve = losses(run)
+    interrupt(run, after=2)
+    assert train(run)["loss"] == whole["loss"]
+    assert losses(run) == curve
+    interrupt(run, after=0)
+    train(run)
+    assert losses(run) == curve
+
+
+def test_a_spike_before_the_first_checkpoint_rolls_back_to_the_state_it_began_with(
+    parent: FullRun, tmp_path: Path
+) -> None:
+    guard = GuardSettings(window=8, threshold=1e-6, max_spikes=9)
+    policy = SpikePolicy(action="rollback", max_interventions=1)
+    run = onward(parent, tmp_path / "spiky", schedule="constant")
+    stage = continued(run.segments[0].recipe, 8 * BATCH, learning_rate=0.01, schedule="constant")
+    run = replace(
+        run,
+        numerics=replace(run.numerics, guard=guard),
+        segments=stage,
+        on_spike=policy,
+        checkpoint_every_tokens=BATCH * 100,
+    )
+    with pytest.raises(StageError, match="after 1 interventions"):
+        train(run)
+    first = rows(run)
+    assert first[0]["tokens"] == 0
+    assert losses(run)[0] == losses(parent)[AT], "not from initial values"
+
+
+def test_a_checkpoint_that_changed_or_is_gone_is_refused(parent: FullRun, tmp_path: Path) -> None:
+    run = onward(parent, tmp_path / "onward")
+    assert run.beginning is not None
+    copied = tmp_path / "copied"
+    shutil.copytree(run.beginning.checkpoint, copied)
+    run = replace(run, beginning=replace(run.beginning, checkpoint=copied))
+    for file in copied.glob("__0_*"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+    with pytest.raises(StageError, match="no longer the checkpoint that the run was begun from"):
+        train(run)
+    shutil.rmtree(copied)
+    with pytest.raises(StageError, match="no longer the checkpoint"):
+        train(run)
+    assert not (run.directory / METRICS).exists()

@@ -1,0 +1,368 @@
+"""One training semantics: the lean loop, Lightning in one process, and FSDP2 on two give the same losses, and resume exactly."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION
+from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
+from muscale.layout import METRICS, RESULT
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.sources import Source
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain, stem
+from proxy_models.recipes.stages import Stage as Change
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.step import Stepper
+from proxy_models.training.trainer import Trainer
+from tests.muscale.gloo_ranks import GlooRanks
+
+BATCH, STEPS = 256, 16
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    text = folder / "text"
+    text.mkdir()
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefgh"), size=4)) for _ in range(30)]
+    for number in range(30):
+        (text / f"{number}.txt").write_text(" ".join(generator.choice(words, size=300)))
+    return write_corpus(folder / "tokens", str(text))
+
+
+@pytest.fixture
+def run(corpus: Corpus, tmp_path: Path) -> FullRun:
+    model, base = (ModelConfig(d_model=width, n_layers=2, context_length=32) for width in (32, 16))
+    return FullRun(
+        numerics=Numerics(model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120),
+        segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * STEPS),
+        directory=tmp_path / "run",
+        corpus=corpus.folder,
+        checkpoint_every_tokens=BATCH * 6,
+        evaluate_every_tokens=BATCH * 100,
+    )
+
+
+def losses(run: FullRun) -> list[float]:
+    return [json.loads(line)["train_loss"] for line in (run.directory / METRICS).read_text().splitlines()]
+
+
+def result(run: FullRun) -> float:
+    return float(json.loads((run.directory / RESULT).read_text())["loss"])
+
+
+def lean(run: FullRun, corpus: Corpus) -> tuple[list[float], float]:
+    trainer, state, curve, loss = Trainer(corpus, compile=False), None, [], None
+    for segment in run.segments:
+        trained = trainer.train(run.numerics, segment, state)
+        state, loss = trained.state, trained.loss
+        curve += trained.train_losses.tolist()
+    assert loss is not None
+    return curve, loss
+
+
+def interrupt_after_first_checkpoint(run: FullRun) -> None:
+    """Leave of a finished run what a kill soon after its first checkpoint would have left."""
+    (run.directory / RESULT).unlink()
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    assert newest[0] == BATCH * STEPS
+    for file in newest[1].iterdir():
+        file.unlink()
+    newest[1].rmdir()
+
+
+def test_lean_loop_lightning_and_two_sharded_ranks_have_the_same_losses_and_resume_at_another_world_size(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+) -> None:
+    # With a guard, its snapshot is sharded too; with micro-batches, gradients are gathered part by part.
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
+    run = replace(run, numerics=replace(run.numerics, guard=guard), micro_batch=3)
+    curve, loss = lean(run, corpus)
+    assert curve[-1] < curve[0]
+    one_unit = replace(run, directory=run.directory.with_name("one_unit"))
+    run = replace(run, min_unit_params=0)
+    for sharded in (one_unit, run):
+        gloo_ranks.train(sharded, 2)
+        np.testing.assert_allclose(losses(sharded), curve, rtol=1e-3)
+        assert result(sharded) == pytest.approx(loss, rel=1e-4)
+
+    interrupt_after_first_checkpoint(run)
+    resumed = train(run)
+    assert resumed["resumed_from"] == BATCH * 12
+    assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+
+
+def test_one_process_equals_the_lean_loop_and_a_finished_run_is_not_trained_again(run: FullRun, corpus: Corpus) -> None:
+    curve, loss = lean(run, corpus)
+    first = train(run)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-6)
+    assert first["loss"] == pytest.approx(loss, rel=1e-6)
+    assert train(run) == first
+
+
+def varied(run: FullRun, **numerics: Any) -> FullRun:
+    """The run with dropout, a loss of its own for training, a batch ramp and cycles."""
+    model, base = (
+        replace(config, mlp_dropout=0.1, stochastic_depth=0.2, label_smoothing=0.1, z_loss=1e-4)
+        for config in (run.numerics.model, run.numerics.base)
+    )
+    values = Hyperparameters(
+        learning_rate=0.01, batch_tokens=BATCH, schedule="cosine_cycles", batch_doublings=2, batch_ramp_tokens=4 * BATCH
+    )
+    numerics = {"model": model, "base": base, **numerics}
+    return replace(run, numerics=replace(run.numerics, **numerics), segments=chain(values, BATCH * STEPS))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_option_means_the_same_to_both_loops(run: FullRun, corpus: Corpus, precision: str) -> None:
+    run = replace(varied(run, precision=precision), evaluate_every_tokens=BATCH * 3)
+    curve, loss = lean(run, corpus)
+    assert len(curve) == 8 + 4 + 12
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+def test_micro_batches_change_nothing_but_rounding(run: FullRun, tmp_path: Path) -> None:
+    whole = train(run)["loss"]
+    parts = replace(run, micro_batch=3, directory=tmp_path / "parts")  # 8 sequences: 3 + 3 + 2
+    assert train(parts)["loss"] == pytest.approx(whole, rel=1e-4)
+    np.testing.assert_allclose(losses(parts), losses(run), rtol=1e-4)
+
+
+def test_a_guarded_run_rewinds_and_resumes_as_the_lean_loop_does(run: FullRun, corpus: Corpus) -> None:
+    # So high a rate, and so touchy a guard, that steps are left out before and after the checkpoint.
+    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
+    values = Hyperparameters(learning_rate=3.0, batch_tokens=BATCH, schedule="linear")
+    run = replace(run, numerics=replace(run.numerics, guard=guard), segments=chain(values, BATCH * STEPS))
+    curve, loss = lean(run, corpus)
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    left_out = [row["left_out"] for row in map(json.loads, (run.directory / METRICS).read_text().splitlines())]
+    assert True in left_out[:12]
+    assert True in left_out[12:]
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+@pytest.mark.parametrize(("optimizer", "world_size"), [("adamw", 2), ("muon", 1)])
+def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_one_begins(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks, optimizer: OptimizerName, world_size: int
+) -> None:
+    # The first one splits the optimizer's groups, the second one begins where the run is resumed.
+    stages = (
+        Change(after=6 / 14, learning_rate=0.5, embedding_rate=2.0, beta2=0.8, clip_norm=0.5),
+        Change(after=12 / 14, learning_rate=1.5, weight_decay_tau=0.1, embedding_rate=1.0),
+    )
+    values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, optimizer=optimizer, stages=stages)
+    guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
+    run = replace(run, numerics=replace(run.numerics, guard=guard), segments=chain(values, BATCH * STEPS))
+    assert [segment.start // BATCH for segment in run.segments] == [0, 6, 12, 14]
+    curve, loss = lean(run, corpus)
+    if world_size > 1:
+        gloo_ranks.train(run, world_size)
+        np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    else:
+        train(run)
+        assert losses(run) == curve
+    assert result(run) == pytest.approx(loss, rel=1e-4)
+    interrupt_after_first_checkpoint(run)
+    resumed = train(run)
+    assert resumed["resumed_from"] == BATCH * 12
+    assert resumed["loss"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+
+
+def swapped(run: FullRun, optimizer: OptimizerName, fraction: float) -> FullRun:
+    values = Hyperparameters(
+        learning_rate=0.01,
+        batch_tokens=BATCH,
+        swap_optimizer=optimizer,
+        swap_fraction=fraction,
+        swap_learning_rate=0.003,
+        warmup_fraction=0.1,
+    )
+    return replace(run, segments=chain(values, BATCH * STEPS))
+
+
+@pytest.mark.parametrize("at_step", [8, 12, 13])
+@pytest.mark.parametrize("optimizer", ["muon", "lion"])
+def test_a_swap_of_the_optimizer_is_the_lean_loop_s_and_resumes_after_at_and_before_it(
+    run: FullRun, corpus: Corpus, optimizer: OptimizerName, at_step: int
+) -> None:
+    guard = GuardSettings(action="rewind", window=8, threshold=0.01, max_spikes=20, snapshot_every=5)
+    run = swapped(replace(run, numerics=replace(run.numerics, guard=guard)), optimizer, at_step / STEPS)
+    curve, loss = lean(run, corpus)
+    whole = train(run)
+    assert losses(run) == curve
+    assert whole["loss"] == pytest.approx(loss, rel=1e-6)
+    interrupt_after_first_checkpoint(run)
+    kept = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert kept is not None
+    table = json.loads((kept[1] / PARAMETRIZATION).read_text())
+    assert table["optimizer"] == (optimizer if at_step < 12 else "adamw")
+    assert train(run)["resumed_from"] == BATCH * 12
+    assert losses(run) == curve
+    assert result(run) == whole["loss"]
+
+
+def test_two_sharded_ranks_swap_the_optimizer_and_resume_at_another_world_size(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks
+) -> None:
+    run = swapped(run, "muon", 0.5)
+    curve, loss = lean(run, corpus)
+    gloo_ranks.train(run, 2)
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+    assert result(run) == pytest.approx(loss, rel=1e-4)
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["resumed_from"] == BATCH * 12
+    np.testing.assert_allclose(losses(run), curve, rtol=1e-3)
+
+
+def test_a_run_that_breaks_ends_with_its_step_and_reason(run: FullRun) -> None:
+    values = Hyperparameters(learning_rate=1e30, batch_tokens=BATCH)
+    broken = replace(run, segments=chain(values, BATCH * STEPS))
+    with pytest.raises(StageError, match=r"the run diverged: the training loss is nan at step \d"):
+        train(broken)
+    short = (stem(values.resolve(BATCH * STEPS), BATCH),)
+    with pytest.raises(StageError, match="the run diverged: the validation loss is not finite at step 1"):
+        train(replace(run, segments=short))
+    guarded = replace(broken, numerics=replace(run.numerics, guard=GuardSettings()))
+    with pytest.raises(StageError, match=r"the run diverged: the .* is nan at step \d"):
+        train(guarded)
+
+
+def test_a_checkpoint_whose_hashes_do_not_hold_is_passed_over(run: FullRun) -> None:
+    train(run)
+    interrupt_after_first_checkpoint(run)
+    checkpoints = Checkpoints(run.directory / CHECKPOINTS)
+    newest = checkpoints.latest()
+    assert newest is not None
+    shard = next(newest[1].glob("*.distcp"))
+    torn = bytearray(shard.read_bytes())
+    torn[len(torn) // 2] ^= 1
+    shard.write_bytes(torn)
+    for later in (1, 2):  # of a run that had come further
+        shutil.copytree(newest[1], newest[1].with_name(f"tokens={run.n_tokens * later + 1}"))
+    assert checkpoints.latest() is None
+    assert train(run)["resumed_from"] == 0
+    end = checkpoints.latest()
+    assert end is not None, "a checkpoint made way for torn ones"
+    assert end[0] == run.n_tokens
+
+
+def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: FullRun) -> None:
+    train(run)
+    interrupt_after_first_checkpoint(run)
+    newest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert newest is not None
+    table = json.loads((newest[1] / PARAMETRIZATION).read_text())
+    assert table == run.numerics.parametrization("adamw").to_dict()
+    assert PARAMETRIZATION in json.loads((newest[1] / MANIFEST).read_text())
+    rebased = replace(run, numerics=replace(run.numerics, base=run.numerics.model))
+    with pytest.raises(
+        ValueError, match=r"another parametrization: embedding.weight's width_mult is 2.0 there and 1.0"
+    ):
+        train(rebased)
+
+
+LETTERS = {"near": "abc", "far": "vwxyz"}
+
+
+def near_and_far(folder: Path, mixture: Mixture) -> Corpus:
+    """A mixture of two sources that have no letter in common."""
+    for name, letters in LETTERS.items():
+        (folder / name).mkdir()
+        generator = np.random.default_rng(0)
+        for number in range(30):
+            (folder / name / f"{number}.txt").write_text("".join(generator.choice(list(letters), size=1500)))
+    return write_mixture(folder / "mixed", {name: Source(path=str(folder / name)) for name in LETTERS}, mixture)
+
+
+def test_a_curriculum_by_fractions_is_followed_by_both_loops_and_resumes(
+    run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Stage(weights={"near": 1, "far": 0}, until_fraction=0.75)
+    mixed = near_and_far(tmp_path, Mixture(stages=(first, Stage(weights={"near": 0, "far": 1}))))
+    seen: list[set[str]] = []
+    step = Stepper.step
+
+    def seeing(stepper: Stepper, sequences: Tensor, **position: Any) -> tuple[Tensor, Tensor]:
+        seen.append(set(bytes(sequences.flatten().tolist()).decode()) - {"\0"})
+        return step(stepper, sequences, **position)
+
+    monkeypatch.setattr(Stepper, "step", seeing)
+    numerics = replace(run.numerics, corpus_key=mixed.key, stages_by_fraction=True).for_run(BATCH * STEPS)
+    run = replace(run, numerics=numerics, corpus=mixed.folder)
+    planted = [set(LETTERS["near"])] * 12 + [set(LETTERS["far"])] * 4
+    curve, loss = lean(run, mixed)
+    assert seen == planted
+    seen.clear()
+    assert train(run)["loss"] == pytest.approx(loss, rel=1e-6)
+    assert seen == planted
+    assert losses(run) == curve
+    seen.clear()
+    interrupt_after_first_checkpoint(run)
+    assert train(run)["loss"] == pytest.approx(loss, rel=1e-6)
+    assert seen == planted[12:]
+
+
+def test_a_curriculum_by_fractions_needs_the_run_s_length(run: FullRun, tmp_path: Path) -> None:
+    first = Stage(weights={"near": 1, "far": 0}, until_fraction=0.75)
+    mixed = near_and_far(tmp_path, Mixture(stages=(first, Stage(weights={"near": 0, "far": 1}))))
+    unaware = replace(run, numerics=replace(run.numerics, corpus_key=mixed.key), corpus=mixed.folder)
+    with pytest.raises(ValueError, match="stages end at fractions of the run: run_tokens must be given"):
+        train(unaware)
+    with pytest.raises(ValueError, match="stages_by_fraction must be the corpus's, True"):
+        Trainer(mixed, compile=False).train(unaware.numerics, run.segments[0])
+    aware = replace(unaware.numerics, stages_by_fraction=True)
+    for numerics, message in ((aware, "set its length"), (aware.for_run(BATCH), "256 tokens, .* trained to 3")):
+        with pytest.raises(ValueError, match=message):
+            Trainer(mixed, compile=False).train(numerics, run.segments[0])
+        with pytest.raises(ValueError, match=message.replace("to 3", "to 4")):
+            replace(run, numerics=numerics)
+
+
+def test_the_losses_of_a_mixture_s_sources_stand_in_the_metrics_and_in_the_result(run: FullRun, tmp_path: Path) -> None:
+    mixed = near_and_far(tmp_path, Mixture.constant({"near": 0.6, "far": 0.4}))
+    numerics = replace(run.numerics, corpus_key=mixed.key)
+    run = replace(run, numerics=numerics, corpus=mixed.folder, evaluate_every_tokens=BATCH * 4)
+    whole = train(run)
+    parts = whole["source_losses"]
+    assert whole["loss"] == pytest.approx(0.6 * parts["near"] + 0.4 * parts["far"], rel=1e-6)
+    state, trainer = None, Trainer(mixed, compile=False)
+    for segment in run.segments:
+        trained = trainer.train(run.numerics, segment, state)
+        state = trained.state
+    assert parts == pytest.approx(trained.source_losses, rel=1e-6)
+    rows = [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
+    evaluated = [row for row in rows if "val_loss" in row]
+    assert [row["tokens"] for row in evaluated] == [BATCH * n for n in (4, 8, 12, 16)]
+    assert all(row["source_losses"].keys() == {"near", "far"} for row in evaluated)
+    (run.directory / RESULT).unlink()  # killed between its last checkpoint and its result
+    again = train(run)
+    assert (again["loss"], again["source_losses"]) == (whole["loss"], parts)

@@ -1,0 +1,244 @@
+"""Every layout of a full run over its ranks trains to the losses of one process, and goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.train.module import train
+from muscale.full_runs.train.sharding import build_decoder, mesh_of
+from muscale.layout import METRICS, RESULT
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import chain
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import initialize
+from tests.muscale.conftest import write_text
+from tests.muscale.fake_ranks import rank_of
+from tests.muscale.gloo_ranks import GlooRanks
+
+BATCH, STEPS = 256, 6
+MakeRun = Callable[..., FullRun]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "text", documents=30, words=200)
+    return write_corpus(folder / "tokens", str(folder / "text"))
+
+
+@pytest.fixture
+def make_run(corpus: Corpus, tmp_path: Path) -> MakeRun:
+    def make(optimizer: OptimizerName = "adamw", guard: GuardSettings | None = None, **variant: Any) -> FullRun:
+        model, base = (
+            ModelConfig(d_model=width, n_layers=2, head_dim=8, context_length=32, **variant) for width in (32, 16)
+        )
+        values = Hyperparameters(
+            learning_rate=0.01, batch_tokens=BATCH, optimizer=optimizer, warmup_fraction=0.2, clip_norm=0.3
+        )
+        return FullRun(
+            numerics=Numerics(
+                model=model, base=base, corpus_key=corpus.key, seed=0, evaluation_tokens=1120, guard=guard
+            ),
+            segments=chain(values, BATCH * STEPS),
+            directory=tmp_path / "run",
+            corpus=corpus.folder,
+            checkpoint_every_tokens=BATCH * 3,
+            evaluate_every_tokens=BATCH * 2,
+            min_unit_params=0,
+        )
+
+    return make
+
+
+def losses(run: FullRun) -> list[float]:
+    """Of every step, and the validation losses after them."""
+    rows = [json.loads(line) for line in (run.directory / METRICS).read_text().splitlines()]
+    return [row["train_loss"] for row in rows] + [row["val_loss"] for row in rows if "val_loss" in row]
+
+
+def interrupt(run: FullRun) -> None:
+    """Leave of a finished run what a kill before its last checkpoint would have left."""
+    (run.directory / RESULT).unlink()
+    shutil.rmtree(run.directory / CHECKPOINTS / f"tokens={BATCH * STEPS}")
+
+
+def resumed_from(run: FullRun) -> int:
+    return int(json.loads((run.directory / RESULT).read_text())["resumed_from"])
+
+
+EVERYTHING = {"biases": True, "norm": "layernorm", "qk_norm": True, "queries_per_kv": 2, "positions": "learned"}
+LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
+    "none": (Parallelism(sharding="none"), 2, {"positions": "alibi"}),
+    "zero2": (Parallelism(sharding="zero2"), 2, {"guard": GuardSettings(action="rewind", window=8, snapshot_every=2)}),
+    "full, uneven": (Parallelism(sharding="full", checkpointing="selective"), 3, {"tied": True}),  # 3, 3 and 2 of 8
+    "hybrid": (Parallelism(sharding="hybrid", shard_ranks=2), 4, {"optimizer": "muon"}),
+    "tensor": (Parallelism(tensor_parallel=2, checkpointing="full"), 4, {"tied": True, **EVERYTHING}),
+    "tensor, replicas": (
+        Parallelism(sharding="none", tensor_parallel=2),
+        4,
+        {"positions": "alibi", "parallel": True, "activation": "gelu", "optimizer": "muon"},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_has_the_losses_of_one_process_and_resumes(
+    make_run: MakeRun, gloo_ranks: GlooRanks, layout: str
+) -> None:
+    parallelism, world_size, variant = LAYOUTS[layout]
+    whole = make_run(**variant)
+    train(whole)
+    share = math.ceil(8 / parallelism.data_ranks(world_size))
+    half = math.ceil(share / 2)  # so that gradients are summed over two parts
+    run = replace(whole, directory=whole.directory.with_name("sharded"), parallelism=parallelism, micro_batch=half)
+    gloo_ranks.train(run, world_size)
+    rtol = 1e-5 if "optimizer" in variant else 1e-6  # what Muon orthogonalises magnifies rounding
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
+    assert losses(run)[STEPS - 1] < losses(run)[0] - 0.1
+    recorded = json.loads((run.directory / RESULT).read_text())["environment"]
+    assert (recorded["world_size"], recorded["parallelism"]["sharding"]) == (world_size, parallelism.sharding)
+    interrupt(run)
+    gloo_ranks.train(run, world_size)
+    assert resumed_from(run) == BATCH * 3
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
+
+
+def test_a_checkpoint_of_one_layout_is_resumed_by_any_other(make_run: MakeRun, gloo_ranks: GlooRanks) -> None:
+    whole = make_run(tied=True, biases=True)
+    train(whole)
+    run = replace(whole, directory=whole.directory.with_name("sharded"))
+    hops = [
+        (Parallelism(sharding="hybrid", shard_ranks=2, tensor_parallel=2), 4),
+        (Parallelism(sharding="none"), 2),
+    ]
+    gloo_ranks.train(replace(run, parallelism=Parallelism(sharding="zero2")), 2)
+    for parallelism, world_size in hops:
+        interrupt(run)
+        gloo_ranks.train(replace(run, parallelism=parallelism), world_size)
+        assert resumed_from(run) == BATCH * 3
+        np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    interrupt(run)
+    assert train(run)["resumed_from"] == BATCH * 3
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_logits_in_chunks_are_those_of_one_process_with_a_tied_table(
+    make_run: MakeRun, gloo_ranks: GlooRanks, tensor_parallel: int
+) -> None:
+    # Ranks that share a batch draw the same random numbers, those of one process.
+    random = {"mlp_dropout": 0.1, "embedding_dropout": 0.1, "stochastic_depth": 0.2} if tensor_parallel == 2 else {}
+    whole = make_run(tied=True, label_smoothing=0.1, z_loss=1e-3, **random)
+    train(whole)
+    parallelism = Parallelism(tensor_parallel=tensor_parallel)
+    run = replace(whole, directory=whole.directory.with_name("sharded"), parallelism=parallelism)
+    gloo_ranks.train(run, 2, chunk_entries=50 * 256)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+
+
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_blocks_may_be_compiled_each_by_itself_and_evaluation_stays_eager(make_run: MakeRun) -> None:
+    eager = make_run()
+    train(eager)
+    run = replace(eager, directory=eager.directory.with_name("compiled"), compile=True)
+    counters.clear()
+    assert train(run)["environment"]["compiled"]
+    assert counters["stats"]["unique_graphs"] == 1  # blocks of one shape share it
+    np.testing.assert_allclose(losses(run), losses(eager), rtol=1e-5)
+
+
+def part_of(whole: Tensor, name: str, grid: tuple[int, int, int], rank: int) -> Tensor:
+    """What a rank is to hold: its share of a product, and of that its rows."""
+    shard, tensor = rank // grid[2] % grid[1], rank % grid[2]
+    if any(part in name for part in ("query.", "key.", "value.", "gate.", "up.")):
+        whole = whole.chunk(grid[2])[tensor]
+    elif "output.weight" in name or "down.weight" in name:
+        whole = whole.chunk(grid[2], dim=1)[tensor]
+    rows = whole.chunk(grid[1])
+    return rows[shard] if shard < len(rows) else whole[:0]
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        Parallelism(),
+        Parallelism(sharding="none"),
+        Parallelism(sharding="hybrid", shard_ranks=2),
+        Parallelism(tensor_parallel=2),
+    ],
+    ids=["full", "none", "hybrid", "tensor"],
+)
+def test_every_rank_builds_its_own_part_of_the_same_values(make_run: MakeRun, parallelism: Parallelism) -> None:
+    run = make_run(tied=True, biases=True, positions="alibi")
+    recipe, device = run.segments[0].recipe, torch.device("cpu")
+    whole = Decoder(run.numerics.model)
+    initialize(whole, run.numerics.parametrization("adamw"), recipe, seed=0)
+    expected = dict(whole.named_parameters())
+    grid = parallelism.grid(4)
+    for rank in range(4):
+        with rank_of(rank, 4):
+            built = build_decoder(
+                run.numerics, recipe, parallelism, device=device, mesh=mesh_of(grid, "cpu"), min_unit_params=0
+            )
+            parts = dict(built.named_parameters())
+            assert parts.keys() == expected.keys()
+            for name, part in parts.items():
+                assert isinstance(part, DTensor)
+                assert torch.equal(part.to_local(), part_of(expected[name], name, grid, rank)), name
+            assert built.logit_bias is not None
+            assert whole.logit_bias is not None
+            heads = whole.logit_bias.chunk(grid[2])[rank % grid[2]]
+            assert torch.equal(built.logit_bias, heads)
+            assert torch.equal(built.branch_multiplier, whole.branch_multiplier)
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(make_run: MakeRun) -> None:
+    run = make_run(queries_per_kv=2)
+    with pytest.raises(ValueError, match="must divide the 2 key and value heads of d_model=32, got 4"):
+        replace(run, parallelism=Parallelism(tensor_parallel=4))
+    with pytest.raises(ValueError, match=r"the 4 query heads .* got 3; .* the 88 columns of the MLP \(d_ff\) .* got 3"):
+        replace(run, parallelism=Parallelism(tensor_parallel=3))
+    with pytest.raises(ValueError, match="must be 1 with attention_dropout, got 2"):
+        replace(make_run(attention_dropout=0.1), parallelism=Parallelism(tensor_parallel=2))
+    alone = replace(run, parallelism=Parallelism(tensor_parallel=2))
+    with pytest.raises(ValueError, match="tensor_parallel = 2 needs as many ranks, launched together"):
+        train(alone)
+
+
+def test_ranks_form_a_grid() -> None:
+    assert Parallelism(sharding="none").grid(8) == (8, 1, 1)
+    assert Parallelism(sharding="zero2").grid(8) == Parallelism().grid(8) == (1, 8, 1)
+    assert Parallelism(tensor_parallel=2).grid(8) == (1, 4, 2)
+    assert Parallelism(sharding="hybrid").grid(8, node_ranks=4) == (2, 4, 1)
+    assert Parallelism(sharding="hybrid", shard_ranks=2, tensor_parallel=2).grid(8, node_ranks=4) == (4, 1, 2)
+    with pytest.raises(ValueError, match="tensor_parallel must divide the 3 ranks, got 2"):
+        Parallelism(tensor_parallel=2).grid(3)
+    with pytest.raises(ValueError, match="must divide the 8 ranks and be a multiple of tensor_parallel = 1, got 3"):
+        Parallelism(sharding="hybrid", shard_ranks=3).grid(8)
+    with pytest.raises(ValueError, match="needs shard_ranks where the launcher does not tell"):
+        Parallelism(sharding="hybrid").grid(8)
+    with pytest.raises(ValueError, match='shard_ranks is for sharding = "hybrid", got 2 with "full"'):
+        Parallelism(shard_ranks=2)

@@ -1,0 +1,148 @@
+"""What is done about spikes is part of a run: of its plan, of its key, and of what the ledger tells of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muscale import StageError, StudyConfig
+from muscale.full_runs.promote.promotion import promote
+from muscale.layout import FULL_RUNS, RESULT
+from muscale.plans.planning import Plan, make_plan, register
+from muscale.settings.spikes import SpikePolicy
+from muscale.store.ledger import Ledger, find
+from muscale.store.lineage import Chain
+from muscale.store.merge import merge
+from muscale.store.spike_handling import Incident, SpikeHandling
+from proxy_models.training.guard import GuardSettings
+from scaling import HorizonLaw, ScalingFit
+from tests.muscale.planted import planted_fit, planted_horizon
+from tests.muscale.planted_ladder import numerics_of
+
+BATCH = 256
+AT = "2026-01-01T00:00:00+00:00"
+ROLLBACK = ('promote.on_spike="rollback"', f"promote.spike_margin_tokens={BATCH}")
+WENT_BACK = Incident(step=9, reason="", action="rollback", left_out=(8 * BATCH, 11 * BATCH), back_to=6 * BATCH, at=AT)
+RESTART = Incident(step=3, reason="killed", action="restart", back_to=0, at=AT)
+
+
+@pytest.fixture(scope="module")
+def laws() -> tuple[ScalingFit, HorizonLaw]:
+    return planted_fit(), planted_horizon()
+
+
+@pytest.fixture
+def study(make_study: Callable[..., Path]) -> Path:
+    return make_study()
+
+
+@pytest.fixture
+def ledger(study: Path) -> Iterator[Ledger]:
+    opened = Ledger(study.parent / "ledger.sqlite")
+    yield opened
+    opened.close()
+
+
+def planned(
+    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw], *overrides: str
+) -> tuple[Plan, StudyConfig]:
+    config, (fit, horizon) = StudyConfig.read(study, overrides), laws
+    return register(make_plan(config, config.hyperparameters, horizon, fit), ledger), config
+
+
+def ended(ledger: Ledger, plan: Plan, config: StudyConfig, *incidents: Incident) -> dict[str, Any]:
+    """Promote a run whose workers have left their result; its row in the ledger."""
+    goodput = {"wall": 1.0, "steps": 1.0, "evaluation": 0.0, "blocked": 0.0, "repeated": 0.0}
+    told = {"loss": 2.5, "source_losses": {}, "seconds": 1.0, "environment": {"world_size": 2}, "goodput": goodput}
+    directory = ledger.directory / FULL_RUNS / plan.key
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / RESULT).write_text(json.dumps(told | {"incidents": [asdict(one) for one in incidents]}))
+    found = promote(plan, config, ledger, numerics_of(config), verdict="pass", forced=False)
+    assert found.incidents == incidents
+    (run,) = ledger.read(find, "runs", {"label": f"plan {plan.key}"}, ["-created_at"], limit=1)
+    (row,) = ledger.read(find, "segments", {"key": run["key"]}, [])
+    return row
+
+
+def test_a_plan_is_of_one_way_to_mend_and_keeps_its_key_without_one(
+    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
+) -> None:
+    def key(*overrides: str) -> str:
+        return planned(study, ledger, laws, *overrides)[0].key
+
+    assert key() == key("promote.spike_threshold=5.0") == key("promote.max_interventions=9")
+    keys = [key(), key('promote.on_spike="skip"'), key(*ROLLBACK), key(*ROLLBACK, "promote.spike_threshold=5.0")]
+    keys += [key(*ROLLBACK, f"promote.rewarm_tokens={BATCH}")]
+    assert len(set(keys)) == len(keys)
+    assert key(*ROLLBACK, "promote.max_interventions=9") == key(*ROLLBACK), "more of it goes on where less had ended"
+
+
+def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(
+    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw], tmp_path: Path
+) -> None:
+    plan, config = planned(study, ledger, laws, *ROLLBACK)
+    guarded = plan.chain(replace(numerics_of(config), guard=config.promote.guard))
+    undisturbed = replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [RESTART]))
+    row = ended(ledger, plan, config, RESTART, WENT_BACK)
+    assert row["segment"]["spike_handling"]["action"] == "rollback"
+    assert row["key"] not in (undisturbed.key, guarded.key)
+    disturbed = replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [WENT_BACK, RESTART]))
+    assert row["key"] == disturbed.key
+    elsewhere = replace(WENT_BACK, back_to=3 * BATCH)
+    assert (
+        replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [elsewhere])).key != disturbed.key
+    )
+    (tmp_path / "other").mkdir()
+    other = Ledger(tmp_path / "other" / "ledger.sqlite")
+    try:
+        for one in (ledger, other):
+            one.claim({"corpus": "text"}, {})
+        assert merge(other, ledger.directory).added["segments"] == 1, "its key is the hash of what its row says"
+    finally:
+        other.close()
+
+
+def test_without_a_policy_a_run_has_the_key_that_it_always_had(
+    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
+) -> None:
+    plan, config = planned(study, ledger, laws)
+    row = ended(ledger, plan, config, RESTART)
+    assert row["key"] == plan.chain(numerics_of(config)).key
+    assert "spike_handling" not in row["segment"]
+
+
+def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
+    study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
+) -> None:
+    plan, config = planned(study, ledger, laws, *ROLLBACK)
+    whole = plan.chain(replace(numerics_of(config), guard=GuardSettings()))
+    border = whole.last.start
+    assert border > 12 * BATCH
+    policy = SpikePolicy(action="rollback")
+
+    def after(*incidents: Incident) -> Chain:
+        return replace(whole, spike_handling=SpikeHandling(policy=policy, interventions=incidents))
+
+    late = replace(WENT_BACK, left_out=(border + BATCH, border + 2 * BATCH), back_to=border)
+    into_the_stem = replace(late, back_to=border - BATCH)
+    assert after(late).stem == after().stem
+    assert after(into_the_stem).stem != after().stem
+    assert after(late).key != after().key
+
+
+def test_a_run_goes_on_as_it_began(study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]) -> None:
+    plan, config = planned(study, ledger, laws, *ROLLBACK)
+    more = StudyConfig.read(study, [*ROLLBACK, "promote.max_interventions=9"])
+    ended(ledger, plan, config)
+    ended(ledger, plan, more)
+    other = StudyConfig.read(study, ['promote.on_spike="skip"'])
+    with pytest.raises(StageError, match=r"promote.on_spike must be that of the run's begin, 'rollback', got 'skip'"):
+        ended(ledger, plan, other)
+    lower = StudyConfig.read(study, [*ROLLBACK, "promote.spike_threshold=5.0"])
+    with pytest.raises(StageError, match=r"promote.spike_threshold must be .* 10.0, got 5.0: it changes what is comp"):
+        ended(ledger, plan, lower)
