@@ -54,6 +54,6 @@ def _read_beginning(payload: Payload) -> object:
 
 
 def _read_stage(payload: Payload) -> object:
-    segments = tuple(lineage.Stretch(**stretch) for stretch in payload["lineage"])
+    segments = tuple(lineage.LineageSegment(**stretch) for stretch in payload["lineage"])
     chain = (Numerics.from_dict(payload["numerics"]), tuple(map(segment_from_dict, payload["segments"])))
     return lineage.plain(segments), chain, str(payload["name"]), int(payload["position"]), str(payload["folder"])

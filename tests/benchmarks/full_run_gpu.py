@@ -63,7 +63,7 @@ class Case:
 
 def train_case(case: Case, corpus: Path) -> dict[str, Any]:
     """Train it in this process, and tell speed and memory."""
-    from muscale.full_runs.train.full_run import FullRun
+    from muscale.full_runs.full_run import FullRun
     from muscale.full_runs.train.module import train
 
     model, on_gpu = case.model, torch.cuda.is_available()

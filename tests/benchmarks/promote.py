@@ -30,6 +30,7 @@ import torch
 
 from muscale import Study, StudyConfig
 from muscale.cluster import staying_cluster
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.plans.planning import Plan
 from proxy_models.data.corpus import Corpus
@@ -86,7 +87,7 @@ class Promoted:
     hyperparameters: Hyperparameters
     n_tokens: int
     proxy_rate: float
-    full_run: Mapping[str, Any]
+    full_run: FullRun
 
 
 def write_study(folder: Path, case: str, seed: int) -> Path:
@@ -138,10 +139,9 @@ def train(task: Task) -> dict[str, Any]:
     """The loss of one run, by the lean loop that trains proxies, or by the full run's code in one process."""
     promoted, began = _promoted[task.case], perf_counter()
     if task.kind == "full run":
-        from muscale.full_runs.train.full_run import FullRun
         from muscale.full_runs.train.module import train as train_full
 
-        return {"loss": train_full(FullRun(**promoted.full_run))["loss"], "seconds": perf_counter() - began}
+        return {"loss": train_full(promoted.full_run)["loss"], "seconds": perf_counter() - began}
     numerics = replace(promoted.numerics, seed=task.seed)
     values = promoted.hyperparameters
     values = replace(values, learning_rate=values.learning_rate * 2.0**task.octave)
@@ -161,7 +161,9 @@ def plan_of(study: Study) -> tuple[Plan, Promoted]:
         hyperparameters=plan.hyperparameters,
         n_tokens=plan.n_tokens,
         proxy_rate=study.sweep().best.learning_rate,
-        full_run=full_run_of(plan, study.config, study.numerics, directory, study.corpus.folder) | {"compile": "auto"},
+        full_run=replace(
+            full_run_of(plan, study.config, study.numerics, directory, study.corpus.folder), compile="auto"
+        ),
     )
 
 

@@ -123,9 +123,8 @@ class PreparedRun(Target):
 
     def read(self, path: Path) -> object:
         from muscale.full_runs.promote.prepared import read
-        from muscale.full_runs.train.full_run import FullRun
 
-        run = FullRun(**read(path))
+        run = read(path)
         return run.n_tokens, run.n_steps(run.n_tokens), run.numerics.key
 
 

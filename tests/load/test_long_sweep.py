@@ -38,7 +38,7 @@ MOST_TIMES = 2.0  # of a trial's CPU time early in the sweep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class LineageSegment:
     """Of some hundred trials one after the other: CPU seconds and growth of the resident memory in bytes, of each."""
 
     seconds: float
@@ -84,7 +84,7 @@ def fly(engine: Engine) -> Iterator[Leg]:
         yield leg
 
 
-def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[Stretch]:
+def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[LineageSegment]:
     """Run a sweep of so many trials, and measure each stretch of them."""
     engine = make_engine(ledger, n_trials, **settings)
     me, found = psutil.Process(), []
@@ -92,7 +92,7 @@ def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[
     for leg in fly(engine):
         if leg.first == 0 and (leg.trial + 1) % stretch == 0:
             now, grown = time.process_time(), resident(me)
-            found.append(Stretch(seconds=(now - begun) / stretch, growth=(grown - memory) / stretch))
+            found.append(LineageSegment(seconds=(now - begun) / stretch, growth=(grown - memory) / stretch))
             begun, memory = time.process_time(), grown
     assert len(engine.record.configs) == n_trials
     return found
@@ -111,7 +111,7 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def require_flat(stretches: list[Stretch], *, beside: int = 1) -> None:
+def require_flat(stretches: list[LineageSegment], *, beside: int = 1) -> None:
     """Compare the last stretch with an early one, by default the second: the first pays for what is made once."""
     told = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
     print(told)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from muscale.errors import EXIT_PREEMPTED, PreemptedError
-from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.full_runs.train.sharding import ShardedStrategy
 from muscale.layout import METRICS, RESULT

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from proxy_models.architecture.memory import CHUNK_ENTRIES
 
 if TYPE_CHECKING:
-    from muscale.full_runs.train.full_run import FullRun
+    from muscale.full_runs.full_run import FullRun
 
 processes = multiprocessing.get_context("forkserver")  # torch and Lightning are imported once, not by each of them
 processes.set_forkserver_preload(["muscale.full_runs.train.module", "torch.distributed.checkpoint"])

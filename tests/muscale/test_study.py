@@ -228,7 +228,7 @@ def check_that_a_run_may_be_prepared(study: Study, other: Plan) -> None:
     assert begun is not None
     assert other.registered_at is not None
     assert datetime.fromisoformat(other.registered_at) < datetime.fromisoformat(begun["at"])
-    assert read(Path(prepared.path))["segments"] == other.segments
+    assert read(Path(prepared.path)).segments == other.segments
     with pytest.raises(StageError, match="was trained to its end already"):
         study.prepare(study.plan())
 

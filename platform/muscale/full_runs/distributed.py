@@ -49,7 +49,7 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[None]:
+def process_group(device: torch.device) -> Iterator[None]:
     """In one process group with the others that the launcher started, if it told of any and did not make the group itself."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if alone or dist.is_initialized():

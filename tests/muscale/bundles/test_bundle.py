@@ -26,8 +26,8 @@ from muscale.errors import BundleError, StageError
 from muscale.full_runs.checkpoints.finished_run import held_out_loss, last_state
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.full_runs.train.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from muscale.plans.planning import Plan

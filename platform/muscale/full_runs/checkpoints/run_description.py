@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from muscale.errors import StageError
-from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.full_run import FullRun
 from muscale.layout import RUN
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.atomic_write import atomic_write

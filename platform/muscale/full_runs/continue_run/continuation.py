@@ -10,9 +10,15 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out, write_stage_corpus
-from muscale.full_runs.continue_run.lineage import STARTED, Parent, Stretch, find_parent, plain, require_checkpoint
-from muscale.full_runs.promote.promotion import settings_of
-from muscale.full_runs.train.full_run import Beginning, HeldOut
+from muscale.full_runs.continue_run.lineage import (
+    STARTED,
+    LineageSegment,
+    Parent,
+    find_parent,
+    plain,
+    require_checkpoint,
+)
+from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
@@ -78,19 +84,19 @@ class Continuation(Result):
         return self.directory / FULL_RUNS / self.key
 
     @property
-    def earlier(self) -> dict[str, Stretch]:
+    def earlier(self) -> dict[str, LineageSegment]:
         """The last stretch on each other corpus, by its label."""
         last = {one.corpus: one for one in self.parent.lineage if one.corpus != self.corpus.key}
         return {stretch.label: stretch for stretch in last.values()}
 
     @property
-    def lineage(self) -> tuple[Stretch, ...]:
+    def lineage(self) -> tuple[LineageSegment, ...]:
         """With the stage itself, whole."""
         own = {"run": self.key, "name": self.name, "tokens": self.n_tokens, "position": self.position}
-        return (*self.parent.lineage, Stretch.of(self.corpus, self.directory, self.numerics, **own))
+        return (*self.parent.lineage, LineageSegment.of(self.corpus, self.directory, self.numerics, **own))
 
-    def full_run(self, config: StudyConfig, seal: str) -> dict[str, Any]:
-        """What `muscale.full_runs.train.full_run.FullRun` takes; the driver itself needs no Lightning. `seal` is the checkpoint's."""
+    def full_run(self, config: StudyConfig, seal: str) -> FullRun:
+        """The run to train; `seal` is the hash of the parent checkpoint's manifest."""
         held_out = {
             label: HeldOut(corpus=self.directory / one.folder, n_tokens=one.evaluation_tokens)
             for label, one in self.earlier.items()
@@ -102,8 +108,14 @@ class Continuation(Result):
             position=self.position,
             earlier=held_out,
         )
-        what = {"numerics": self.numerics, "segments": self.segments, "directory": self.folder}
-        return {**what, "corpus": self.corpus.folder, "beginning": beginning, **settings_of(config)}
+        return FullRun.of(
+            config,
+            numerics=self.numerics,
+            segments=self.segments,
+            directory=self.folder,
+            corpus=self.corpus.folder,
+            beginning=beginning,
+        )
 
     def facts(self) -> dict[str, Any]:
         """What the ledger keeps of it, from its first launch on."""
@@ -153,7 +165,7 @@ class Continuation(Result):
             f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.parent.tokens_before:,}, "
             f"N = {model.n_params:,}, C = {self.compute_flops:.3g} FLOPs",
             f"  goes on from {self.parent.checkpoint}",
-            *told_lineage(self.parent.lineage),
+            *format_lineage(self.parent.lineage),
             f"  corpus {self.corpus.key}: {begins}",
             *(f"  {note}" for note in self.notes),
             f"  learning rate {recipe.learning_rate:.4g} ({recipe.learning_rate / before.learning_rate:.3g}× the parent's), "
@@ -165,7 +177,7 @@ class Continuation(Result):
         return "\n".join(lines)
 
 
-def told_lineage(lineage: tuple[Stretch, ...]) -> list[str]:
+def format_lineage(lineage: tuple[LineageSegment, ...]) -> list[str]:
     """A line for each stretch."""
     return [f"  {number}. {stretch}" for number, stretch in enumerate(lineage, 1)]
 

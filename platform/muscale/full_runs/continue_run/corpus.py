@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
-from muscale.full_runs.continue_run.lineage import Stretch
+from muscale.full_runs.continue_run.lineage import LineageSegment
 from muscale.layout import CORPORA
 from muscale.settings import corpus as data
 from muscale.settings.corpus import CorpusSettings
@@ -69,7 +69,7 @@ def require_held_out(corpus: Corpus, context_length: int, n_tokens: int) -> None
         raise StageError(f"corpus.evaluation_tokens: {error}") from error
 
 
-def position_in(corpus: Corpus, lineage: Sequence[Stretch], seed: int) -> int:
+def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) -> int:
     """Where a stage begins in its corpus: behind what was read of it before, in the same order, so that nothing is repeated.
 
     Raises:
@@ -92,7 +92,7 @@ def position_in(corpus: Corpus, lineage: Sequence[Stretch], seed: int) -> int:
     return last.position + last.tokens
 
 
-def read_again(corpus: Corpus, lineage: Sequence[Stretch]) -> list[str]:
+def read_again(corpus: Corpus, lineage: Sequence[LineageSegment]) -> list[str]:
     """A line for each source that an earlier stretch read as part of another corpus: it is read from its start."""
     lines = []
     for name, files in corpus.sources.items():

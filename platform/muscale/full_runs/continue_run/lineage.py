@@ -25,7 +25,7 @@ PLAN = "plan"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class LineageSegment:
     """What a run of a lineage trained, up to the checkpoint that the next one goes on from.
 
     Attributes:
@@ -85,7 +85,7 @@ class Parent:
     checkpoint: Path
     recipe: Recipe
     numerics: Numerics
-    lineage: tuple[Stretch, ...]
+    lineage: tuple[LineageSegment, ...]
 
     @property
     def run(self) -> str:
@@ -125,7 +125,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         segments = tuple(map(segment_from_dict, started["segments"]))
         name, position = started["name"], started["position"]
         corpus = Corpus.open(directory / started["folder"])
-        before = tuple(Stretch(**stretch) for stretch in started["lineage"])
+        before = tuple(LineageSegment(**stretch) for stretch in started["lineage"])
     elif registered := ledger.forecast(run):
         chain = chain_of(Plan.from_dict(registered["payload"]))
         key, name, position, before = run, PLAN, 0, ()
@@ -144,7 +144,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         raise StageError(
             f"parent.tokens: must lie behind the batch ramp of {recipe.batch_ramp_tokens} tokens, got {tokens} of run {key}"
         )
-    own = Stretch.of(corpus, directory, numerics, run=key, name=name, tokens=tokens, position=position)
+    own = LineageSegment.of(corpus, directory, numerics, run=key, name=name, tokens=tokens, position=position)
     path = checkpoints.path(tokens)
     return Parent(checkpoint=path, recipe=recipe, numerics=numerics, lineage=(*before, own))
 
@@ -200,6 +200,6 @@ def find_stage(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
     return next(iter(found.items()), (run, None))
 
 
-def plain(lineage: tuple[Stretch, ...]) -> list[dict[str, Any]]:
+def plain(lineage: tuple[LineageSegment, ...]) -> list[dict[str, Any]]:
     """Its stretches as plain values."""
     return [asdict(stretch) for stretch in lineage]

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from muscale import json_lines
-from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, told_lineage
-from muscale.full_runs.continue_run.lineage import STARTED, Stretch, plain, sealed
+from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, format_lineage
+from muscale.full_runs.continue_run.lineage import STARTED, LineageSegment, plain, sealed
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import Goodput
 from muscale.layout import METRICS
@@ -19,7 +20,7 @@ from scaling.presentation import Result
 
 RECORD = "stage"
 """Of the ledger's results, by key: `Continued` as plain values."""
-Launch = Callable[[dict[str, Any]], dict[str, Any]]
+Launcher = Callable[[FullRun], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Continued(Result):
 
     key: str
     name: str
-    lineage: tuple[Stretch, ...]
+    lineage: tuple[LineageSegment, ...]
     before: Losses
     after: Losses
     started_at: str
@@ -109,7 +110,7 @@ class Continued(Result):
         return cls(
             **known
             | {
-                "lineage": tuple(Stretch(**stretch) for stretch in values["lineage"]),
+                "lineage": tuple(LineageSegment(**stretch) for stretch in values["lineage"]),
                 "before": Losses(**values["before"]),
                 "after": Losses(**values["after"]),
                 "goodput": Goodput.from_dict(values["goodput"]),
@@ -121,7 +122,7 @@ class Continued(Result):
         lines = [
             f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.tokens_before:,}, "
             f"on {self.world_size} workers",
-            *told_lineage(self.lineage),
+            *format_lineage(self.lineage),
             "  held-out loss, nats per token, before and after:",
             *(
                 f"    {before:.4f} → {after:.4f} ({after / before - 1:+.2%})  {name}"
@@ -135,7 +136,7 @@ class Continued(Result):
 
 
 def train_stage(
-    stage: Continuation, config: StudyConfig, ledger: Ledger, *, launcher: Launch | None = None
+    stage: Continuation, config: StudyConfig, ledger: Ledger, *, launcher: Launcher | None = None
 ) -> Continued:
     """Train a stage to its end, going on from its last checkpoint if there is one; a finished one returns its result.
 
@@ -143,7 +144,7 @@ def train_stage(
         stage: What to train.
         config: How, and on what.
         ledger: The study's; it keeps what was started, and the result.
-        launcher: Trains `FullRun` of the given values to its end, by default on the cluster.
+        launcher: Trains a run to its end, by default on the cluster.
 
     Raises:
         StageError: If the stage diverged, or failed in a way that would come again, or more often than `promote.max_failures`,

@@ -20,6 +20,7 @@ from muscale.cluster import alive_nodes, room_for
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, tokens_of
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records import recovery
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import EVALUATIONS
@@ -36,14 +37,14 @@ Fitting = Callable[[PromoteSettings], PromoteSettings]
 
 
 @contextmanager
-def evaluated_beside(run: dict[str, Any], settings: PromoteSettings, resources: ResourceSettings) -> Iterator[Fitting]:
+def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: ResourceSettings) -> Iterator[Fitting]:
     """While a run is trained in the block, evaluate its newest checkpoint whenever none is being evaluated.
 
     What is found goes into the run's directory, a row each. The run's last checkpoint is its own to evaluate. When the block
     ends as it should, an evaluation that goes on has a minute more; when it is interrupted or fails, none.
 
     Args:
-        run: What `muscale.full_runs.train.full_run.FullRun` takes.
+        run: What is trained.
         settings: Whether it is done at all, and with what.
         resources: Of a worker of the training.
 
@@ -58,14 +59,14 @@ def evaluated_beside(run: dict[str, Any], settings: PromoteSettings, resources: 
         return
     if settings.prompts:
         try:
-            Corpus.open(run["corpus"]).tokenizer()
+            Corpus.open(run.corpus).tokenizer()
         except CorpusError as error:
             raise StageError(f"promote.prompts: {error}") from error
     reservation = _Reservation(settings)
     try:
         reservation.wait()
         reservation.require_room(settings, resources)
-        evaluator = _Evaluator(run["directory"], run["segments"][-1].end, reservation.submit)
+        evaluator = _Evaluator(run.directory, run.n_tokens, reservation.submit)
         try:
             yield lambda given: reservation.fitting(given, resources)
             evaluator.end(patience=_PATIENCE_SECONDS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from muscale.actors.jobs import stop_workers
 from muscale.cluster import alive_nodes, cluster, room_for
 from muscale.errors import PreemptedError, StageError
-from muscale.full_runs.promote.async_evaluation import Fitting, evaluated_beside
+from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation_of
 from muscale.full_runs.records import recovery
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
@@ -23,7 +23,7 @@ from proxy_models.atomic_write import atomic_write
 
 
 def launch(
-    run: dict[str, Any],
+    run: FullRun,
     settings: PromoteSettings,
     resources: ResourceSettings,
     *,
@@ -35,7 +35,7 @@ def launch(
     Each attempt finds the last checkpoint by itself. A finished run is not launched again.
 
     Args:
-        run: What `muscale.full_runs.train.full_run.FullRun` takes; the driver itself needs no Lightning.
+        run: What is trained; the driver itself needs no Lightning.
         settings: Workers and failures.
         resources: Of a worker.
         name: For Ray's records.
@@ -46,7 +46,7 @@ def launch(
             there is no room to evaluate it beside, before it begins.
         PreemptedError: If this process was told to end; the workers have saved.
     """
-    directory: Path = run["directory"]
+    directory = run.directory
     result = directory / RESULT
     if not result.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,15 +54,15 @@ def launch(
             (directory / told_before).unlink(missing_ok=True)
         with cluster(resources):
             stop_workers()
-            with evaluated_beside(run, settings, resources) as fitting:
-                _persevere(run, settings, resources, name, worker or train_worker, fitting)
+            with async_evaluation_of(run, settings, resources) as fitting:
+                _train_with_retries(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
         raise StageError(f"promote: the run ended without a loss; its records are in {directory}")
     return dict(json.loads(result.read_text()))
 
 
-def _persevere(
-    run: dict[str, Any],
+def _train_with_retries(
+    run: FullRun,
     settings: PromoteSettings,
     resources: ResourceSettings,
     name: str,
@@ -74,12 +74,12 @@ def _persevere(
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
 
-    directory: Path = run["directory"]
+    directory = run.directory
     told_to_end = False
     each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
 
-    def tell_workers() -> None:
+    def notify_workers() -> None:
         nonlocal told_to_end
         told_to_end = True
         (directory / NOTICE).touch()
@@ -104,8 +104,8 @@ def _persevere(
             ),
         ).fit()
 
-    with interruptible(tell_workers):
-        recovery.persevere(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
+    with interruptible(notify_workers):
+        recovery.train_with_retries(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
     if (directory / FAILURE).exists():
         raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")
 
@@ -150,12 +150,11 @@ def train_worker(config: dict[str, Any]) -> None:
     from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import get_device
 
-    from muscale.full_runs.train.full_run import FullRun
     from muscale.full_runs.train.module import train
     from muscale.full_runs.train.sharding import ShardedStrategy
 
     torch.set_num_threads(config["threads"])
-    run = FullRun(**config["run"])
+    run: FullRun = config["run"]
     context = ray.train.get_context()
     strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
     try:

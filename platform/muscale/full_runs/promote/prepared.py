@@ -16,8 +16,8 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.full_runs.train.full_run import FullRun
 from muscale.layout import CORPUS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
@@ -66,8 +66,8 @@ def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path
     return Prepared(path=str(path), workers=config.promote.workers)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What `muscale.full_runs.train.full_run.FullRun` takes; the corpus is the study's, wherever its folder was moved to.
+def read(path: Path) -> FullRun:
+    """The prepared run; the corpus is the study's, wherever its folder was moved to.
 
     Raises:
         StageError: If the file is not what `prepare` wrote, or was changed in what determines the run.
@@ -91,11 +91,9 @@ def read(path: Path) -> dict[str, Any]:
         )
     directory = path.resolve().parent
     try:
-        run = full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
-        FullRun(**run)
+        return full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
     except ValueError as error:
         raise StageError(f"{path}: config: {error}") from error
-    return run
 
 
 def _told(path: Path) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def train_here(path: Path) -> dict[str, Any]:
         StageError: If the file can't be read, or the run diverges.
         PreemptedError: If it was told to leave its machine; its state is saved.
     """
-    run = FullRun(**read(path))  # before what is slow to import
+    run = read(path)  # before what is slow to import
     from muscale.full_runs.train.module import train
     from muscale.full_runs.train.sharding import ShardedStrategy
 

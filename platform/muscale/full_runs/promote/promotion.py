@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.events import Event, run_events
 from muscale.full_runs.records.goodput import Goodput
@@ -251,24 +252,7 @@ def _record_run(
         ledger.insert(runs, **job.row(recorded))
 
 
-def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> dict[str, Any]:
-    """What `muscale.full_runs.train.full_run.FullRun` takes; the driver itself needs no Lightning."""
+def full_run_of(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path, corpus: Path) -> FullRun:
+    """The full run of a plan, in `directory`, on the corpus in a folder."""
     chain = plan.chain(replace(numerics, guard=config.promote.guard))
-    what = {"numerics": chain.numerics, "segments": chain.segments, "directory": directory, "corpus": corpus}
-    return what | settings_of(config)
-
-
-def settings_of(config: StudyConfig) -> dict[str, Any]:
-    """Of `FullRun`, what the study file says of every full run."""
-    settings = config.promote
-    return {
-        "checkpoint_every_tokens": settings.checkpoint_every_tokens,
-        "checkpoint_every_minutes": settings.checkpoint_every_minutes,
-        "keep_last": settings.keep_last,
-        "keep_every_tokens": settings.keep_every_tokens,
-        "evaluate_every_tokens": settings.evaluates_every,
-        "on_spike": settings.spike_policy,
-        "micro_batch": settings.micro_batch,
-        "parallelism": settings.parallelism,
-        "compile": config.resources.compile,
-    }
+    return FullRun.of(config, numerics=chain.numerics, segments=chain.segments, directory=directory, corpus=corpus)

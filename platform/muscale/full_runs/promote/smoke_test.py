@@ -23,7 +23,7 @@ from muscale.errors import StageError
 from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.launch import launch, train_worker
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL, RESULT
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, RESULT, SMOKE_TEST
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
@@ -161,13 +161,14 @@ def smoke_test_on_cluster(
     Raises:
         StageError: If a launch fails, or the run is too short for it.
     """
-    directory = ledger.directory / FULL_RUNS / plan.key / REHEARSAL
-    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS) | {"checkpoint_every_minutes": None}
+    directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
+    run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
+    run = replace(run, checkpoint_every_minutes=None)
 
     within = config.promote.model_copy(update={"evaluation": "sync"})  # so that what is measured is the run's own
 
     def launch_part(changes: dict[str, Any]) -> None:
-        launch(run | changes, within, config.resources, name=plan.key, worker=smoke_test_worker)
+        launch(replace(run, **changes), within, config.resources, name=plan.key, worker=smoke_test_worker)
 
     schedule = Schedule.of(
         plan.n_tokens,

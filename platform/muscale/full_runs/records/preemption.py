@@ -17,7 +17,7 @@ NOTICE = "preempt"  # file in a run's directory
 _LOOK_SECONDS = 1.0
 
 
-class Notice:
+class PreemptionNotice:
     """Whether this process heard that its machine will be taken away; heard again it says nothing new."""
 
     def __init__(self, directory: Path) -> None:

@@ -117,7 +117,7 @@ def failures(directory: Path) -> list[Failure]:
     return found
 
 
-def persevere(attempt: Callable[[], T], directory: Path, *, max_failures: int, failed: type[Exception]) -> T:
+def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failures: int, failed: type[Exception]) -> T:
     """Call `attempt` until it succeeds, while what ends it is worth another one.
 
     A preemption does not count as a failure if the run had come further since the attempt before.

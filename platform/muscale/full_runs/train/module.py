@@ -27,11 +27,11 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, seal_of
 from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.distributed import broadcast_from_rank0, joined, rank
+from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
-from muscale.full_runs.records.preemption import Notice
-from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.rank_flags import RankFlags
 from muscale.full_runs.train.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
@@ -77,7 +77,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.compiled = False
         self._spent = spent  # seconds, by earlier attempts up to the start
         self._rows: list[dict[str, Any]] = []
-        self._notice = Notice(run.directory)
+        self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
         self._agreement = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
 
@@ -370,7 +370,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         strategy.parallelism = run.parallelism
     own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
-    with joined(device):
+    with process_group(device):
         if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
             return finished
         run.directory.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,8 @@ import muscale
 from muscale import CheckpointEvaluation, StageError, evaluate_checkpoint
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, write_manifest
 from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records.run_records import RunRecords
-from muscale.full_runs.train.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.layout import EVALUATIONS, METRICS, RUN
 from proxy_models.data.corpus import Corpus, write_mixture

@@ -14,8 +14,8 @@ from muscale.full_runs.checkpoints import folder as checkpoint_folder
 from muscale.full_runs.checkpoints import save as checkpoints
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST
 from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records import attempts
-from muscale.full_runs.train.full_run import FullRun
 from muscale.full_runs.train.module import FullRunModule, train
 from muscale.layout import RESULT
 from proxy_models.data.corpus import Corpus

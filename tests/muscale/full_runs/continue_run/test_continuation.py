@@ -17,8 +17,8 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.continue_run.continuation import plan_stage
 from muscale.full_runs.continue_run.train import Continued, train_stage
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.full_runs.train.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.planning import Plan, make_plan, register
@@ -63,8 +63,7 @@ class Case:
         return plan_stage(path, changed, self.ledger, self.corpus, lambda p: p.chain(self.numerics), lambda *_: None)
 
     def trained(self, text: str) -> Continued:
-        launch = lambda run: train(FullRun(**run))  # noqa: E731
-        return train_stage(self.planned(text), self.config, self.ledger, launcher=launch)
+        return train_stage(self.planned(text), self.config, self.ledger, launcher=train)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     plan = make_plan(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0)
     plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
     numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
-    train(FullRun(**full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder)))
+    train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))
     ledger.record_result("promotion", plan.key, {"plan": plan.key})
     yield Case(directory, config, ledger, corpus, numerics, plan)
     ledger.close()
@@ -298,7 +297,7 @@ def test_a_checkpoint_that_is_another_than_when_the_stage_was_begun_is_refused(c
     text = STAGE + "learning_rate_factor = 0.9\n"
     stage = case.planned(text)
 
-    def fails(run: dict[str, Any]) -> dict[str, Any]:
+    def fails(run: FullRun) -> dict[str, Any]:
         raise StageError("no workers")
 
     with pytest.raises(StageError, match="no workers"):

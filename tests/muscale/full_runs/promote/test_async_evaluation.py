@@ -17,8 +17,8 @@ import pytest
 from muscale import StageError, evaluate_checkpoint, json_lines
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.promote.async_evaluation import _Evaluator, _Reservation, evaluated_beside
-from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.promote.async_evaluation import _Evaluator, _Reservation, async_evaluation_of
 from muscale.full_runs.train.module import train
 from muscale.layout import EVALUATIONS
 from muscale.settings.config import ResourceSettings
@@ -50,9 +50,8 @@ def run(corpus: Corpus, tmp_path: Path) -> FullRun:
     return run
 
 
-def fields(run: FullRun) -> dict[str, Any]:
-    known = {name: getattr(run, name) for name in run.__dataclass_fields__}
-    return known | {"segments": (replace(run.segments[-1], end=BATCH * 1000),)}
+def longer(run: FullRun) -> FullRun:
+    return replace(run, segments=(replace(run.segments[-1], end=BATCH * 1000),))
 
 
 def settings(**values: Any) -> PromoteSettings:
@@ -99,7 +98,7 @@ def all_free() -> Iterator[None]:
 
 def test_each_newest_checkpoint_is_evaluated_once_on_what_was_reserved(run: FullRun) -> None:
     given = settings(evaluator_cpus=0.5, prompts=("abcd",), sample_tokens=8)
-    with all_free(), evaluated_beside(fields(run), given, SMALL):
+    with all_free(), async_evaluation_of(longer(run), given, SMALL):
         assert all_cpus() - free() == pytest.approx(0.5)
         until(lambda: len(recorded(run)) == 1, "the newest one's evaluation")
     (row,) = recorded(run)
@@ -108,7 +107,7 @@ def test_each_newest_checkpoint_is_evaluated_once_on_what_was_reserved(run: Full
     assert row == {name: value for name, value in alone.items() if name != "seconds"}
     assert row["tokens"] == BATCH * 18
 
-    with evaluated_beside(fields(run), given, SMALL):
+    with async_evaluation_of(longer(run), given, SMALL):
         time.sleep(0.8)
         assert len(recorded(run)) == 1, "a run that goes on evaluates nothing twice"
         go_on(run, 20)
@@ -161,7 +160,7 @@ def test_a_failure_is_told_once_and_one_that_made_way_is_none(run: FullRun, capl
 def test_an_interruption_ends_what_goes_on_at_once(run: FullRun) -> None:
     given = settings(prompts=("abcd",) * 100_000)  # it would write for an hour
     began = time.monotonic()
-    with all_free(), pytest.raises(KeyboardInterrupt), evaluated_beside(fields(run), given, SMALL):
+    with all_free(), pytest.raises(KeyboardInterrupt), async_evaluation_of(longer(run), given, SMALL):
         began = time.monotonic()
         time.sleep(2)  # it writes by now
         raise KeyboardInterrupt
@@ -182,23 +181,23 @@ def test_a_cluster_without_room_says_so_before_training(run: FullRun) -> None:
                 f"reserves 1 CPU, which leaves the cluster room for {all_of_them - 1} of {all_of_them} workers with 1 CPUs",
             ),
         ):
-            with pytest.raises(StageError, match=message), evaluated_beside(fields(run), given, resources):
+            with pytest.raises(StageError, match=message), async_evaluation_of(longer(run), given, resources):
                 pytest.fail("training would begin")
-        with evaluated_beside(fields(run), settings(workers=all_of_them), whole) as fitting:
+        with async_evaluation_of(longer(run), settings(workers=all_of_them), whole) as fitting:
             assert fitting(settings(workers=all_of_them)).workers == all_of_them - 1, "elastic workers leave it alone"
             assert fitting(settings(workers=1)).workers == 1
 
 
 def test_within_reserves_nothing_and_prompts_need_a_tokenizer(run: FullRun, tmp_path: Path) -> None:
-    with all_free(), evaluated_beside(fields(run), PromoteSettings(), SMALL) as fitting:
+    with all_free(), async_evaluation_of(longer(run), PromoteSettings(), SMALL) as fitting:
         assert free() == all_cpus()
         assert fitting(PromoteSettings()) == PromoteSettings()
     ids = tmp_path / "ids.bin"
     (np.arange(40_000, dtype=np.uint16) % 200).tofile(ids)
     given = write_corpus(tmp_path / "tokens", Source(kind="tokens", path=str(ids), dtype="uint16", vocab_size=200))
-    unwritten = fields(replace(run, corpus=given.folder))
+    unwritten = longer(replace(run, corpus=given.folder))
     with (
         pytest.raises(StageError, match="promote.prompts: .* their tokenizer is not known"),
-        evaluated_beside(unwritten, settings(prompts=("a",)), SMALL),
+        async_evaluation_of(unwritten, settings(prompts=("a",)), SMALL),
     ):
         pytest.fail("training would begin")

@@ -12,6 +12,7 @@ from muscale.full_runs.promote.launch import largest_fitting, launch
 from muscale.layout import RESULT
 from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
+from tests.muscale.forked_ranks import small_corpus, small_run
 
 
 def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:
@@ -30,7 +31,7 @@ def tell_world_size(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     if context.get_world_rank() == 0:
-        (config["run"]["directory"] / RESULT).write_text(json.dumps({"world_size": context.get_world_size()}))
+        (config["run"].directory / RESULT).write_text(json.dumps({"world_size": context.get_world_size()}))
 
 
 @pytest.mark.cluster
@@ -41,5 +42,7 @@ def test_workers_that_share_products_start_in_whole_groups(tmp_path: Path) -> No
     n_cpus = int(ray.cluster_resources()["CPU"])  # type: ignore[no-untyped-call]
     each = ResourceSettings(cpus_per_worker=2 / 3 if n_cpus == 2 else n_cpus // 2 or 0.4)  # room for two or three
     settings = PromoteSettings(workers=4, workers_min=2, tensor_parallel=2)
-    told = launch({"directory": tmp_path / "run"}, settings, each, name="groups", worker=tell_world_size)
+    told = launch(
+        small_run(small_corpus(tmp_path), tmp_path / "run"), settings, each, name="groups", worker=tell_world_size
+    )
     assert told["world_size"] == 2

@@ -96,7 +96,7 @@ def test_a_prepared_run_that_was_edited_is_refused_and_its_settings_may_be(make_
     written = json.loads(file.read_text())
     written["config"]["promote"]["checkpoint_every_tokens"] = 4096
     file.write_text(json.dumps(written))
-    assert read(file)["checkpoint_every_tokens"] == 4096, "where and how is nobody's but the owner's"
+    assert read(file).checkpoint_every_tokens == 4096, "where and how is nobody's but the owner's"
     written["config"]["promote"]["tensor_parallel"] = 3
     file.write_text(json.dumps(written))
     with pytest.raises((StageError, StudyFileError), match=r"prepared\.json: .*tensor_parallel"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from muscale import StageError, StudyConfig
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.promotion import promote
 from muscale.full_runs.promote.smoke_test import (
@@ -22,9 +23,8 @@ from muscale.full_runs.promote.smoke_test import (
     smoke_test,
     smoke_test_on_cluster,
 )
-from muscale.full_runs.train.full_run import FullRun
 from muscale.full_runs.train.module import train
-from muscale.layout import CORPUS, FULL_RUNS, METRICS, REHEARSAL
+from muscale.layout import CORPUS, FULL_RUNS, METRICS, SMOKE_TEST
 from muscale.plans.gate import Gate, disk_line, transfer_line
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
@@ -79,7 +79,7 @@ def in_this_process(run: FullRun) -> Callable[[dict[str, Any]], None]:
 
 
 def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: Path) -> None:
-    run, scratch = whole(corpus), tmp_path / "run" / REHEARSAL
+    run, scratch = whole(corpus), tmp_path / "run" / SMOKE_TEST
     schedule = Schedule.of(run.last.end, evaluate_every=BATCH * 20, save_every=BATCH * 15)
     assert (schedule.evaluations, schedule.saves) == (2, 3)
     launch = in_this_process(full_run(run, corpus, scratch))
@@ -111,7 +111,7 @@ def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -
 
 
 def test_what_is_too_short_or_did_not_resume_is_told(corpus: Corpus, tmp_path: Path) -> None:
-    run, scratch = whole(corpus), tmp_path / REHEARSAL
+    run, scratch = whole(corpus), tmp_path / SMOKE_TEST
     schedule = Schedule.of(run.last.end, evaluate_every=1, save_every=1)
     given: dict[str, Any] = {"plan": "p", "schedule": schedule, "estimated_bytes": 1}
     with pytest.raises(StageError, match=r"steps must be at least 5, got 4"):

@@ -18,11 +18,11 @@ from muscale.errors import EXIT_PREEMPTED, PreemptedError, StageError
 from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.full_runs.train import module, sharding
-from muscale.full_runs.train.full_run import FullRun
 from muscale.full_runs.train.module import FullRunModule, train
 from muscale.layout import EVALUATIONS, RESULT
 from muscale.settings.config import ResourceSettings
@@ -231,7 +231,6 @@ def test_a_driver_that_is_told_to_end_saves_a_killed_worker_is_replaced_and_chec
     run = replace(run, segments=long, checkpoint_every_tokens=BATCH * 50, evaluate_every_tokens=None, keep_last=99)
     whole = replace(run, directory=tmp_path / "whole", evaluate_every_tokens=BATCH * 50)
     train(whole)
-    fields = {name: getattr(run, name) for name in run.__dataclass_fields__}
     settings = PromoteSettings(workers=2, workers_min=1, max_failures=1, evaluation="async", prompts=("abcd",))
     halves = ResourceSettings(cpus_per_worker=0.5)  # so that on two processors the evaluator has one
 
@@ -256,14 +255,14 @@ def test_a_driver_that_is_told_to_end_saves_a_killed_worker_is_replaced_and_chec
 
     told = once(lambda: bool(starts()), lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(PreemptedError, match="told to end"):
-        launch(fields, settings, halves, name="told")
+        launch(run, settings, halves, name="told")
     told.join()
     saved = Checkpoints(run.directory / CHECKPOINTS).latest()
     assert saved is not None
 
     later = run.directory / CHECKPOINTS / f"tokens={(saved[0] // (50 * BATCH) + 1) * 50 * BATCH}"
     killed = once(later.exists, kill_a_worker)
-    outcome = launch(fields, settings, halves, name="killed")
+    outcome = launch(run, settings, halves, name="killed")
     killed.join()
     assert len(starts()) == 3
     assert starts()[0] == 2

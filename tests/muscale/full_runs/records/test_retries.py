@@ -11,7 +11,7 @@ from muscale import json_lines
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.records import attempts, goodput
 from muscale.full_runs.records.goodput import Goodput, measure, record_attempt
-from muscale.full_runs.records.recovery import Failure, describe, failures, is_retryable, kind_of, persevere
+from muscale.full_runs.records.recovery import Failure, describe, failures, is_retryable, kind_of, train_with_retries
 from muscale.full_runs.train.interventions import Interventions
 from muscale.layout import EVALUATIONS, METRICS
 from muscale.settings.promote import PromoteSettings
@@ -105,7 +105,7 @@ def test_attempts_go_on_while_they_are_worth_it(tmp_path: Path, monkeypatch: pyt
 
     def outcome(name: str, *ends: tuple[int, Exception] | None) -> str:
         (tmp_path / name).mkdir(exist_ok=True)
-        return persevere(ending(tmp_path / name, *ends), tmp_path / name, max_failures=2, failed=Exception)
+        return train_with_retries(ending(tmp_path / name, *ends), tmp_path / name, max_failures=2, failed=Exception)
 
     cuda, leave = RuntimeError("CUDA error: 719"), PreemptedError("told to leave")
     assert outcome("lost", (3, GONE), (3, GONE), None) == "done"

@@ -12,7 +12,7 @@ import pytest
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, seal_of
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.train.full_run import Beginning, FullRun, HeldOut
+from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from muscale.settings.spikes import SpikePolicy

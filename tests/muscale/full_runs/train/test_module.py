@@ -13,7 +13,7 @@ from torch import Tensor
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig

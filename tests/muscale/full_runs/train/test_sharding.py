@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
-from muscale.full_runs.train.full_run import FullRun
+from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
 from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.layout import METRICS, RESULT

@@ -1,11 +1,13 @@
-"""What a full run trains, and how: plain values, which need neither Lightning nor a device."""
+"""The specification of a full run: what is trained, and how. It needs neither Lightning nor a device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
+from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.spikes import SpikePolicy
 from proxy_models.recipes.recipe import Recipe
@@ -87,6 +89,40 @@ class FullRun:
         self.numerics.require_length(self.n_tokens)
         if self.on_spike and (self.numerics.guard is None or self.numerics.guard.action != "skip"):
             raise ValueError('on_spike needs a guard whose action is "skip"')
+
+    @classmethod
+    def of(
+        cls,
+        config: StudyConfig,
+        *,
+        numerics: Numerics,
+        segments: tuple[Segment, ...],
+        directory: Path,
+        corpus: Path,
+        beginning: Beginning | None = None,
+    ) -> Self:
+        """A run under the settings that a study file has for all of its full runs.
+
+        Raises:
+            ValueError: If the settings don't fit the model, or the segments don't fit the numerics.
+        """
+        settings = config.promote
+        return cls(
+            numerics=numerics,
+            segments=segments,
+            directory=directory,
+            corpus=corpus,
+            beginning=beginning,
+            checkpoint_every_tokens=settings.checkpoint_every_tokens,
+            checkpoint_every_minutes=settings.checkpoint_every_minutes,
+            keep_last=settings.keep_last,
+            keep_every_tokens=settings.keep_every_tokens,
+            evaluate_every_tokens=settings.evaluates_every,
+            on_spike=settings.spike_policy,
+            micro_batch=settings.micro_batch,
+            parallelism=settings.parallelism,
+            compile=config.resources.compile,
+        )
 
     @property
     def n_tokens(self) -> int:
