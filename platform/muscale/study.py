@@ -44,7 +44,6 @@ from muscale.settings.config import Overrides, StudyConfig, as_set
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
-from muscale.store.merge import MergeResult, merge
 from muscale.store.open_ledger import open_ledger
 from muscale.store.retention import Pruning, prune
 from muscale.tracking.mirror import Mirror, Source
@@ -647,16 +646,6 @@ class Study(Result):
     def gc(self, *, dry_run: bool = False) -> Pruning:
         """Remove training states that nothing goes on from; results stay for ever."""
         return prune(self.ledger, top_k=self.config.sweep.top_k, dry_run=dry_run)
-
-    def merge(self, source: str | Path) -> MergeResult:
-        """Add what another ledger of the same study knows: a directory, or an SQLite file.
-
-        Raises:
-            StudyDirectoryError: If it is none, or another study's; ours is left as it was.
-        """
-        from muscale.recorded import readers
-
-        return merge(self.ledger, Path(source), readers())
 
     def report(self) -> Path:
         """Write the page of everything that is known so far, and return its path; it starts no training."""

@@ -1,4 +1,4 @@
-"""Readers of databases that others made: storages of Optuna's, ledgers that are merged."""
+"""Readers of databases that others made: storages of Optuna's, ledgers of other studies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OptunaRows(OptunaStorage):
         return rebuilt(self.folder / f"given{self.suffix}", data)
 
 
-class MergedLedger(Target):
+class ForeignLedger(Target):
     """The ledger of somebody else, its bytes made wrong; ours stays as it is when it is refused."""
 
     suffix = ".sqlite"
@@ -83,18 +83,12 @@ class MergedLedger(Target):
 
     def read(self, path: Path) -> object:
         from muscale.monitoring.calibration import calibrate
-        from muscale.recorded import readers
         from muscale.search.prior_runs import runs_of
         from muscale.store.ledger import Ledger
-        from muscale.store.merge import merge
 
         ledger = Ledger(self.ours / "ledger.sqlite")
         try:
-            told = [str(runs_of(path)), str(calibrate(ledger, [path]))]
-            found = merge(ledger, path, readers())
-            ledger.record_result("after", "a merge", {})
-            told += [str(found), json.dumps(found.to_dict()), str(ledger.runs()), str(merge(ledger, path, readers()))]
-            return "".join(told).encode()
+            return str(runs_of(path)).encode(), str(calibrate(ledger, [path])).encode()
         finally:
             ledger.close()
 
@@ -103,7 +97,7 @@ class MergedLedger(Target):
             return super()._standing() | set(connection.iterdump())
 
 
-class MergedRows(MergedLedger):
+class ForeignRows(ForeignLedger):
     """The same, its rows and tables made wrong, as SQLite keeps them."""
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +137,7 @@ def write_ledgers(theirs: Path, empty: Path) -> None:
     from muscale.plans.planning import register
     from muscale.store.ledger import Ledger
     from tests.muscale.monitoring.test_calibration import RUN
-    from tests.muscale.store.test_merge import IDENTITY, add_run, add_sweep
+    from tests.muscale.planted_ledger import IDENTITY, add_run, add_sweep
 
     _, _, study, plan = planned_study(theirs.with_suffix(""))
     study.close()

@@ -1,6 +1,6 @@
 """What is fuzzed, by name."""
 
-from tests.fuzz.database_targets import MergedLedger, MergedRows, OptunaRows, OptunaStorage
+from tests.fuzz.database_targets import ForeignLedger, ForeignRows, OptunaRows, OptunaStorage
 from tests.fuzz.record_targets import (
     BundleManifest,
     CheckpointManifest,
@@ -34,6 +34,6 @@ TARGETS: dict[str, type[Target]] = {
     "observe": ObservedLosses,
     "optuna": OptunaStorage,
     "optuna_rows": OptunaRows,
-    "ledger": MergedLedger,
-    "ledger_rows": MergedRows,
+    "ledger": ForeignLedger,
+    "ledger_rows": ForeignRows,
 }

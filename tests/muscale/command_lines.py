@@ -21,7 +21,6 @@ _KEPT = (
     "runs",
     "calibration",
     "gc",
-    "merge",
     "watch",
     "track",
     "export-optuna",
@@ -91,8 +90,7 @@ def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str],
     assert told_json(capture, "verify", bundle)["passed"]
     assert told_json(capture, "generate", bundle, "--prompt", "a", "--tokens", "3")["prompt"] == "a"
     assert Path(told_json(capture, "export", bundle, spare / "llama", "--to", "llama")["model"]).exists()
-    assert told_json(capture, "merge", one, "--from", study.parent)["source"]
     assert told_json(capture, "track", one)
     assert told_json(capture, "export-optuna", one, spare / "sweep.db")
-    others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "merge", "track", "export-optuna")
+    others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "track", "export-optuna")
     return {*told, "gc", *others}

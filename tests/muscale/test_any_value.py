@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from muscale import StudyConfig, StudyFileError
 from muscale.settings.toml_file import parse_toml
-from tests.fuzz.database_targets import MergedLedger, OptunaStorage
+from tests.fuzz.database_targets import ForeignLedger, OptunaStorage
 from tests.fuzz.fuzz import finding
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
@@ -111,7 +111,7 @@ def test_any_value_of_any_key_of_a_stage_file_is_taken_or_refused(
     assert finding(target, tomlkit.dumps(replaced(values, key, data.draw(TOML_VALUES))).encode()) is None
 
 
-def updated(target: MergedLedger | OptunaStorage, place: str, value: Any) -> bytes:
+def updated(target: ForeignLedger | OptunaStorage, place: str, value: Any) -> bytes:
     """The file with another value in the first row of a column, if SQLite takes it there."""
     table, column = place.split(".")
     path = target.file.with_name("updated")
@@ -125,7 +125,7 @@ def updated(target: MergedLedger | OptunaStorage, place: str, value: Any) -> byt
     return path.read_bytes()
 
 
-def columns(target: MergedLedger | OptunaStorage) -> list[str]:
+def columns(target: ForeignLedger | OptunaStorage) -> list[str]:
     with closing(sqlite3.connect(target.file)) as connection:
         tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         found = {
@@ -141,7 +141,7 @@ def test_any_value_in_any_column_of_a_database_of_others_is_taken_or_refused(
     name: str, targets: Callable[[str], Target], data: st.DataObject
 ) -> None:
     target = targets(name)
-    assert isinstance(target, MergedLedger | OptunaStorage)
+    assert isinstance(target, ForeignLedger | OptunaStorage)
     place = data.draw(st.sampled_from(columns(target)))
     value = data.draw(LITTLE | JSON_VALUES.map(json.dumps))
     assert finding(target, updated(target, place, value)) is None

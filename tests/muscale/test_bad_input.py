@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from muscale import StudyConfig, StudyFileError
+from muscale.search.prior_runs import runs_of
 from muscale.settings.stage_file import StageFile
 from muscale.settings.strict import MOST_TOLD
 from muscale.settings.toml_file import MOST_DEPTH, parse_toml
 from muscale.store.ledger import Ledger
-from muscale.store.merge import merge
 from tests.fuzz.database_targets import write_ledgers, write_optuna_study
 from tests.muscale.command_lines import Done, muscale
 from tests.muscale.conftest import MICRO
@@ -189,7 +189,6 @@ def test_no_setting_takes_what_is_no_number(make_study: MakeStudy) -> None:
         ("promote", "STUDY", "--plan", "LOOP.toml"),
         ("continue", "STUDY", "LOOP.toml"),
         ("observe", "STUDY", "LOOP.csv"),
-        ("merge", "STUDY", "--from", "LOOP.sqlite"),
         ("calibration", "STUDY", "LOOP"),
         ("train", "LOOP.json"),
         ("import-space", "LOOP.yaml"),
@@ -308,9 +307,7 @@ def test_paths_may_have_anything_in_them(make_study: MakeStudy, capsys: Capture)
     write_optuna_study(path.with_name("theirs.db"))  # Optuna itself takes no such path
     path.with_name("theirs.db").rename(odd / "theirs.db")
     assert muscale(capsys, "import-space", odd / "theirs.db").code == 0
-    ledger = Ledger(odd / "ours?.sqlite")
-    assert merge(ledger, odd / "theirs?mode=rw.sqlite").added["runs"] == 2
-    ledger.close()
+    assert len(runs_of(odd / "theirs?mode=rw.sqlite")) == 2
     found = {file.name for file in odd.iterdir() if file.is_file()}
     assert found == {"theirs?mode=rw.sqlite", "ours?.sqlite", "theirs.db"}
     ladder = path.with_name("zeilen #1 %20.csv")

@@ -56,8 +56,7 @@ def test_what_comes_after_two_hyphens_is_no_option(capsys: pytest.CaptureFixture
     [
         (["swep"], 'Did you mean "sweep"?'),
         (["sweep"], "STUDY is missing"),
-        (["merge", "study.toml"], "--from is missing"),
-        (["merge", "study.toml", "--from"], "--from needs a value"),
+        (["fit", "--rows"], "--rows needs a value"),
         (["check", "study.toml", "more"], "nothing takes more"),
         (["watch", "study.toml", "--until", "tomorrow"], '"now", "alarm", "end"'),
     ],

@@ -1,4 +1,4 @@
-"""Commands of the ledger: runs, report, ui, merge, gc."""
+"""Commands of the ledger: runs, report, ui, gc."""
 
 from __future__ import annotations
 
@@ -109,20 +109,6 @@ def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Setti
     with suppress(KeyboardInterrupt):  # the way to end it
         serve(Study.open(study, set, quiet=True), port=port, allow_actions=allow_actions)
     return 0
-
-
-@command(KEEP, example="muscale merge study.toml --from ../colleague")
-def merge(study: Path, *, source: Annotated[Path, Parameter(name="--from")], options: Options = Options()) -> int:
-    """Add what another ledger of the same study knows.
-
-    Args:
-        study: The study file.
-        source: Another study's directory, or its ledger.sqlite; it is only read.
-    """
-    refuse_dry_run("a merge", options)
-    return run_stage(
-        study, options, lambda opened: opened.merge(source), None, ending=lambda *_: Ending(next=(line("runs", study),))
-    )
 
 
 @command(KEEP, example="muscale gc study.toml --dry-run")

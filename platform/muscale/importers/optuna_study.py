@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from muscale.errors import StageError, first_line
 from muscale.importers.imported_space import ImportedSpace, listed, place_of, space_from, stepped
 from muscale.settings.strict import MOST_TOLD, shown
-from muscale.store import foreign_sqlite
+from muscale.store.read_only import connect, fault_of
 from search_spaces import Distribution, Fixed, Integer, LogUniform, SpaceError, Uniform
 
 FINISHED = (TrialState.COMPLETE, TrialState.FAIL)
@@ -54,7 +54,7 @@ def is_optuna(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        with closing(foreign_sqlite.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1")) as connection:
+        with closing(connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1")) as connection:
             query = "SELECT count(*) FROM sqlite_master WHERE name = 'study_directions'"
             return bool(connection.execute(query).fetchone()[0])
     except (sqlite3.Error, UnicodeDecodeError):  # of a message about names that are no text
@@ -79,10 +79,10 @@ def open_study(source: str) -> OptunaStudy:
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # else it warns of each thing that it tries again
     uri = f"{path.as_uri()}?mode=ro"
     with _readable(text):
-        with closing(foreign_sqlite.connect(uri)) as connection:
-            if fault := foreign_sqlite.fault(connection):
+        with closing(connect(uri)) as connection:
+            if fault := fault_of(connection):
                 raise StageError(f"optuna: {text}: can't be read: {fault}")
-        only_read = {"creator": lambda: foreign_sqlite.connect(uri)}
+        only_read = {"creator": lambda: connect(uri)}
         storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=only_read, skip_table_creation=True)
         names = [str(summary.study_name) for summary in optuna.get_all_study_summaries(storage)]
         if not name and len(names) != 1:

@@ -15,7 +15,7 @@ from muscale.errors import StudyDirectoryError
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.settings.strict import shown
 from muscale.store.ledger import Ledger, find
-from muscale.store.merge import Read, opened
+from muscale.store.read_only import Read, open_read_only
 from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 
@@ -100,7 +100,7 @@ def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
     """
     rows = list(_ended(ledger.read, str(ledger.directory)))
     for source in others:
-        with opened(source.parent if source.suffix == ".toml" else source, ("forecasts", "results")) as (name, read):
+        with open_read_only(source) as (name, read):
             rows += list(_ended(read, name))
     rows.sort(key=lambda row: row["ended"])
     unique = {(row["plan"], row["registered"], row["asserted"]): row for row in reversed(rows)}

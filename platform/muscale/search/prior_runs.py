@@ -13,12 +13,24 @@ import pandas as pd
 
 from muscale.errors import StudyDirectoryError
 from muscale.store.ledger import find_runs, runs_table
-from muscale.store.merge import opened
+from muscale.store.read_only import open_read_only
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from search_spaces import Fixed, Space
 
+_LONGEST = 60  # characters of a value in a message
+_KINDS: dict[str, Any] = {
+    "key": str,
+    "purpose": str,
+    "n_params": int,
+    "n_tokens": int,
+    "loss": float | int | None,
+    "hyperparameters": dict,
+    "numerics": dict,
+    "segment": dict,
+}
+"""What the columns of another study's runs must hold: SQLite keeps any value in any column."""
 SHAPE = ("model", "seed", "run_tokens")
 """In which runs of one family may differ; their rates are all given at the family's base shape."""
 
@@ -105,7 +117,13 @@ def runs_of(source: Path) -> pd.DataFrame:
     Raises:
         StudyDirectoryError: If there is no ledger, or one of another schema.
     """
-    with opened(source.parent if source.suffix == ".toml" else source, ("runs", "segments")) as (name, read):
+    with open_read_only(source) as (name, read):
         table = runs_table(read(find_runs))
+        for number, row in enumerate(table.to_dict("records"), 1):
+            for column, kind in _KINDS.items():
+                if not isinstance(row[column], kind):
+                    raise StudyDirectoryError(
+                        f"{name}: runs, row {number}, {column}: can't be read as a run, got {str(row[column])[:_LONGEST]!r}"
+                    )
         table.attrs["ledger"] = name  # which a message names
         return table

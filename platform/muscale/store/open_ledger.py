@@ -48,7 +48,7 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
     if begun not in (None, settings.ledger) and not at_hand:
         raise StudyDirectoryError(
             f'{directory}: the study\'s ledger was begun with storage.ledger = "{begun}", got "{settings.ledger}"; set it '
-            "back, or begin a study in a new directory and merge this one into it with `muscale merge`"
+            "back, or begin a study in a new directory; its sweeps may learn from this one (sweep.learn_from)"
         )
     if settings.ledger == "sqlite":
         return Ledger(SqliteStorage(directory / LEDGER), directory)

@@ -16,8 +16,7 @@ from typing import Any, Concatenate
 import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
-from muscale.store.migrations import is_older, migrate, tell
-from muscale.store.storage import P, Storage, T, persist
+from muscale.store.storage import P, Storage, T, persist, require_schema
 from muscale.store.tables import SCHEMA, metadata, studies
 
 URL_VARIABLE = "MUSCALE_LEDGER_URL"
@@ -104,20 +103,15 @@ class PostgresStorage(Storage):
 
         try:
             with engine.connect() as connection:
-                migrated = self._make_or_recognize(connection)
+                self._make_or_check(connection)
                 connection.commit()
-            if migrated:
-                tell(self.name, migrated, "")
         except BaseException:
             engine.dispose()
             raise
         return engine
 
-    def _make_or_recognize(self, connection: sa.Connection) -> int | None:
-        """Make the schema and the tables of a new ledger, or bring those of an old one to this version's.
-
-        Returns the number of the schema before, if it was migrated.
-        """
+    def _make_or_check(self, connection: sa.Connection) -> None:
+        """Make the schema and the tables of a new ledger; refuse one of another version."""
         tables = sa.inspect(connection).get_table_names(schema=self.schema)
         if not tables and (self._must_exist or self._read_only):
             raise StudyDirectoryError(
@@ -126,25 +120,14 @@ class PostgresStorage(Storage):
         if not tables:
             self._lock(connection)
             tables = sa.inspect(connection).get_table_names(schema=self.schema)  # another process may have been faster
-        if not tables:
-            connection.execute(sa.schema.CreateSchema(self.schema, if_not_exists=True))
-            metadata.create_all(connection)
-            _number.create(connection)
-            connection.execute(sa.insert(_number).values(number=SCHEMA))
-            return None
-        if not is_older(self.name, found := _found(connection, tables)):
-            return None
-        if self._read_only:
-            raise StudyDirectoryError(
-                f"{self.name}: the ledger has schema {found}, and is only read here: open its own study with this version of "
-                f"muscale first (`muscale runs`), which brings it to schema {SCHEMA}"
-            )
-        self._lock(connection)
-        if not is_older(self.name, found := _found(connection, tables)):  # another process was faster
-            return None
-        migrate(connection, self.name, found)
-        connection.execute(sa.update(_number).values(number=SCHEMA))
-        return found
+        if tables:
+            number = connection.execute(sa.select(_number.c.number)).scalar() if _number.name in tables else 0
+            require_schema(self.name, int(number or 0))
+            return
+        connection.execute(sa.schema.CreateSchema(self.schema, if_not_exists=True))
+        metadata.create_all(connection)
+        _number.create(connection)
+        connection.execute(sa.insert(_number).values(number=SCHEMA))
 
     def _lock(self, connection: sa.Connection) -> None:
         """Let one transaction of this study write at a time, until it ends."""
@@ -214,11 +197,6 @@ class PostgresStorage(Storage):
         """Close the connections; the next call opens new ones."""
         if engine := self.__dict__.pop("_engine", None):
             engine.dispose()
-
-
-def _found(connection: sa.Connection, tables: list[str]) -> int:
-    """The number of the schema, 0 where it is missing."""
-    return int(connection.execute(sa.select(_number.c.number)).scalar() or 0) if _number.name in tables else 0
 
 
 def _drop_unclaimed(connection: sa.Connection, schema: str) -> None:

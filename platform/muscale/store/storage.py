@@ -8,13 +8,10 @@ is run twice: rows are inserted once by their keys, and times are taken by the c
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -23,7 +20,6 @@ import psutil
 import sqlalchemy as sa
 
 from muscale.errors import LedgerUnavailableError, StudyDirectoryError, first_line
-from muscale.store.migrations import is_older, migrate, tell
 from muscale.store.tables import SCHEMA, metadata
 
 P = ParamSpec("P")
@@ -99,38 +95,26 @@ class SqliteStorage(Storage):
         try:
             with engine.connect() as connection:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-                told = self._make_or_recognize(connection)
+                self._make_or_check(connection)
                 connection.commit()
-            if told:
-                tell(self.name, *told)
         except sa.exc.OperationalError as error:  # locked for as long as it waits, or no folder to make it in
             engine.dispose()
             raise LedgerUnavailableError(f"{self.name}: the ledger can't be opened: {first_line(error)}") from None
         except sa.exc.DatabaseError as error:
             engine.dispose()
-            raise _told(self.name, error) from None
+            raise _with_advice(self.name, error) from None
         except BaseException:
             engine.dispose()
             raise
         return engine
 
-    def _make_or_recognize(self, connection: sa.Connection) -> tuple[int, str] | None:
-        """Make the tables of a new ledger, or bring those of an old one to this schema; SQLite keeps its number.
-
-        Returns what it was before, and where it is kept so; None if it was not migrated.
-        """
-        if not sa.inspect(connection).get_table_names():
-            metadata.create_all(connection)
-        elif is_older(self.name, found := sqlite_schema(connection)):
-            kept = self.path.with_name(f"{self.path.name}.schema-{found}")
-            copy_sqlite(self.path, kept)
-            migrate(connection, self.name, found)
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
-            return found, f"; as it was, it is kept as {kept.name}"
-        else:
-            return None
+    def _make_or_check(self, connection: sa.Connection) -> None:
+        """Make the tables of a new ledger; refuse one of another schema. SQLite keeps the schema's number."""
+        if sa.inspect(connection).get_table_names():
+            require_schema(self.name, sqlite_schema(connection))
+            return
+        metadata.create_all(connection)
         connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
-        return None
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the function finds, in one snapshot of the database."""
@@ -153,7 +137,7 @@ class SqliteStorage(Storage):
                     raise
                 connection.commit()
             except sa.exc.DatabaseError as error:
-                raise _told(self.name, error) from None
+                raise _with_advice(self.name, error) from None
             return found
 
     def close(self) -> None:
@@ -162,8 +146,8 @@ class SqliteStorage(Storage):
             engine.dispose()
 
 
-def _told(name: str, error: sa.exc.DatabaseError) -> Exception:
-    """What to do about an error of SQLite's; one of a statement stays as it is."""
+def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
+    """An error of SQLite's with what to do about it; one of a statement stays as it is."""
     match getattr(error.orig, "sqlite_errorname", "").split("_")[:2]:
         case ["SQLITE", "NOTADB"]:
             return StudyDirectoryError(
@@ -201,38 +185,21 @@ def sqlite_url(path: Path) -> sa.URL:
 
 
 def sqlite_schema(connection: sa.Connection) -> int:
-    """The number of the schema of an SQLite ledger; the first one had none."""
-    return int(connection.exec_driver_sql("PRAGMA user_version").scalar() or 1)
+    """The number of an SQLite ledger's schema; 0 in a file that is no ledger."""
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar() or 0)
 
 
-def read_only(path: Path) -> str:
-    """The URI that a file of SQLite is only read by.
-
-    A log that others are writing has to be read through SQLite's own locks; without one, nothing is made beside the file.
-    """
-    log = path.with_name(f"{path.name}-wal")
-    unwritten = log.exists() and log.stat().st_size > 0
-    return f"{path.as_uri()}?mode=ro" + ("" if unwritten else "&immutable=1")
-
-
-def copy_sqlite(path: Path, target: Path) -> None:
-    """Copy an SQLite file as it was last committed, whole or not at all, while others may use it.
+def require_schema(name: str, found: int) -> None:
+    """Refuse a ledger of another schema.
 
     Raises:
-        StudyDirectoryError: If it can't be written.
+        StudyDirectoryError: With both numbers, and what to do.
     """
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
-    try:
-        with (
-            closing(sqlite3.connect(read_only(path), uri=True)) as source,
-            closing(sqlite3.connect(unfinished)) as copy,
-        ):
-            source.backup(copy)
-        unfinished.replace(target)
-    except (OSError, sqlite3.Error) as error:
-        raise StudyDirectoryError(f"{path}: can't be copied to {target}: {first_line(error)}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+    if found != SCHEMA:
+        raise StudyDirectoryError(
+            f"{name}: the ledger has schema {found}, this version of muscale reads schema {SCHEMA}; open it with the version "
+            "that wrote it, or begin the study in a new directory"
+        )
 
 
 def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception], bool]) -> T:

@@ -7,7 +7,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA = 5  # raise it when a table, an index or what a column holds changes, with a revision in `migrations/versions`
+SCHEMA = 6
+"""Raise it when a table, an index or what a column holds changes. Ledgers of another schema are refused: nothing was released that
+would need to be migrated."""
 
 
 class _JsonText(sa.TypeDecorator[Any]):

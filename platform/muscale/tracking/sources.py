@@ -231,7 +231,7 @@ class WholeStudy:
 
 
 def _run_rows(runs: pd.DataFrame, numbered: Path) -> Iterator[Row]:
-    """Rows of runs by their numbers, which are kept: a merge brings runs that are older than those that were shown."""
+    """Rows of runs by their numbers, which are kept."""
     names = [f"{purpose} {key}" for purpose, key in zip(runs["purpose"], runs["key"], strict=True)]
     known = _numbers(numbered)
     if new := [{"run": name} for name in names if name not in known]:

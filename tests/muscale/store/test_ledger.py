@@ -27,19 +27,15 @@ def test_another_identity_is_refused_with_what_differs(ledger: Ledger) -> None:
         ledger.claim({"model.d_model": 32, "tokenizer": "bytes"}, {"sweep": 1})
 
 
-@pytest.mark.parametrize(
-    ("number", "told"), [(0, "schema 1, .* older version"), (SCHEMA + 1, f"schema {SCHEMA + 1}, .* newer version")]
-)
-def test_a_ledger_of_another_schema_is_refused_with_what_to_do(ledger: Ledger, number: int, told: str) -> None:
+@pytest.mark.parametrize("number", [0, SCHEMA - 1, SCHEMA + 1])
+def test_a_ledger_of_another_schema_is_refused_with_what_to_do(ledger: Ledger, number: int) -> None:
     ledger.claim({}, {})
     ledger.close()
     with sqlite3.connect(ledger.directory / LEDGER) as connection:
         connection.execute("ALTER TABLE segments DROP COLUMN source_losses")
         connection.execute(f"PRAGMA user_version = {number}")
     connection.close()
-    with pytest.raises(
-        StudyDirectoryError, match=f"ledger.sqlite: .* {told} .*, or begin the study in a new directory"
-    ):
+    with pytest.raises(StudyDirectoryError, match=rf"ledger\.sqlite: .* schema {number}, .* schema {SCHEMA}"):
         ledger.runs()
 
 

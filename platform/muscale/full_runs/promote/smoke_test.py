@@ -268,7 +268,7 @@ def smoke_test_worker(config: dict[str, Any]) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    measured(config["run"]["directory"], rank, lambda: train_worker(config))
+    measured(config["run"].directory, rank, lambda: train_worker(config))
 
 
 def _process_peak() -> int:

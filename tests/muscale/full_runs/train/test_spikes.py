@@ -17,7 +17,6 @@ from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.spikes import SpikePolicy
 from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import Chain
-from muscale.store.merge import merge
 from muscale.store.spike_handling import Incident, SpikeHandling
 from proxy_models.training.guard import GuardSettings
 from scaling import HorizonLaw, ScalingFit
@@ -97,14 +96,6 @@ def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(
     assert (
         replace(guarded, spike_handling=SpikeHandling.of(config.promote.spike_policy, [elsewhere])).key != disturbed.key
     )
-    (tmp_path / "other").mkdir()
-    other = Ledger(tmp_path / "other" / "ledger.sqlite")
-    try:
-        for one in (ledger, other):
-            one.claim({"corpus": "text"}, {})
-        assert merge(other, ledger.directory).added["segments"] == 1, "its key is the hash of what its row says"
-    finally:
-        other.close()
 
 
 def test_without_a_policy_a_run_has_the_key_that_it_always_had(
