@@ -565,7 +565,7 @@ class Study(Result):
                 self.display.line(f"warning: {warning}")
             result = self.promote(plan, force=force)
         self.report()
-        self.track()
+        self.sync()
         return result
 
     # Tracking
@@ -590,7 +590,7 @@ class Study(Result):
 
         return export_optuna(self.search, Path(path))
 
-    def track(self) -> str:
+    def sync(self) -> str:
         """Give the trackers of [tracking] what is new to them of all that is known, and say what they were given; trains nothing."""
 
         def everything() -> Iterator[TrackedRun]:

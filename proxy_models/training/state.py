@@ -42,7 +42,7 @@ class TrainState:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         table = self.parametrization.to_dict()
-        with atomic_write(path) as unfinished, _Telling(io.FileIO(unfinished, "w")) as file:
+        with atomic_write(path) as unfinished, _ErrorKeepingWriter(io.FileIO(unfinished, "w")) as file:
             try:
                 torch.save({"tokens": self.tokens, "parametrization": table, "tensors": self.tensors}, file)
             except RuntimeError as error:
@@ -70,7 +70,7 @@ class TrainState:
             raise StateError(f"{path}: can't be read as a training state: {error}") from error
 
 
-class _Telling(io.BufferedWriter):
+class _ErrorKeepingWriter(io.BufferedWriter):
     """Remembers why it could not be written: torch tells only that it found itself at an unexpected position."""
 
     error: OSError | None = None

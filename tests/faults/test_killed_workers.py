@@ -87,7 +87,7 @@ def die() -> None:
 def dies_saving(directory: Path, moment: str, count: int) -> None:
     """Train, and be killed at the `count`-th state: in the middle of its bytes, before it has its name, or before its row."""
     saved = 0
-    write, save = state._Telling.write, state.TrainState.save
+    write, save = state._ErrorKeepingWriter.write, state.TrainState.save
 
     def torn(file: Any, content: Any) -> int:
         if saved == count and (half := bytes(content)[: len(bytes(content)) // 2]):
@@ -105,7 +105,7 @@ def dies_saving(directory: Path, moment: str, count: int) -> None:
 
     state.TrainState.save = counted  # type: ignore[method-assign,assignment]
     if moment == "in its bytes":
-        state._Telling.write = torn  # type: ignore[method-assign,assignment]
+        state._ErrorKeepingWriter.write = torn  # type: ignore[method-assign,assignment]
     if moment == "before its name":
         replace = Path.replace
 

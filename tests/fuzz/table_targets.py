@@ -25,9 +25,9 @@ class Ladder(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.importers.rows_fit import fit_rows
+        from muscale.importers.runs_fit import fit_runs
 
-        return str(fit_rows(path, n_params_convention="total", compute_flops=1e21))
+        return str(fit_runs(path, n_params_convention="total", compute_flops=1e21))
 
     @staticmethod
     def table() -> pd.DataFrame:

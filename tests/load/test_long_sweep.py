@@ -20,7 +20,7 @@ import pytest
 
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.leg import Leg
+from muscale.search.jobs import TrialSegment
 from muscale.search.methods import make_rule, make_sampler
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
@@ -38,7 +38,7 @@ MOST_TIMES = 2.0  # of a trial's CPU time early in the sweep
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineageSegment:
+class Window:
     """Of some hundred trials one after the other: CPU seconds and growth of the resident memory in bytes, of each."""
 
     seconds: float
@@ -69,10 +69,10 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
     return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, endings=list)
 
 
-def fly(engine: Engine) -> Iterator[Leg]:
+def fly(engine: Engine) -> Iterator[TrialSegment]:
     """Fly the engine's legs one after the other; yields each as it is over."""
     while leg := engine.next():
-        assert isinstance(leg, Leg)
+        assert isinstance(leg, TrialSegment)
         for rung in range(leg.first, leg.until + 1):
             loss = loss_of(leg, rung)
             engine.arrived(
@@ -80,11 +80,11 @@ def fly(engine: Engine) -> Iterator[Leg]:
             )
             if loss is None:
                 break
-        engine.landed(leg)
+        engine.finished(leg)
         yield leg
 
 
-def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[LineageSegment]:
+def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[Window]:
     """Run a sweep of so many trials, and measure each stretch of them."""
     engine = make_engine(ledger, n_trials, **settings)
     me, found = psutil.Process(), []
@@ -92,13 +92,13 @@ def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[
     for leg in fly(engine):
         if leg.first == 0 and (leg.trial + 1) % stretch == 0:
             now, grown = time.process_time(), resident(me)
-            found.append(LineageSegment(seconds=(now - begun) / stretch, growth=(grown - memory) / stretch))
+            found.append(Window(seconds=(now - begun) / stretch, growth=(grown - memory) / stretch))
             begun, memory = time.process_time(), grown
     assert len(engine.record.configs) == n_trials
     return found
 
 
-def loss_of(leg: Leg, rung: int) -> float | None:
+def loss_of(leg: TrialSegment, rung: int) -> float | None:
     """A parabola in log rate with some luck, falling with the tokens; the largest rates diverge."""
     octaves = math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01)  # type: ignore[arg-type]
     luck = float(np.random.default_rng([leg.trial, rung]).standard_normal())
@@ -111,7 +111,7 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def require_flat(stretches: list[LineageSegment], *, beside: int = 1) -> None:
+def require_flat(stretches: list[Window], *, beside: int = 1) -> None:
     """Compare the last stretch with an early one, by default the second: the first pays for what is made once."""
     told = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
     print(told)

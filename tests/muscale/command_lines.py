@@ -22,7 +22,7 @@ _KEPT = (
     "calibration",
     "gc",
     "watch",
-    "track",
+    "sync",
     "export-optuna",
 )
 PROMOTED = frozenset((*_TRAINED, *_KEPT))
@@ -49,7 +49,7 @@ def muscale(capture: pytest.CaptureFixture[str], *arguments: str | Path) -> Done
     return Done(code=code, out=told.out, err=told.err)
 
 
-def told_json(capture: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> Any:
+def json_output(capture: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> Any:
     """The one JSON document that a command line prints with --json."""
     done = muscale(capture, *arguments, "--json")
     assert done.code == code, done.err
@@ -72,9 +72,9 @@ def example_of(command: Any) -> list[str]:
 def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str], study: Path, spare: Path) -> set[str]:
     """Run every command that a promoted study answers without training, and return their names."""
     one = str(study)
-    told = {name: told_json(capture, name, one) for name in ("sweep", "ladder", "fit", "plan", "bundle", "report")}
-    told |= {name: told_json(capture, name, one) for name in ("runs", "calibration")}
-    assert told_json(capture, "gc", one, "--dry-run")["dry_run"]
+    told = {name: json_output(capture, name, one) for name in ("sweep", "ladder", "fit", "plan", "bundle", "report")}
+    told |= {name: json_output(capture, name, one) for name in ("runs", "calibration")}
+    assert json_output(capture, "gc", one, "--dry-run")["dry_run"]
     assert told["sweep"]
     assert [row["key"] for row in told["runs"]]
     assert Path(told["report"]["report"]).exists()
@@ -87,10 +87,10 @@ def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str],
     watched = muscale(capture, "watch", one, "--until", "now", "--json")
     assert json.loads(watched.out)["ended"]
     bundle = next(path for path in (study.parent / "bundles").iterdir())
-    assert told_json(capture, "verify", bundle)["passed"]
-    assert told_json(capture, "generate", bundle, "--prompt", "a", "--tokens", "3")["prompt"] == "a"
-    assert Path(told_json(capture, "export", bundle, spare / "llama", "--to", "llama")["model"]).exists()
-    assert told_json(capture, "track", one)
-    assert told_json(capture, "export-optuna", one, spare / "sweep.db")
-    others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "track", "export-optuna")
+    assert json_output(capture, "verify", bundle)["passed"]
+    assert json_output(capture, "generate", bundle, "--prompt", "a", "--tokens", "3")["prompt"] == "a"
+    assert Path(json_output(capture, "export", bundle, spare / "llama", "--to", "llama")["model"]).exists()
+    assert json_output(capture, "sync", one)
+    assert json_output(capture, "export-optuna", one, spare / "sweep.db")
+    others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "sync", "export-optuna")
     return {*told, "gc", *others}

@@ -193,7 +193,7 @@ def test_no_setting_takes_what_is_no_number(make_study: MakeStudy) -> None:
         ("train", "LOOP.json"),
         ("import-space", "LOOP.yaml"),
         ("import-space", "LOOP.db"),
-        ("fit", "--rows", "LOOP.csv", *FIT),
+        ("fit", "--runs", "LOOP.csv", *FIT),
         ("verify", "LOOP"),
         ("generate", "LOOP"),
     ],
@@ -223,7 +223,7 @@ def test_a_link_to_itself_is_no_file(
         (("promote", "STUDY", "--plan", "PLACE"), "is a directory, not a file"),
         (("train", "PLACE"), "is a directory, not a file"),
         (("import-space", "PLACE.yaml"), "no such file"),
-        (("fit", "--rows", "PLACE.csv", *FIT), "no such file"),
+        (("fit", "--runs", "PLACE.csv", *FIT), "no such file"),
         (("verify", "PLACE"), "there is no such file"),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_directory_is_no_file(
     ("command", "content"),
     [
         (("check", "FILE.toml"), MICRO),
-        (("fit", "--rows", "FILE.csv", *FIT), LADDER),
+        (("fit", "--runs", "FILE.csv", *FIT), LADDER),
         (("import-space", "FILE.yaml"), "method: grid"),
         (("train", "FILE.json"), "{}"),
     ],
@@ -284,7 +284,7 @@ def test_a_ladder_that_tells_no_law_is_refused(
 ) -> None:
     path = tmp_path / "a ladder.csv"
     path.write_text(change(LADDER))
-    told = refused(capsys, "fit", "--rows", path, *FIT)
+    told = refused(capsys, "fit", "--runs", path, *FIT)
     assert told.startswith(f"fit: {path}: ")
     assert message in told
 
@@ -292,7 +292,7 @@ def test_a_ladder_that_tells_no_law_is_refused(
 def test_counts_beyond_64_bits_are_numbers_like_others(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "ladder.csv"
     path.write_text(LADDER.replace("00,", "00" + "0" * 15 + ","))
-    done = muscale(capsys, "fit", "--rows", path, *FIT)
+    done = muscale(capsys, "fit", "--runs", path, *FIT)
     assert done.code == 0, done.err
     assert "E  " in done.out
 
@@ -312,7 +312,7 @@ def test_paths_may_have_anything_in_them(make_study: MakeStudy, capsys: Capture)
     assert found == {"theirs?mode=rw.sqlite", "ours?.sqlite", "theirs.db"}
     ladder = path.with_name("zeilen #1 %20.csv")
     ladder.write_text(LADDER)
-    assert muscale(capsys, "fit", "--rows", ladder, *FIT).code == 0
+    assert muscale(capsys, "fit", "--runs", ladder, *FIT).code == 0
 
 
 def test_a_loop_of_links_in_a_corpus_is_passed_over(make_study: MakeStudy, capsys: Capture) -> None:

@@ -56,7 +56,7 @@ def test_what_comes_after_two_hyphens_is_no_option(capsys: pytest.CaptureFixture
     [
         (["swep"], 'Did you mean "sweep"?'),
         (["sweep"], "STUDY is missing"),
-        (["fit", "--rows"], "--rows needs a value"),
+        (["fit", "--runs"], "--runs needs a value"),
         (["check", "study.toml", "more"], "nothing takes more"),
         (["watch", "study.toml", "--until", "tomorrow"], '"now", "alarm", "end"'),
     ],
@@ -83,7 +83,7 @@ def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
             "--learn-from none.db#it: there is no such file or directory",
         ),
         (("watch", "STUDY", "--every", "0"), "--every: must be more than 0 seconds, got 0"),
-        (("fit", "STUDY", "--loss-unit", "bits per token"), "--loss-unit and --compute-flops are for --rows"),
+        (("fit", "STUDY", "--loss-unit", "bits per token"), "--loss-unit and --compute-flops are for --runs"),
         (("bundle", "STUDY", "--dry-run"), "--dry-run is for what costs compute"),
         (("plan", "STUDY", "--export", "STUDY"), "is a file; give a folder"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from muscale.cli.options import Options
 from muscale.cli.running import result_alone, show
-from tests.muscale.command_lines import PROMOTED, commands, muscale, told_json
+from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
 
 MakeStudy = Callable[..., Path]
 HERE = {"check", "ablate", "observe", "continue", "train", "init", "doctor", "wheel", "import-space"}
@@ -31,20 +31,20 @@ def test_every_command_has_json_and_is_tried() -> None:
 
 def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = make_study()
-    stages = {row["stage"] for row in told_json(capfd, "run", path, "--dry-run")}
+    stages = {row["stage"] for row in json_output(capfd, "run", path, "--dry-run")}
     assert stages == {"sweep", "transfer", "ladder", "promote"}
     for stage in ("sweep", "transfer", "ladder", "ablate"):
-        assert [row["stage"] for row in told_json(capfd, stage, path, "--dry-run")] == [stage]
-    assert told_json(capfd, "check", path)["passed"]
-    assert told_json(capfd, "runs", path) == []
-    assert Path(told_json(capfd, "report", path)["report"]).exists()
-    assert told_json(capfd, "init", tmp_path / "new")["path"].endswith("study.toml")
-    assert Path(told_json(capfd, "wheel", tmp_path / "dist")["wheel"]).exists()
+        assert [row["stage"] for row in json_output(capfd, stage, path, "--dry-run")] == [stage]
+    assert json_output(capfd, "check", path)["passed"]
+    assert json_output(capfd, "runs", path) == []
+    assert Path(json_output(capfd, "report", path)["report"]).exists()
+    assert json_output(capfd, "init", tmp_path / "new")["path"].endswith("study.toml")
+    assert Path(json_output(capfd, "wheel", tmp_path / "dist")["wheel"]).exists()
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(
         "method: random\nparameters: {learning_rate: {min: 0.001, max: 0.01, distribution: log_uniform_values}}\n"
     )
-    assert told_json(capfd, "import-space", sweep)["sweep"]["space"]["learning_rate"]["low"] == 0.001
+    assert json_output(capfd, "import-space", sweep)["sweep"]["space"]["learning_rate"]["low"] == 0.001
 
 
 def test_an_error_leaves_standard_output_empty(make_study: MakeStudy, capfd: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def check_tracked(study: Study, promotion: Promotion) -> None:
     (whole,) = (folder / "study").iterdir()
     assert (whole / REPORT).exists()
     assert (whole / "plan.toml").exists()
-    assert study.track().startswith("track: runs with something new to them: tensorboard ")
+    assert study.sync().startswith("sync: runs with something new to them: tensorboard ")
 
 
 def check_gate(study: Study, promotion: Promotion) -> None:

@@ -226,7 +226,7 @@ def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
     planted.end(3.1)
     path = planted.ledger.directory / "study.toml"
     study = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
-    assert study.track().startswith("track: runs with something new to them: tensorboard 2; ")
+    assert study.sync().startswith("sync: runs with something new to them: tensorboard 2; ")
     folder = study.directory / "tracking" / "tensorboard"
     (full,), (whole,) = ((folder / kind).iterdir() for kind in ("full", "study"))
     found, n_tokens = scalars(full), planted.plan.n_tokens
@@ -236,7 +236,7 @@ def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
     )
     assert b"val_loss = 3.1" in b"".join(file.read_bytes() for file in whole.iterdir()), "where the study stands"
     again = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
-    assert again.track().startswith("track: runs with something new to them: tensorboard 0; ")
+    assert again.sync().startswith("sync: runs with something new to them: tensorboard 0; ")
     study.ledger.close()
     again.ledger.close()
 
@@ -300,7 +300,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(
     assert "not waited for any longer" in caplog.messages[0]
     released.set()
     for thread in threading.enumerate():
-        if thread.name == "track":
+        if thread.name == "sync":
             thread.join(30)
     assert tracker.begun, "what was under way came to its end"
 

@@ -213,10 +213,10 @@ class Bundle(Result):
 
     def __str__(self) -> str:
         """Where it lies, its hash, the forecast and what was measured; with an average, both losses."""
-        name, tell = (CONTINUED, _told_stage) if self._is_of_a_stage else (FORECAST, _told_forecast)
+        name, tell = (CONTINUED, _format_continuation) if self._is_of_a_stage else (FORECAST, _format_forecast)
         lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
         if (self.path / AVERAGING).exists():
-            lines.append(self._read_as(AVERAGING, _told_average))
+            lines.append(self._read_as(AVERAGING, _format_average))
         return "\n".join(lines)
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
@@ -238,18 +238,18 @@ def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
     return Bundle.open(path).decoder(averaged=averaged)
 
 
-def _told_stage(stage: Mapping[str, Any]) -> str:
+def _format_continuation(stage: Mapping[str, Any]) -> str:
     return f"{stage['after']['own']:.4f} nats per token, of stage {stage['name']}; held against no forecast"
 
 
-def _told_forecast(found: Mapping[str, Any]) -> str:
+def _format_forecast(found: Mapping[str, Any]) -> str:
     return (
         f"{found['loss']:.4f} nats per token; forecast {found['forecast']:.4f}, {found['level']:.0%} interval "
         f"[{found['low']:.4f}, {found['high']:.4f}]: {'inside' if found['inside'] else 'OUTSIDE'}"
     )
 
 
-def _told_average(averaging: Mapping[str, Any]) -> str:
+def _format_average(averaging: Mapping[str, Any]) -> str:
     return (
         f"  average of {len(averaging['checkpoints'])} checkpoints {averaging['averaged_loss']:.4f}, last weights "
         f"{averaging['loss']:.4f}"

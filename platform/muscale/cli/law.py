@@ -31,11 +31,11 @@ def ladder(study: Path, *, options: Options = Options()) -> int:
     )
 
 
-@command(LAW, example="muscale fit --rows ladder.csv --n-params 'without embeddings' --compute-flops 1e21")
+@command(LAW, example="muscale fit --runs ladder.csv --n-params 'without embeddings' --compute-flops 1e21")
 def fit(
     study: Path | None = None,
     *,
-    rows: Path | None = None,
+    runs: Path | None = None,
     n_params: str | None = None,
     loss_unit: str | None = None,
     compute_flops: float | None = None,
@@ -45,43 +45,43 @@ def fit(
 
     Args:
         study: The study file.
-        rows: In place of a study, a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss of finished, tuned runs.
+        runs: In place of a study, a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss of finished, tuned runs.
         n_params: What n_params counts in the table; every result says it.
         loss_unit: Of the table, by default "nats per token"; "bits per token" become nats.
         compute_flops: A budget: the best size for it by the table's law, and the forecast there.
     """
-    if rows is not None:
-        return _fit_rows(study, rows, n_params, loss_unit, compute_flops, options)
+    if runs is not None:
+        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, options)
     if study is None:
-        raise StudyFileError("fit: give a study file, or a table of runs with --rows")
+        raise StudyFileError("fit: give a study file, or a table of runs with --runs")
     if n_params or loss_unit or compute_flops:
         raise StudyFileError(
-            "fit: --n-params, --loss-unit and --compute-flops are for --rows; a study's budget is in its [plan]"
+            "fit: --n-params, --loss-unit and --compute-flops are for --runs; a study's budget is in its [plan]"
         )
     ending = Ending(next=(line("plan", study),))
     return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending)
 
 
-def _fit_rows(
+def _fit_runs(
     study: Path | None,
-    rows: Path,
+    runs: Path,
     n_params: str | None,
     loss_unit: str | None,
     compute_flops: float | None,
     options: Options,
 ) -> int:
-    from muscale.importers.rows_fit import fit_rows
+    from muscale.importers.runs_fit import fit_runs
 
     if study is not None or options.set:
-        raise StudyFileError("fit: --rows needs no study: leave out the study file and --set")
+        raise StudyFileError("fit: --runs needs no study: leave out the study file and --set")
     if n_params is None:
         raise StudyFileError(
-            'fit: --rows needs --n-params, what n_params counts, such as "without embeddings" or "total"'
+            'fit: --runs needs --n-params, what n_params counts, such as "without embeddings" or "total"'
         )
     refuse_dry_run("a fit of a table", options)
     with result_alone(options.json):
         unit = {"loss_unit": loss_unit} if loss_unit else {}
-        found = fit_rows(rows, n_params_convention=n_params, compute_flops=compute_flops, **unit)
+        found = fit_runs(runs, n_params_convention=n_params, compute_flops=compute_flops, **unit)
     show(found, as_json=options.json)
     return 0
 

@@ -64,7 +64,7 @@ def outside_results(source: Path, space: Space, *, n_params: int, n_tokens: int)
     return found
 
 
-def told_results(source: Path, table: pd.DataFrame) -> str:
+def describe_results(source: Path, table: pd.DataFrame) -> str:
     """How many there are, and what they are good for."""
     return (
         f"{len(table)} results of {source} inform the searcher as their owner tells them; no fit of a law has them"

@@ -20,7 +20,7 @@ from rich.text import Text
 from muscale.errors import LedgerUnavailableError, PreemptedError, StageError
 from muscale.full_runs.records.alarms import Alarm, known_alarms, raise_alarms
 from muscale.interrupts import enable_sigint
-from muscale.monitoring.watch import Watch, Watcher, told_evaluation
+from muscale.monitoring.watch import Watch, Watcher, format_evaluation
 from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger import Ledger
 
@@ -67,7 +67,7 @@ def follow(
                 live.update(view(watch), refresh=True)
             elif console and until != "now" and len(watch.evaluations) > evaluated:
                 new_rows = watch.evaluations.iloc[evaluated:].tail(_SHOWN).to_dict("records")
-                for line in (str(watch).splitlines()[0], *map(told_evaluation, new_rows)):
+                for line in (str(watch).splitlines()[0], *map(format_evaluation, new_rows)):
                     console.print(line, soft_wrap=True, highlight=False, markup=False)
             if console and not live and until != "now":
                 for event in watch.run_events:

@@ -154,7 +154,7 @@ class Watch(Result):
             f"watch: {of} {self.plan}, {self.tokens:,} of {self.n_tokens:,} tokens{self._pace()}",
             f"  {self.band}",
         ]
-        lines += [f"  {told_evaluation(row)}" for row in self.evaluations.tail(_TOLD).to_dict("records")]
+        lines += [f"  {format_evaluation(row)}" for row in self.evaluations.tail(_TOLD).to_dict("records")]
         if self.promotion:
             return "\n".join([*lines, str(self.promotion)])
         lines += [f"  {event}" for event in self.run_events]
@@ -171,7 +171,7 @@ class Watch(Result):
         return pace + left + idle
 
 
-def told_evaluation(row: dict[str, Any]) -> str:
+def format_evaluation(row: dict[str, Any]) -> str:
     """A row of `Watch.evaluations` in a line."""
     at = f"{row['tokens']:>15,} ({row['share']:>4.0%})  loss {row['loss']:.4f}"
     if row["place"] == "before the band":

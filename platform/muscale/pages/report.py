@@ -19,7 +19,7 @@ from muscale.pages.law_sections import law_sections
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
-from muscale.pages.spending import draw_spending, told_spending
+from muscale.pages.spending import draw_spending, format_spending
 from proxy_models.atomic_write import atomic_write
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _spending(table: pd.DataFrame) -> Section:
         command="run",
         group="The books",
         about="Compute and time by purpose; what several runs share is counted once, at the first that wanted it.",
-        result=told_spending(table) if len(table) else None,
+        result=format_spending(table) if len(table) else None,
         drawings=drawn(draw_spending(table) if len(table) else None, "shares of compute and time by purpose"),
         table=as_table(table),
     )

@@ -80,7 +80,7 @@ def draw_spending(table: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def told_spending(table: pd.DataFrame) -> str | None:
+def format_spending(table: pd.DataFrame) -> str | None:
     """What the search cost beside the full run, in a sentence; None without a full run."""
     search = table[table["purpose"] != "full"]
     full = table[table["purpose"] == "full"]

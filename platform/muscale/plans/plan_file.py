@@ -20,7 +20,7 @@ from tomlkit.items import Table
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
 from muscale.layout import PLANS
-from muscale.plans.planning import Plan, told_decision
+from muscale.plans.planning import Plan, format_decision
 from muscale.settings.config import ResourceSettings, StudyConfig
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings
@@ -91,7 +91,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
         "cost": {name: decision.get(name) for name in ("budget", "cost", "gpu_hours", "dollars", "days")}
         | {"accelerator": config.plan.accelerator, "n_devices": config.plan.n_devices},
         "forecast": forecast | ({"along": [dict(point) for point in along]} if along else {}),
-        "decision": {"told": told_decision(plan.decision)},
+        "decision": {"told": format_decision(plan.decision)},
     }
     plain: _Contents = _without_none(json.loads(json.dumps(tables)))
     return plain

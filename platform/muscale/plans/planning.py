@@ -127,7 +127,7 @@ class Plan(Result):
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
             *(f"  {name} = {told(getattr(self.hyperparameters, name))}  ({rule})" for name, rule in self.rules.items()),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
-            *(f"  {line}" for line in told_decision(self.decision)),
+            *(f"  {line}" for line in format_decision(self.decision)),
         ]
         if self.registered_at:
             lines.append(f"  registered {self.registered_at}")
@@ -141,7 +141,7 @@ def told(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def told_decision(decision: dict[str, Any] | None) -> list[str]:
+def format_decision(decision: dict[str, Any] | None) -> list[str]:
     """What a plan's size rests on, a line each."""
     if decision is None:
         return []

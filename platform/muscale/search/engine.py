@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from muscale.search.budget import Budget
-from muscale.search.leg import Ending, Leg
+from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
 from muscale.search.samplers import Sampler
@@ -28,7 +28,7 @@ class Engine:
 
     Attributes:
         interrupted: Once set, nothing is begun.
-        failures: Legs and endings that are left for the next time that the sweep is run, and why.
+        failures: EngineSearcher and endings that are left for the next time that the sweep is run, and why.
         refusal: Why no worker can train for this sweep, so that nothing more is begun; None while they can.
     """
 
@@ -41,17 +41,17 @@ class Engine:
         *,
         top: int,
         on_arrival: Callable[[RungResult], None],
-        endings: Callable[[], Sequence[Ending]],
+        endings: Callable[[], Sequence[AnnealJob]],
     ) -> None:
         self.record, self.budget = record, budget
         self.interrupted = False
-        self.failures: dict[int | Ending, str] = {}
+        self.failures: dict[int | AnnealJob, str] = {}
         self.refusal: str | None = None
         self._rule, self._sampler, self._top = rule, sampler, top
         self._on_arrival, self._endings = on_arrival, endings
-        self._flying: set[int | Ending] = set()
-        self._losses: Counter[int | Ending] = Counter()
-        self._queue: deque[Ending] = deque()
+        self._in_flight: set[int | AnnealJob] = set()
+        self._losses: Counter[int | AnnealJob] = Counter()
+        self._queue: deque[AnnealJob] = deque()
 
     @property
     def is_stopping(self) -> bool:
@@ -61,14 +61,14 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is at work."""
-        return not self._flying
+        return not self._in_flight
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
         return not self.record.open and self._move() is None and not self._endings()
 
-    def next(self) -> Leg | Ending | None:
+    def next(self) -> TrialSegment | AnnealJob | None:
         """What to train next, or None if there is nothing to begin now."""
         if self.is_stopping:
             return None
@@ -82,38 +82,38 @@ class Engine:
             self.record.arrive(arrival)
             self._on_arrival(arrival)
 
-    def ends(self, what: Leg | Ending) -> bool:
+    def ends(self, what: TrialSegment | AnnealJob) -> bool:
         """Whether a leg that came to a rung ends there, wherever it was going: all are stopping, or its trial was cancelled."""
         self.record.heed_cancels()
-        return self.is_stopping or (isinstance(what, Leg) and what.trial in self.record.cancelled)
+        return self.is_stopping or (isinstance(what, TrialSegment) and what.trial in self.record.cancelled)
 
-    def landed(self, what: Leg | Ending) -> None:
+    def finished(self, what: TrialSegment | AnnealJob) -> None:
         """Note that a leg or an ending is over."""
-        self._flying.discard(_name(what))
+        self._in_flight.discard(_name(what))
 
-    def lost(self, what: Leg | Ending, why: str) -> None:
+    def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that a leg or an ending lost its worker: it is flown again, but not for ever."""
-        self.landed(what)
+        self.finished(what)
         self._losses[_name(what)] += 1
         if self._losses[_name(what)] == _ATTEMPTS:
             self.failed(what, f"its worker was lost {_ATTEMPTS} times: {why}")
-        elif isinstance(what, Ending):
+        elif isinstance(what, AnnealJob):
             self._queue.append(what)
 
-    def failed(self, what: Leg | Ending, why: str) -> None:
+    def failed(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that a leg or an ending can't be trained here and now, for another reason than divergence."""
-        self.landed(what)
+        self.finished(what)
         self.failures[_name(what)] = why
 
-    def refuse(self, what: Leg | Ending, why: str) -> None:
+    def refuse(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that no worker can train for this sweep, as one found by this leg or ending."""
-        self.landed(what)
+        self.finished(what)
         self.refusal = self.refusal or why
 
-    def _next_leg(self) -> Leg | None:
+    def _next_leg(self) -> TrialSegment | None:
         record = self.record
         for trial in record.open:
-            if trial not in self._flying and trial not in self.failures:
+            if trial not in self._in_flight and trial not in self.failures:
                 return self._leg(trial)
         match self._move():
             case Start(until=until):
@@ -126,9 +126,9 @@ class Engine:
                 return self._leg(move.trial)
         return None
 
-    def _next_ending(self) -> Ending | None:
+    def _next_ending(self) -> AnnealJob | None:
         if (
-            not self._flying and not self._queue and not self.record.open
+            not self._in_flight and not self._queue and not self.record.open
         ):  # a leg that failed is flown by the next run first
             self._queue.extend(ending for ending in self._endings() if ending not in self.failures)
         while self._queue and self._queue[0].trial in self.record.cancelled:
@@ -136,7 +136,7 @@ class Engine:
         if not self._queue:
             return None
         ending = self._queue.popleft()
-        self._flying.add(ending)
+        self._in_flight.add(ending)
         return ending
 
     def _move(self) -> Start | GoOn | None:
@@ -151,12 +151,14 @@ class Engine:
         rung = self.record.last_rung(move.trial) if isinstance(move, GoOn) else -1
         return self.budget.allows(self.record, rung, move.until)
 
-    def _leg(self, trial: int) -> Leg:
-        self._flying.add(trial)
+    def _leg(self, trial: int) -> TrialSegment:
+        self._in_flight.add(trial)
         record = self.record
-        return Leg(trial=trial, path=record.paths[trial], first=record.last_rung(trial) + 1, until=record.open[trial])
+        return TrialSegment(
+            trial=trial, path=record.paths[trial], first=record.last_rung(trial) + 1, until=record.open[trial]
+        )
 
 
-def _name(what: Leg | Ending) -> int | Ending:
+def _name(what: TrialSegment | AnnealJob) -> int | AnnealJob:
     """What a leg is known by, which begins elsewhere once it has come to a rung."""
-    return what if isinstance(what, Ending) else what.trial
+    return what if isinstance(what, AnnealJob) else what.trial

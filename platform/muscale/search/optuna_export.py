@@ -11,7 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from muscale.errors import StageError
-from muscale.search.optuna_space import told_as
+from muscale.search.optuna_space import optuna_params_of
 from muscale.search.record import Record
 from muscale.search.sweep import Sweep, annealed_runs
 from proxy_models.atomic_write import atomic_write
@@ -78,7 +78,7 @@ def _trial(
     space = record.rounds[record.round_of(number)].space
     if not space.contains(config):  # a population may have left its bounds on the way
         config = record.configs[number]
-    params, distributions = told_as(space, config)
+    params, distributions = optuna_params_of(space, config)
     state = _STATES[record.status(number, sweep.plan.top)]
     values = {
         sweep.plan.rung_tokens[r]: loss

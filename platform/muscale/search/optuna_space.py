@@ -53,7 +53,7 @@ def suggest(trial: optuna.Trial, space: Space) -> Config:
     return {name: config[name] for name in space if name in config}
 
 
-def told_as(space: Space, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+def optuna_params_of(space: Space, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
     """The parameters and distributions as which Optuna is told a configuration."""
     params: dict[str, Any] = {}
     distributions: dict[str, BaseDistribution] = {}

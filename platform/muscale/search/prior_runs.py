@@ -94,7 +94,7 @@ def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Spac
     return table.drop_duplicates(ignore_index=True)
 
 
-def told_lessons(source: Path, defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
+def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
     """How many runs of another study tell a sweep something, and if none does, why most of them don't.
 
     Args:

@@ -171,7 +171,7 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def told_edges(table: pd.DataFrame, space: Mapping[str, Any]) -> list[str]:
+def edge_messages(table: pd.DataFrame, space: Mapping[str, Any]) -> list[str]:
     """The hyperparameters of a table whose optimum lies on a bound, with what to do."""
     return [
         f"the fitted optimum of {row['hyperparameter']} is {_shown(row['best'])}, on a bound of the space: widen "

@@ -86,7 +86,7 @@ class QuasiRandom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Telling:
+class LossClip:
     """The finite losses that a sampler is told: a diverged trial's is a little worse than the worst, or at the clip.
 
     Attributes:
@@ -98,13 +98,13 @@ class Telling:
     highest: float
 
     @classmethod
-    def of(cls, finite: Sequence[float], *, clip: float = math.inf) -> Telling:
+    def of(cls, finite: Sequence[float], *, clip: float = math.inf) -> LossClip:
         """Of trials of which these ended with a loss, clipped at so many times the best."""
         if not finite:
             return cls(worst=math.log(256), highest=math.inf)
         return cls(worst=max(finite) * 1.01, highest=min(finite) * clip)
 
-    def told(self, loss: float | None) -> float:
+    def clipped(self, loss: float | None) -> float:
         """What is told of a loss, None after a divergence."""
         return min(self.worst if loss is None else loss, self.highest)
 
@@ -133,18 +133,18 @@ class OptunaSampler:
         """What the sampler suggests for trial `number`."""
         import optuna
 
-        from muscale.search.optuna_space import suggest, told_as
+        from muscale.search.optuna_space import optuna_params_of, suggest
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
         kept = _kept([seen for seen in known.observations if self._contains(seen.config)])
-        telling = Telling.of([seen.loss for seen in kept if seen.loss is not None], clip=self.clip)
+        clip = LossClip.of([seen.loss for seen in kept if seen.loss is not None], clip=self.clip)
         for seen in kept:
-            params, distributions = told_as(self.space, seen.config)
-            value = telling.told(seen.loss)
+            params, distributions = optuna_params_of(self.space, seen.config)
+            value = clip.clipped(seen.loss)
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
         for config in filter(self.space.contains, known.pending):
-            study.enqueue_trial(told_as(self.space, config)[0])
+            study.enqueue_trial(optuna_params_of(self.space, config)[0])
             suggest(study.ask(), self.space)
         for _ in range(MAX_ATTEMPTS):
             config = suggest(study.ask(), self.space)
@@ -194,12 +194,12 @@ class CmaEs:
         n = len(self.space.axes)
         strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
         observations = [seen for seen in known.observations if self._contains(seen.config)]
-        telling = Telling.of([seen.loss for seen in observations if seen.loss is not None], clip=CLIP)
+        clip = LossClip.of([seen.loss for seen in observations if seen.loss is not None], clip=CLIP)
         size = strategy.population_size
         oldest = max(0, len(observations) // size - MAX_OBSERVATIONS // size) * size
         for first in range(oldest, len(observations) - size + 1, size):
             generation = observations[first : first + size]
-            strategy.tell([(self._encode(seen.config), telling.told(seen.loss)) for seen in generation])
+            strategy.tell([(self._encode(seen.config), clip.clipped(seen.loss)) for seen in generation])
             if strategy.should_stop():
                 break
         strategy.reseed_rng(_seed(self.seed, number))

@@ -21,7 +21,7 @@ from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.leg import Ending
+from muscale.search.jobs import AnnealJob
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.prior_runs import lessons, runs_of
 from muscale.search.record import Record, Round, RungResult
@@ -29,7 +29,7 @@ from muscale.search.record_view import RecordView
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
 from muscale.search.trial import TrialPlan
-from muscale.search.tune_run import run_legs
+from muscale.search.tune_run import run_engine
 from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
 from muscale.store.lease import expired_leases, held_leases, lease
@@ -125,12 +125,12 @@ class Sweep:
         endings = partial(self.endings, record, on_run)
         return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, endings=endings)
 
-    def endings(self, record: Record, on_run: OnRun) -> list[Ending]:
+    def endings(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
 
         Those that are known are noted as runs of this sweep.
         """
-        wanted: tuple[tuple[str, Callable[[], list[tuple[Ending, Job]]]], ...] = (
+        wanted: tuple[tuple[str, Callable[[], list[tuple[AnnealJob, Job]]]], ...] = (
             ("annealed", lambda: self.branches(record)),
             (
                 "leaders repeated",
@@ -156,18 +156,18 @@ class Sweep:
     def taught(self) -> pd.DataFrame:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
         settings = self.config.sweep
-        studies = [file for file in self.teachers() if not is_outside(file)]
+        studies = [file for file in self.sources() if not is_outside(file)]
         tables = [self.ledger.runs(), *(runs_of(file) for file in studies)]
         known = lessons(tables, self.plan.defaults, settings.space, self.numerics)
-        told = [self.told_by(file) for file in self.teachers() if file not in studies]
+        told = [self.results_from(file) for file in self.sources() if file not in studies]
         return pd.concat([known, *told], ignore_index=True) if any(map(len, told)) else known
 
-    def told_by(self, file: Path) -> pd.DataFrame:
+    def results_from(self, file: Path) -> pd.DataFrame:
         """Results of a table, or of a study of Optuna's, as their owner tells them."""
         n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
         return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens)
 
-    def teachers(self) -> list[Path]:
+    def sources(self) -> list[Path]:
         """Studies and outside results that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
@@ -191,7 +191,7 @@ class Sweep:
         known = self.ledger.run_losses([job.chain.key for job in jobs])
         return sum(job.chain.last.end for job in jobs if job.chain.key in known)
 
-    def branches(self, record: Record) -> list[tuple[Ending, Job]]:
+    def branches(self, record: Record) -> list[tuple[AnnealJob, Job]]:
         """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""
         endings = []
         for rung in range(self.plan.top + 1):
@@ -202,13 +202,13 @@ class Sweep:
                 endings += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
         return [self._ending(record, trial, rung) for trial, rung in endings]
 
-    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[Ending, Job]]:
+    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[AnnealJob, Job]]:
         """The leading trials, (trial, rung), under seeds that the search did not see."""
         first = self.config.sweep.seed + 1
         seeds = range(first, first + self.config.sweep.n_seeds)
         return [self._ending(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
 
-    def _ending(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[Ending, Job]:
+    def _ending(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[AnnealJob, Job]:
         path = record.path_towards(trial, rung)
         job = Job(
             purpose="sweep",
@@ -216,7 +216,7 @@ class Sweep:
             hyperparameters=self.plan.followed(path, rung),
             chain=self.plan.branch(path, rung, seed=seed),
         )
-        return Ending(trial=trial, path=path, rung=rung, seed=seed), job
+        return AnnealJob(trial=trial, path=path, rung=rung, seed=seed), job
 
 
 def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
@@ -289,7 +289,7 @@ def _search(sweep: Sweep, engine: Engine) -> None:
     with cluster(resources):
         stop_workers()
         with defer_sigint():
-            from muscale.search.trial_leg import TrialLeg
+            from muscale.search.trainable import SweepTrainable
         parameters = {
             "plan": sweep.plan,
             "rank_by": sweep.config.sweep.rank_by,
@@ -298,7 +298,7 @@ def _search(sweep: Sweep, engine: Engine) -> None:
             "package": package_fingerprint(),
         }
         with cancellable(sweep.ledger):
-            run_legs(engine, TrialLeg, parameters, resources, sweep.ledger.directory)
+            run_engine(engine, SweepTrainable, parameters, resources, sweep.ledger.directory)
 
 
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:

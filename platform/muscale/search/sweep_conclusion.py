@@ -92,7 +92,7 @@ def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Fi
 def _notes(
     config: StudyConfig, plan: TrialPlan, record: Record, leaders: Finalists | None, *, comparable: bool
 ) -> Iterator[str]:
-    yield from _told_limits(config, plan, record)
+    yield from _budget_notes(config, plan, record)
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
     if searched != wanted:
         yield (
@@ -120,7 +120,7 @@ def _notes(
             yield f"trial {trial} was repeated over {n_runs} seeds of {repeats} that sweep.n_seeds asks for"
 
 
-def _told_limits(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
+def _budget_notes(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
     """That fewer trials were begun than asked for, with the limits that may be why."""
     settings, part = config.sweep, record.rounds[-1]
     named = {name: getattr(settings, name) for name in ("max_tokens", "max_flops", "max_device_hours")}

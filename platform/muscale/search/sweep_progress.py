@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from muscale.importers.imported_space import place_of
-from muscale.importers.results import is_outside, record_results, told_results
+from muscale.importers.results import describe_results, is_outside, record_results
 from muscale.progress import Update
-from muscale.search.prior_runs import told_lessons
+from muscale.search.prior_runs import describe_prior_runs
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 
@@ -49,12 +49,12 @@ def taught(sweep: Sweep) -> Iterator[str]:
     teacher of the study file may be gone.
     """
     begins = not sweep.ledger.rounds(sweep.key)
-    for source in sweep.teachers():
+    for source in sweep.sources():
         asked = begins or str(source) in sweep.learn_from
         if is_outside(source):
             if asked or Path(place_of(str(source))[0]).exists():
-                results = sweep.told_by(source)
+                results = sweep.results_from(source)
                 record_results(sweep.ledger, sweep.key, source, results)
-                yield told_results(source, results)
+                yield describe_results(source, results)
         elif asked:
-            yield told_lessons(source, sweep.plan.defaults, sweep.config.sweep.space, sweep.numerics)
+            yield describe_prior_runs(source, sweep.plan.defaults, sweep.config.sweep.space, sweep.numerics)

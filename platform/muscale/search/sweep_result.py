@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from muscale.errors import StageError
-from muscale.search.rung_optima import RungOptima, told_edges
+from muscale.search.rung_optima import RungOptima, edge_messages
 from muscale.search.sweep_importance import importance_of
-from muscale.search.sweep_tables import COST, config_of, told_narrowing, told_values
+from muscale.search.sweep_tables import COST, config_of, format_narrowing, format_values
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Finalists, Importance, ScalingError, pareto_front
 from search_spaces import Space
@@ -78,7 +78,12 @@ class SweepResult:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What a reader should know: of the search's bounds, of the winner, and of how it was searched."""
-        return (*self.notes, *self._doubts_of_winner(), *told_edges(self.fitted.longest(), self.space), *self._misses())
+        return (
+            *self.notes,
+            *self._doubts_of_winner(),
+            *edge_messages(self.fitted.longest(), self.space),
+            *self._misses(),
+        )
 
     def importance(self) -> Importance:
         """Which hyperparameters the loss at the last rung depends on, from every trial, stopped ones corrected to that rung.
@@ -178,13 +183,13 @@ class SweepResult:
             f"{self.winner}",
             f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
             f"{self.trials['cost_seconds'].sum() / 3600:.3g} hours of their workers, beside annealing and repetitions",
-            f"hyperparameters of trial {self.winner}: {told_values(best, self.space, self.best)}",
+            f"hyperparameters of trial {self.winner}: {format_values(best, self.space, self.best)}",
             *([f"over seeds: {self.finalists.sentence}", str(self.finalists)] if self.finalists else []),
         ]
         if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
             told.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
-        told += [told_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
+        told += [format_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
         return "\n".join([*told, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:

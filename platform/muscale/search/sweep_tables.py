@@ -156,14 +156,14 @@ def config_of(row: Mapping[str, Any], space: Space) -> Config:
     return {name: value for name, value in values.items() if not (isinstance(value, float) and math.isnan(value))}
 
 
-def told_values(row: Mapping[str, Any], space: Space, given: Hyperparameters) -> str:
+def format_values(row: Mapping[str, Any], space: Space, given: Hyperparameters) -> str:
     """The searched values of a trial as a person reads them, with the stages that a population found."""
     values = {name: getattr(given, name) for name in config_of(row, space)}
     told = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
     return "; ".join([", ".join(told), *map(str, given.stages)])
 
 
-def told_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:
+def format_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:
     """What was cut for a round and what was not, a line for each hyperparameter, with the reason."""
     table = narrowing["table"]
     smaller = any(row["before"] != row["after"] for row in table)

@@ -19,7 +19,7 @@ from ray.tune.search import Searcher
 
 from muscale.actors.jobs import IDLE_SECONDS
 from muscale.errors import MuscaleError, last_line, of_storage
-from muscale.search.leg import Ending, Leg, leg_to_json
+from muscale.search.jobs import AnnealJob, TrialSegment, job_to_json
 from muscale.search.record import RungResult
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _WithEngine:
         return {name: value for name, value in self.__dict__.items() if name != "_engine"}
 
 
-class Legs(_WithEngine, Searcher):
+class EngineSearcher(_WithEngine, Searcher):
     """Gives Tune the engine's legs and endings as suggestions, and the engine what came of them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Legs(_WithEngine, Searcher):
     def __init__(self, engine: Engine) -> None:
         super().__init__(metric=METRIC, mode=MODE)
         self._engine = engine
-        self._flying: dict[str, Leg | Ending] = {}
+        self._in_flight: dict[str, TrialSegment | AnnealJob] = {}
         self._errors: dict[str, Exception] = {}
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
@@ -60,8 +60,8 @@ class Legs(_WithEngine, Searcher):
             leg = self._engine.next()
         if leg is None:
             return str(Searcher.FINISHED) if self._engine.is_idle else None
-        self._flying[trial_id] = leg
-        return {**leg.path[-1][1], LEG: leg_to_json(leg)}
+        self._in_flight[trial_id] = leg
+        return {**leg.path[-1][1], LEG: job_to_json(leg)}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Note a result on the way."""
@@ -71,11 +71,11 @@ class Legs(_WithEngine, Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Note the last result and the end, or what came instead of it."""
-        what = self._flying.pop(trial_id)
+        what = self._in_flight.pop(trial_id)
         if not error:
             if result:
                 self.on_trial_result(trial_id, result)
-            self._engine.landed(what)
+            self._engine.finished(what)
             return
         match self._errors.pop(trial_id):
             case RayActorError() as lost if not lost.actor_init_failed:
@@ -91,9 +91,9 @@ class Legs(_WithEngine, Searcher):
             case other:
                 self._engine.failed(what, f"{type(other).__name__}: {other}")
 
-    def flown(self, trial_id: str) -> Leg | Ending:
+    def flown(self, trial_id: str) -> TrialSegment | AnnealJob:
         """What a trial of Tune's trains."""
-        return self._flying[trial_id]
+        return self._in_flight[trial_id]
 
     def on_trial_failing(self, trial_id: str, error: Exception) -> None:
         """Note what `on_trial_complete` is not told, of which it is the next to hear."""
@@ -115,22 +115,22 @@ class Legs(_WithEngine, Searcher):
         """Nothing: the ledger is the state."""
 
 
-class UntilStopped(_WithEngine, FIFOScheduler):
+class StopAtRung(_WithEngine, FIFOScheduler):
     """Lets every leg end where it is going, or at its next rung once the sweep is stopping or its trial is cancelled.
 
     Workers without a leg are kept warm for `IDLE_SECONDS`. Left to itself, Tune ends all but one whenever a rule waits for
     the last of many legs, and starts others, which takes seconds, when it gives out more.
     """
 
-    def __init__(self, engine: Engine, legs: Legs, workers: int) -> None:
+    def __init__(self, engine: Engine, legs: EngineSearcher, workers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine, self._legs, self._workers = engine, legs, workers
-        self._landed_at = math.inf  # of the last leg; none has landed
+        self._finished_at = math.inf  # of the last leg; none has finished
         self._keeping = 0
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
         """The trial that waits longest; before, how many idle workers Tune may keep."""
-        keep = self._workers if time.monotonic() - self._landed_at < IDLE_SECONDS else 0
+        keep = self._workers if time.monotonic() - self._finished_at < IDLE_SECONDS else 0
         if keep != self._keeping and (trials := tune_controller.get_trials()):
             # Tune has no setting for it; the cache of its controller counts by what a trial asks for, all ask for the same.
             cache = _unwrapped(tune_controller)._actor_cache
@@ -146,7 +146,7 @@ class UntilStopped(_WithEngine, FIFOScheduler):
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Let go of what Tune would keep of a leg that is over: queues and means of every number that was reported."""
-        self._landed_at = time.monotonic()
+        self._finished_at = time.monotonic()
         trial.metric_n_steps.clear()
         trial.metric_analysis.clear()
 

@@ -18,7 +18,7 @@ from muscale.actors import stalls
 from muscale.errors import StageError
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.search.engine import Engine
-from muscale.search.leg import Ending
+from muscale.search.jobs import AnnealJob
 from muscale.settings.config import ResourceSettings
 
 _TUNE = {
@@ -29,7 +29,7 @@ _TUNE = {
 }
 
 
-def run_legs(
+def run_engine(
     engine: Engine, trainable: Any, parameters: dict[str, Any], resources: ResourceSettings, directory: Path
 ) -> None:
     """Run the engine until it has no more legs. The first Ctrl-C lets the legs at work come to their next rung.
@@ -51,10 +51,10 @@ def run_legs(
     with defer_sigint():
         from ray import tune
 
-        from muscale.search.tune_adapter import METRIC, MODE, Legs, UntilStopped
+        from muscale.search.tune_adapter import METRIC, MODE, EngineSearcher, StopAtRung
 
     devices = {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker}
-    legs, begun = Legs(engine), time.time()
+    legs, begun = EngineSearcher(engine), time.time()
     with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(trainable, **parameters), devices),
@@ -62,7 +62,7 @@ def run_legs(
                 metric=METRIC,
                 mode=MODE,
                 search_alg=legs,
-                scheduler=UntilStopped(engine, legs, resources.workers),
+                scheduler=StopAtRung(engine, legs, resources.workers),
                 num_samples=-1,
                 max_concurrent_trials=resources.workers,
                 reuse_actors=True,
@@ -87,7 +87,7 @@ def run_legs(
         raise StageError(f"sweep: {engine.refusal}")
     if engine.failures:
         n, (what, why) = len(engine.failures), next(iter(engine.failures.items()))
-        trial = what.trial if isinstance(what, Ending) else what
+        trial = what.trial if isinstance(what, AnnealJob) else what
         stalled = stalls.hint(directory, begun)
         raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}{stalled}")
 

@@ -1,7 +1,7 @@
 """Brings trackers up to date with what the study knows, beside the work and never in its way.
 
 What a tracker was given is recorded in the study's directory, so a pass gives it only what is new to it: an interrupted
-study, a server that was away, and `muscale track` afterwards come to the same, and nothing is logged twice. A kill between
+study, a server that was away, and `muscale sync` afterwards come to the same, and nothing is logged twice. A kill between
 giving and recording is the exception: what was given in that moment is given again.
 """
 
@@ -109,7 +109,7 @@ class Mirror:
             self.bring_up(at_end)
             self._close()
 
-        thread = threading.Thread(target=follow, name="track", daemon=True)
+        thread = threading.Thread(target=follow, name="sync", daemon=True)
         thread.start()
         try:
             yield
@@ -121,9 +121,9 @@ class Mirror:
 
     def __str__(self) -> str:
         if not self._trackers:
-            return "track: no tracker is on; set tracking.wandb, tensorboard or mlflow"
+            return "sync: no tracker is on; set tracking.wandb, tensorboard or mlflow"
         given = ", ".join(f"{tracker.place} {self._given.get(tracker.name, 0)}" for tracker in self._trackers)
-        return f"track: runs with something new to them: {given}; {self._folder} has what is kept here"
+        return f"sync: runs with something new to them: {given}; {self._folder} has what is kept here"
 
     def bring_up(self, source: Source) -> int:
         """Give every tracker what is new to it of these runs; returns how many runs had anything new."""
@@ -181,7 +181,7 @@ class Mirror:
         if about not in self._told:
             self._told.add(about)
             line = redacted(" ".join(text.split()))
-            _log.warning("tracking: %s; the work goes on, and `muscale track` makes up for it", line)
+            _log.warning("tracking: %s; the work goes on, and `muscale sync` makes up for it", line)
 
 
 def _plain(values: object) -> object:

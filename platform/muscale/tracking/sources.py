@@ -81,7 +81,7 @@ class Trials:
                     "sweep": sweep.key,
                 },
                 rows={"rungs": list(_rung_rows(sweep, record, trial))},
-                summary=_told_trial(record, trial, status, known),
+                summary=_trial_summary(record, trial, status, known),
                 ended="failed" if status == "diverged" else "finished" if status == "completed" and known else None,
             )
 
@@ -97,7 +97,7 @@ def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
             yield Row(at=tokens, values=values)
 
 
-def _told_trial(record: Record, trial: int, status: str, annealed: float | None) -> dict[str, Any]:
+def _trial_summary(record: Record, trial: int, status: str, annealed: float | None) -> dict[str, Any]:
     tokens, seconds = record.cost(trial)
     told: dict[str, Any] = {"status": status, "rung": record.last_rung(trial)}
     told |= {"trained_tokens": tokens, "trained_seconds": seconds}
@@ -146,7 +146,7 @@ class FullRun:
                 "training": list(_stretches(self._steps.table(), plan, lines, self._points)),
                 "evaluations": list(_evaluations(evaluated, band, lines)),
             },
-            summary=lines | _told_full(promotion, evaluated),
+            summary=lines | _full_run_summary(promotion, evaluated),
             ended="finished" if promotion else "failed" if failed else None,
         )
 
@@ -180,7 +180,7 @@ def _evaluations(evaluated: pd.DataFrame, band: Band | None, lines: Mapping[str,
         yield Row(at=int(row["tokens"]), values={name: value for name, value in values.items() if math.isfinite(value)})
 
 
-def _told_full(promotion: Promotion | None, evaluated: pd.DataFrame) -> dict[str, Any]:
+def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> dict[str, Any]:
     if promotion is None:
         return {"val_loss": float(evaluated["val_loss"].iloc[-1])} if len(evaluated) else {}
     told: dict[str, Any] = {"val_loss": promotion.loss, "residual": promotion.residual, "inside": promotion.inside}

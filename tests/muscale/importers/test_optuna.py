@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 
 from muscale import StageError
 from muscale.importers.import_space import import_space
-from muscale.importers.results import STAGE, is_outside, outside_results, record_results, told_results
+from muscale.importers.results import STAGE, describe_results, is_outside, outside_results, record_results
 from muscale.search.methods import resolve_searcher
 from muscale.search.optuna_export import export_optuna
 from muscale.search.prior_runs import lessons
@@ -179,7 +179,7 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
     }
     assert swept.ledger.runs().empty, "they are no rows that a law could be fitted from"
     assert lessons([swept.ledger.runs()], swept.plan.defaults, space, swept.numerics).empty
-    assert "no fit of a law has them" in told_results(path, table)
+    assert "no fit of a law has them" in describe_results(path, table)
 
 
 def test_a_command_takes_one_of_several_studies_by_its_name(

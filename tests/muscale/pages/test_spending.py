@@ -9,7 +9,7 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.actors.jobs import Job
-from muscale.pages.spending import draw_spending, spending, told_spending
+from muscale.pages.spending import draw_spending, format_spending, spending
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.tables import runs, segments
@@ -56,7 +56,7 @@ def test_what_two_purposes_share_is_the_first_one_s_and_stopped_trials_are_the_s
     assert table.loc["sweep", "seconds"] == 10 + 11 + 14
     assert table.loc["full", "compute_flops"] == pytest.approx(6.0 * n_params * full.last.end)
     assert table.loc["sweep", "of_full_run"] == pytest.approx((whole.last.end + stopped.last.end) / full.last.end)
-    told = told_spending(table.reset_index())
+    told = format_spending(table.reset_index())
     assert told is not None
     assert f"{table.loc['sweep', 'of_full_run']:.3g} times the full run's" in told
     figure = draw_spending(table.reset_index())

@@ -16,7 +16,7 @@ import pytest
 
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.leg import Leg
+from muscale.search.jobs import TrialSegment
 from muscale.search.methods import make_rule, make_sampler, resolve_searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.sweep_conclusion import make_result
@@ -28,7 +28,7 @@ from muscale.store.ledger import Ledger
 from proxy_models.training.numerics import Numerics
 from search_spaces import Config
 
-LossAt = Callable[[Leg, int], float | None]
+LossAt = Callable[[TrialSegment, int], float | None]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def make_engine(ledger: Ledger) -> Callable[..., Engine]:
 
 
 @pytest.fixture
-def fly() -> Callable[..., list[Leg]]:
+def fly() -> Callable[..., list[TrialSegment]]:
     """Flies an engine's legs."""
     return _fly
 
@@ -77,15 +77,17 @@ def _nothing() -> pd.DataFrame:
     return pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
 
 
-def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, legs: int | None = None) -> list[Leg]:
+def _fly(
+    engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, legs: int | None = None
+) -> list[TrialSegment]:
     """Fly legs as workers of uneven speed would, until nothing is left or `legs` are begun; returns them in order."""
     generator = random.Random(seed)
-    flown: list[Leg] = []
-    working: list[tuple[float, int, Leg, int]] = []
+    flown: list[TrialSegment] = []
+    working: list[tuple[float, int, TrialSegment, int]] = []
     clock = 0.0
     while True:
         while len(working) < workers and (legs is None or len(flown) < legs) and (leg := engine.next()):
-            assert isinstance(leg, Leg)
+            assert isinstance(leg, TrialSegment)
             flown.append(leg)
             heapq.heappush(working, (clock + generator.random(), len(flown), leg, leg.first))
         if not working or (legs is not None and len(flown) >= legs):
@@ -95,7 +97,7 @@ def _fly(engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, le
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
         engine.arrived(RungResult(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
         if loss is None or rung == leg.until or engine.ends(leg):
-            engine.landed(leg)
+            engine.finished(leg)
         else:
             heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))
 
@@ -126,7 +128,7 @@ class Planted:
         luck = np.random.default_rng([int(rate * 1e9), rung, seed]).standard_normal()
         return 3 * math.exp(-0.05 * rung + excess + self.noise * luck)
 
-    def stable(self, leg: Leg, rung: int) -> float | None:
+    def stable(self, leg: TrialSegment, rung: int) -> float | None:
         config = next(config for first, config in reversed(leg.path) if first <= rung)
         diverged = float(config["learning_rate"]) > self.diverges_above  # type: ignore[arg-type]
         return None if diverged else self.annealed(config, rung, 0) + 0.1

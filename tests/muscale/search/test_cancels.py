@@ -12,7 +12,7 @@ import pytest
 
 from muscale import StageError
 from muscale.search.engine import Engine
-from muscale.search.leg import Leg
+from muscale.search.jobs import TrialSegment
 from muscale.search.record import Record
 from muscale.settings.sweep import Scheduler, SweepSettings
 from muscale.store.cancels import cancel_study, cancel_trial, cancellable
@@ -20,7 +20,7 @@ from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[Leg]]
+Fly = Callable[..., list[TrialSegment]]
 SPACE = Space({"learning_rate": Uniform(low=0.0, high=1.0)})
 
 
@@ -35,7 +35,7 @@ def test_nothing_more_is_trained_of_a_cancelled_trial(
     engine = make_engine(settings(scheduler=scheduler))
     worst = 0.0
 
-    def loss_at(leg: Leg, rung: int) -> float:
+    def loss_at(leg: TrialSegment, rung: int) -> float:
         """The first trial is the best at every rung, so any rule would send it on."""
         nonlocal worst
         worst += 0.001
@@ -46,8 +46,8 @@ def test_nothing_more_is_trained_of_a_cancelled_trial(
         return 2.0 + worst
 
     first = engine.next()
-    assert isinstance(first, Leg)
-    engine.landed(first)
+    assert isinstance(first, TrialSegment)
+    engine.finished(first)
     fly(engine, loss_at)
     assert engine.is_finished
     assert engine.record.last_rung(0) == 0
@@ -61,7 +61,7 @@ def test_nothing_more_is_trained_of_a_cancelled_trial(
 def test_one_that_never_arrived_is_cancelled_too(make_engine: MakeEngine, fly: Fly, ledger: Ledger) -> None:
     engine = make_engine(settings(scheduler="asha"))
     leg = engine.next()
-    assert isinstance(leg, Leg)
+    assert isinstance(leg, TrialSegment)
     cancel_trial(ledger, "s", leg.trial, "")
     again = make_engine(settings(scheduler="asha"))
     legs = fly(again, lambda leg, rung: 2.0 + leg.trial)

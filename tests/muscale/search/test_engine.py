@@ -11,7 +11,7 @@ import pytest
 
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.leg import Ending, Leg
+from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_rule
 from muscale.search.record import Record, RungResult
 from muscale.search.samplers import Draws
@@ -21,7 +21,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[Leg]]
+Fly = Callable[..., list[TrialSegment]]
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 H = Hyperparameters(learning_rate=0.01, batch_tokens=100)
 SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
@@ -32,7 +32,7 @@ def settings(**values: Any) -> SweepSettings:
     return SweepSettings(**{"trials": 9, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
 
 
-def loss_at(leg: Leg, rung: int) -> float | None:
+def loss_at(leg: TrialSegment, rung: int) -> float | None:
     """A parabola in log rate that falls with the tokens; the largest rates diverge."""
     octaves = math.log2(cast(float, leg.path[-1][1]["learning_rate"]) / 0.01)
     return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
@@ -142,7 +142,7 @@ def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
 def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: MakeEngine, fly: Fly) -> None:
     engine = make_engine(settings(scheduler="asha"))
     leg = engine.next()
-    assert isinstance(leg, Leg)
+    assert isinstance(leg, TrialSegment)
     engine.failed(leg, "no space left on device")
     fly(engine, loss_at)
     assert engine.record.last_rung(leg.trial) == -1
@@ -154,9 +154,9 @@ def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: Make
 def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine: MakeEngine) -> None:
     engine = make_engine(settings(scheduler="none", trials=1))
 
-    def flown(first: int) -> Leg:
+    def flown(first: int) -> TrialSegment:
         leg = engine.next()
-        assert isinstance(leg, Leg)
+        assert isinstance(leg, TrialSegment)
         assert (leg.trial, leg.first) == (0, first)
         return leg
 
@@ -174,8 +174,8 @@ def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine
 def test_nothing_is_begun_once_no_worker_can_train(make_engine: MakeEngine) -> None:
     engine = make_engine(settings())
     first, second = engine.next(), engine.next()
-    assert isinstance(first, Leg)
-    assert isinstance(second, Leg)
+    assert isinstance(first, TrialSegment)
+    assert isinstance(second, TrialSegment)
     engine.refuse(first, "another package")
     engine.refuse(second, "no ledger")
     assert engine.is_stopping
@@ -205,7 +205,7 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
         n_params=1,
         devices=1,
     )
-    wanted = [Ending(trial=0, path=((0, {}),), rung=3, seed=None)]
+    wanted = [AnnealJob(trial=0, path=((0, {}),), rung=3, seed=None)]
     engine = Engine(
         record,
         make_rule(chosen, SPACE),
@@ -216,11 +216,11 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
         endings=lambda: wanted,
     )
     whole, failed = engine.next(), engine.next()
-    assert isinstance(whole, Leg)
-    assert isinstance(failed, Leg)
+    assert isinstance(whole, TrialSegment)
+    assert isinstance(failed, TrialSegment)
     for rung in range(4):
         engine.arrived(RungResult(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
-    engine.landed(whole)
+    engine.finished(whole)
     engine.failed(failed, "no space left on device")
     assert engine.next() is None, "half a search has no leaders yet"
     engine.arrived(RungResult(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))

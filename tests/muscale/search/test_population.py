@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from muscale.search.engine import Engine
-from muscale.search.leg import Leg
+from muscale.search.jobs import TrialSegment
 from muscale.settings.sweep import SweepSettings
 from search_spaces import Choice, LogUniform, Space
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[Leg]]
+Fly = Callable[..., list[TrialSegment]]
 SPACE = Space(
     {
         "learning_rate": LogUniform(low=1e-3, high=1e-1),
@@ -37,7 +37,7 @@ def settings(scheduler: str, **values: Any) -> SweepSettings:
     return SweepSettings(**{**given, **values})
 
 
-def gain(leg: Leg, rung: int) -> float | None:
+def gain(leg: TrialSegment, rung: int) -> float | None:
     """The loss falls in each generation by what its rate is worth, along the whole path."""
     loss = 4.0
     for generation in range(rung + 1):

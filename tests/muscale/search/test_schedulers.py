@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from muscale.search.engine import Engine
-from muscale.search.leg import Leg
+from muscale.search.jobs import TrialSegment
 from muscale.search.record import Record
 from muscale.search.record_view import RecordView
 from muscale.search.schedulers import MIN_PEERS, GoOn, Hyperband, Rule, Start
@@ -22,7 +22,7 @@ from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[Leg]]
+Fly = Callable[..., list[TrialSegment]]
 SPACE = Space({"learning_rate": Uniform(low=0.0, high=1.0)})
 
 
@@ -30,12 +30,12 @@ def settings(**values: Any) -> SweepSettings:
     return SweepSettings(**{"trials": 16, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
 
 
-def in_order(leg: Leg, rung: int) -> float:
+def in_order(leg: TrialSegment, rung: int) -> float:
     """A trial's rank is the same at every rung."""
     return 3 - 0.3 * rung + 0.2 * cast(float, leg.path[-1][1]["learning_rate"])
 
 
-def shuffled(leg: Leg, rung: int) -> float:
+def shuffled(leg: TrialSegment, rung: int) -> float:
     """Another rank at every rung."""
     return 3 - 0.3 * rung + random.Random(f"{leg.trial}/{rung}").random()
 
@@ -150,7 +150,7 @@ def test_the_median_rule_finds_whom_a_look_at_all_trials_finds(
     engine._rule = Compared(engine._rule, by_the_median)
     record = engine.record
 
-    def loss_at(leg: Leg, rung: int) -> float | None:
+    def loss_at(leg: TrialSegment, rung: int) -> float | None:
         if len(record.arrivals) == 60:
             cancel_trial(ledger, "s", record.waiting(0)[0][1], "it is in the way")
         return None if leg.trial % 9 == 5 else shuffled(leg, rung)
@@ -173,7 +173,7 @@ def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
         record.settled = known
         return move
 
-    def loss_at(leg: Leg, rung: int) -> float:
+    def loss_at(leg: TrialSegment, rung: int) -> float:
         if len(record.arrivals) == 60:
             assert 0 in record.settled, "the first bracket is over"
             cancel_trial(ledger, "s", record.ranking(0)[0][1], "it is in the way")

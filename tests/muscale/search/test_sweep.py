@@ -18,7 +18,7 @@ import pytest
 
 from muscale import StageError, Study, StudyFileError
 from muscale.search.methods import resolve_searcher
-from muscale.search.prior_runs import told_lessons
+from muscale.search.prior_runs import describe_prior_runs
 from muscale.settings.sweep import SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
@@ -106,11 +106,11 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
 
     assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")
     search, runs = taught.search, len(taught.runs())
-    assert told_lessons(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
+    assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
         f"{runs} of the {runs} runs of {teacher} tell this sweep something"
     )
     other = replace(search.numerics, corpus_key="another")
-    assert told_lessons(teacher, search.plan.defaults, search.config.sweep.space, other) == (
+    assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, other) == (
         f"warning: 0 of the {runs} runs of {teacher} tell this sweep something: its corpus_key is "
         f"{search.numerics.corpus_key!r}, the study's is 'another'"
     )
@@ -131,7 +131,7 @@ def test_a_worker_that_is_killed_costs_its_leg_and_no_more(make_study: MakeStudy
         while not killed.is_set() and time.monotonic() < deadline:
             for process in psutil.Process().children(recursive=True):
                 try:
-                    busy = "TrialLeg" in " ".join(process.cmdline()) and process.cpu_times().user > 3
+                    busy = "SweepTrainable" in " ".join(process.cmdline()) and process.cpu_times().user > 3
                 except psutil.NoSuchProcess:
                     continue
                 if busy and (path.parent / "states").exists():

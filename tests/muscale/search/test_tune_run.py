@@ -1,4 +1,4 @@
-"""Legs run by a real Ray Tune: what befalls a worker or its training costs as little as it can."""
+"""EngineSearcher run by a real Ray Tune: what befalls a worker or its training costs as little as it can."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from muscale.actors.stalls import ended_where_stalled
 from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import STALLS
 from muscale.search.engine import Engine
-from muscale.search.leg import Leg, leg_from_json
+from muscale.search.jobs import TrialSegment, job_from_json
 from muscale.search.record import Record
 from muscale.search.schedulers import GoOn, Start
 from muscale.search.tune_adapter import LEG, METRIC
-from muscale.search.tune_run import run_legs
+from muscale.search.tune_run import run_engine
 from muscale.settings.config import ResourceSettings
 from muscale.settings.sweep import SweepSettings
 from search_spaces import LogUniform, Space
@@ -86,8 +86,8 @@ class Planted(tune.Trainable):
 
     def _begin(self, config: dict[str, Any]) -> None:
         (self._folder / f"{os.getpid()}.pid").touch()
-        leg = leg_from_json(config[LEG])
-        assert isinstance(leg, Leg)
+        leg = job_from_json(config[LEG])
+        assert isinstance(leg, TrialSegment)
         self._leg, self._rung = leg, leg.first
 
     def _wait_for(self, files: str, count: int) -> None:
@@ -111,7 +111,7 @@ class Planted(tune.Trainable):
 def fly(make_engine: MakeEngine, tmp_path: Path) -> Callable[[str], Engine]:
     def flown(befalls: str) -> Engine:
         engine = make_engine(SETTINGS)
-        run_legs(engine, Planted, {"befalls": befalls, "folder": tmp_path}, ONE, tmp_path)
+        run_engine(engine, Planted, {"befalls": befalls, "folder": tmp_path}, ONE, tmp_path)
         return engine
 
     return flown
@@ -165,7 +165,7 @@ def test_workers_that_wait_for_the_last_leg_of_a_generation_stay(make_engine: Ma
         trials=2, n_tokens=4000, rungs=4, space=SPACE, searcher="random", scheduler="pbt", rank_by="stable"
     )
     engine = make_engine(settings)
-    run_legs(engine, Planted, {"befalls": "waits", "folder": tmp_path}, ResourceSettings(workers=2), tmp_path)
+    run_engine(engine, Planted, {"befalls": "waits", "folder": tmp_path}, ResourceSettings(workers=2), tmp_path)
     assert len(engine.record.arrivals) == 2 * 4
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
@@ -185,5 +185,5 @@ def test_a_leg_is_not_lost_to_one_dead_worker_after_the_other(make_engine: MakeE
     engine = make_engine(SETTINGS)
     engine._rule = FirstGoesOn()
     resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)
-    run_legs(engine, Planted, {"befalls": "all others die at rest", "folder": tmp_path}, resources, tmp_path)
+    run_engine(engine, Planted, {"befalls": "all others die at rest", "folder": tmp_path}, resources, tmp_path)
     assert set(engine.record.arrivals) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}

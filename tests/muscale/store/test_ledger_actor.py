@@ -111,13 +111,13 @@ def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStu
 
     from muscale.actors.worker import Worker
 
-    class Telling:
+    class Listener:
         def reach(self, ledger: Ledger, chain: Chain) -> tuple[Any, list[int]]:
             told: list[int] = []  # at each segment's end, and on the way
             return Worker(ledger, compiled=False).reach(chain, lambda tokens, _loss: told.append(tokens)), told
 
     kinds: tuple[Any, ...] = ("actor", "postgresql")
-    remote: Any = ray.remote(num_cpus=1)(Telling)
+    remote: Any = ray.remote(num_cpus=1)(Listener)
     workers = [remote.remote() for _ in range(2)]
     ray.get([worker.__ray_ready__.remote() for worker in workers])
     for kind in kinds:

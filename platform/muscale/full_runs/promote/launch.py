@@ -50,8 +50,8 @@ def launch(
     result = directory / RESULT
     if not result.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        for told_before in (FAILURE, NOTICE):
-            (directory / told_before).unlink(missing_ok=True)
+        for previous in (FAILURE, NOTICE):
+            (directory / previous).unlink(missing_ok=True)
         with cluster(resources):
             stop_workers()
             with async_evaluation_of(run, settings, resources) as fitting:

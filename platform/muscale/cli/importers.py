@@ -1,4 +1,4 @@
-"""Commands between a study and other tools: import-space, export-optuna, track."""
+"""Commands between a study and other tools: import-space, export-optuna, sync."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def export_optuna(study: Path, file: Path, *, options: Options = Options()) -> i
     return run_stage(study, options, lambda opened: opened.export_optuna(file), None, ending=lambda *_: ending)
 
 
-@command(LOOK, example="muscale track study.toml --set tracking.mlflow=true")
-def track(study: Path, *, options: Options = Options()) -> int:
+@command(LOOK, example="muscale sync study.toml --set tracking.mlflow=true")
+def sync(study: Path, *, options: Options = Options()) -> int:
     """Show Weights & Biases, TensorBoard or MLflow what is new to them of all that the study knows; trains nothing.
 
     Every stage does so as it goes; this makes up for what a tracker missed. [tracking] of the study file names them.
@@ -50,4 +50,4 @@ def track(study: Path, *, options: Options = Options()) -> int:
         study: The study file.
     """
     refuse_dry_run("tracking", options)
-    return run_stage(study, options, lambda opened: opened.track(), None)
+    return run_stage(study, options, lambda opened: opened.sync(), None)

@@ -9,7 +9,7 @@ from muscale.search.config_history import Path, path_from_json, path_to_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
+class TrialSegment:
     """A trial of the sweep, from the rung where it is to another."""
 
     trial: int
@@ -19,7 +19,7 @@ class Leg:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class AnnealJob:
     """An annealed run that ends from a rung, under the sweep's seed or another."""
 
     trial: int
@@ -28,13 +28,13 @@ class Ending:
     seed: int | None
 
 
-def leg_to_json(leg: Leg | Ending) -> str:
+def job_to_json(leg: TrialSegment | AnnealJob) -> str:
     """As text, which a Tune trial's config carries."""
     return json.dumps({**vars(leg), "path": path_to_json(leg.path)})
 
 
-def leg_from_json(text: str) -> Leg | Ending:
-    """The inverse of `leg_to_json`."""
+def job_from_json(text: str) -> TrialSegment | AnnealJob:
+    """The inverse of `job_to_json`."""
     values = json.loads(text)
     values["path"] = path_from_json(values["path"])
-    return Leg(**values) if "until" in values else Ending(**values)
+    return TrialSegment(**values) if "until" in values else AnnealJob(**values)

@@ -12,7 +12,7 @@ import pytest
 
 from muscale import StageError
 from muscale.cli import app
-from muscale.importers.rows_fit import fit_rows
+from muscale.importers.runs_fit import fit_runs
 from scaling import Law
 
 
@@ -28,7 +28,7 @@ def test_a_planted_law_is_recovered_from_a_file(tmp_path: Path, suffix: str) -> 
     path = tmp_path / f"ladder.{suffix}"
     table = ladder()
     table.to_csv(path, index=False) if suffix == "csv" else table.to_parquet(path)
-    found = fit_rows(path, n_params_convention="total", compute_flops=1e20)
+    found = fit_runs(path, n_params_convention="total", compute_flops=1e20)
     law = found.fit.law
     assert isinstance(law, Law)
     assert law["alpha"] == pytest.approx(0.34, abs=0.05)
@@ -41,7 +41,7 @@ def test_a_planted_law_is_recovered_from_a_file(tmp_path: Path, suffix: str) -> 
 def test_the_command_prints_law_intervals_and_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ladder.csv"
     ladder().to_csv(path, index=False)
-    arguments = ["fit", "--rows", str(path), "--n-params", "total", "--compute-flops", "1e20"]
+    arguments = ["fit", "--runs", str(path), "--n-params", "total", "--compute-flops", "1e20"]
     assert app(arguments, result_action="return_value") == 0
     told = capsys.readouterr().out
     assert "alpha" in told
@@ -55,10 +55,10 @@ def test_losses_in_bits_are_told_by_a_column_that_knows(tmp_path: Path) -> None:
     table = ladder()
     nats = table["loss"]
     table.assign(loss=nats / math.log(2), perplexity=np.exp(nats)).to_csv(path, index=False)
-    found = fit_rows(path, n_params_convention="total")
+    found = fit_runs(path, n_params_convention="total")
     assert len(found.warnings) == 1
     assert '--loss-unit "bits per token"' in found.warnings[0]
-    right = fit_rows(path, n_params_convention="total", loss_unit="bits per token")
+    right = fit_runs(path, n_params_convention="total", loss_unit="bits per token")
     assert right.warnings == ()
     assert right.fit.law["E"] == pytest.approx(found.fit.law["E"] * math.log(2), rel=1e-3)
 
@@ -67,9 +67,9 @@ def test_a_faulty_table_is_refused_with_file_column_and_value(tmp_path: Path) ->
     path = tmp_path / "ladder.csv"
     ladder().rename(columns={"loss": "val_loss"}).to_csv(path, index=False)
     with pytest.raises(StageError, match=r"fit: .*ladder\.csv: missing column loss.*rename val_loss to loss"):
-        fit_rows(path, n_params_convention="total")
+        fit_runs(path, n_params_convention="total")
     ladder().assign(n_params=lambda t: t["n_params"] / 1e6).to_csv(path, index=False)
     with pytest.raises(StageError, match="is it in millions or billions"):
-        fit_rows(path, n_params_convention="total")
+        fit_runs(path, n_params_convention="total")
     with pytest.raises(StageError, match=r"none\.csv: no such file"):
-        fit_rows(tmp_path / "none.csv", n_params_convention="total")
+        fit_runs(tmp_path / "none.csv", n_params_convention="total")

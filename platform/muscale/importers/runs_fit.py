@@ -22,7 +22,7 @@ _PERPLEXITY = ("perplexity", "ppl", "val_ppl", "val_perplexity")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsFit:
+class RunsFit:
     """A fit, what a budget buys by it, and why its losses may be in another unit than they were said to be."""
 
     fit: ScalingFit
@@ -39,9 +39,9 @@ class RowsFit:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-def fit_rows(
+def fit_runs(
     path: Path, *, n_params_convention: str, loss_unit: str = NATS, compute_flops: float | None = None
-) -> RowsFit:
+) -> RunsFit:
     """Fit L(N, D) to a table of finished, annealed, tuned runs: a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss.
 
     Args:
@@ -59,7 +59,7 @@ def fit_rows(
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
     warnings = _unit_doubts(read_table(path), loss_unit)
-    return RowsFit(fit=found, decision=decision, warnings=tuple(warnings))
+    return RunsFit(fit=found, decision=decision, warnings=tuple(warnings))
 
 
 def _unit_doubts(table: pd.DataFrame, loss_unit: str) -> list[str]:

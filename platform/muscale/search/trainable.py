@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ray import tune
 
 from muscale.actors.actor import make_worker
-from muscale.search.leg import Ending, Leg, leg_from_json
+from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.trial import TrialPlan
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.settings.config import ResourceSettings
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 
 
-class TrialLeg(tune.Trainable):
+class SweepTrainable(tune.Trainable):
     """A leg of a sweep's trial: each step trains to the next rung and reports there what trials are ranked by."""
 
     def setup(  # type: ignore[override]
@@ -39,14 +39,14 @@ class TrialLeg(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Start another leg or ending in this process, with its models warm."""
-        self._leg = leg_from_json(new_config[LEG])
-        self._rung = self._leg.first if isinstance(self._leg, Leg) else self._leg.rung
+        self._leg = job_from_json(new_config[LEG])
+        self._rung = self._leg.first if isinstance(self._leg, TrialSegment) else self._leg.rung
         return True
 
     def step(self) -> dict[str, Any]:
         """Train to the next rung, or the whole of an ending."""
         leg, plan, rung = self._leg, self._plan, self._rung
-        if isinstance(leg, Ending):
+        if isinstance(leg, AnnealJob):
             outcome = self._worker.reach(plan.branch(leg.path, rung, seed=leg.seed))
             return {METRIC: WORST_LOSS if outcome.loss is None else outcome.loss, "done": True}
         outcome = self._worker.reach(plan.rung(leg.path, rung))
@@ -63,7 +63,7 @@ class TrialLeg(tune.Trainable):
             "done": loss is None or rung == leg.until,
         }
 
-    def _loss(self, leg: Leg, outcome: Outcome) -> float | None:
+    def _loss(self, leg: TrialSegment, outcome: Outcome) -> float | None:
         """What the trial is ranked by at this rung, None after a divergence."""
         if outcome.diverged:
             return None
