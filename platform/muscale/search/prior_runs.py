@@ -118,7 +118,10 @@ def runs_of(source: Path) -> pd.DataFrame:
         StudyDirectoryError: If there is no ledger, or one of another schema.
     """
     with open_read_only(source) as (name, read):
-        table = runs_table(read(find_runs))
+        try:
+            table = runs_table(read(find_runs))
+        except (TypeError, ValueError) as error:
+            raise StudyDirectoryError(f"{name}: runs: n_params, n_tokens and loss must be numbers: {error}") from error
         for number, row in enumerate(table.to_dict("records"), 1):
             for column, kind in _KINDS.items():
                 if not isinstance(row[column], kind):

@@ -147,8 +147,12 @@ def test_another_schema_another_host_and_no_ledger_are_refused(theirs: Ledger, t
 def test_a_row_that_is_no_run_names_table_row_and_column(theirs: Ledger) -> None:
     theirs.close()
     with closing(sqlite3.connect(theirs.directory / LEDGER)) as connection, connection:
+        connection.execute("UPDATE runs SET hyperparameters = '[]'")
+    with pytest.raises(StudyDirectoryError, match="runs, row 1, hyperparameters"):
+        runs_of(theirs.directory)
+    with closing(sqlite3.connect(theirs.directory / LEDGER)) as connection, connection:
         connection.execute("UPDATE runs SET n_params = 'many'")
-    with pytest.raises(StudyDirectoryError, match="runs, row 1, n_params"):
+    with pytest.raises(StudyDirectoryError, match="n_params.*many"):
         runs_of(theirs.directory)
 
 
