@@ -389,7 +389,7 @@ class Study(Result):
         return prepare(plan, config, self.numerics, self.directory / FULL_RUNS / plan.key)
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
-        """The dry_run of a run that the gate lets begin, or is forced to, with its band registered."""
+        """The dry run of a run that the gate lets begin, or is forced to, with its band registered."""
         seen = self._prospect(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
@@ -522,7 +522,7 @@ class Study(Result):
         from muscale.full_runs.promote.smoke_test import smoke_test_on_cluster
 
         plan, config = self._to_promote(plan, register=False)
-        with self.display.stage("smoke_test"):
+        with self.display.stage("smoke test"):
             return smoke_test_on_cluster(plan, config, self.ledger, self.numerics, steps=steps)
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:

@@ -100,8 +100,8 @@ def test_a_prospect_needs_a_plan_and_a_rehearsal_takes_no_gate(
     path = make_study()
     before = sorted(path.parent.rglob("*"))
     for options, message in (
-        (("--smoke_test", "--force"), "--smoke_test asks no gate and shows no dry_run; leave out --force"),
-        (("--smoke_test", "--dry-run"), "leave out --dry-run"),
+        (("--smoke-test", "--force"), "--smoke-test cannot be combined with --force"),
+        (("--smoke-test", "--dry-run"), "with --dry-run"),
     ):
         done = muscale(capsys, "promote", path, *options)
         assert (done.code, message in done.err) == (2, True), done.err

@@ -36,23 +36,21 @@ def promote(
     Args:
         study: The study file.
         plan: A file that `muscale plan` wrote, whose [resources] hold then; by default the study file's plan.
-        force: Go on past lines of the gate that failed; the ledger keeps which.
-        smoke_test: Only train, save and resume a few steps on the real devices, and forecast the run's wall time.
-        steps: Of each of a smoke_test's two launches.
+        force: Continue past failed lines of the gate; the ledger records which.
+        smoke_test: Only train, save and resume a few steps on the real devices, and estimate the run's wall time.
+        steps: Steps of each of the smoke test's two launches.
         prepare: Only enter that the run begins, and write what `muscale train` takes where there is no Ray.
     """
     if prepare and (smoke_test or options.dry_run):
-        raise StudyFileError("promote: --prepare enters that the run begins; leave out --smoke_test and --dry-run")
+        raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:
         return run_stage(study, options, lambda opened: opened.prepare(plan, force=force), "promote")
     if smoke_test and (force or options.dry_run):
-        raise StudyFileError(
-            f"promote: --smoke_test asks no gate and shows no dry_run; leave out {'--force' if force else '--dry-run'}"
-        )
-    told_plan = ("--plan", plan) if plan else ()
+        raise StudyFileError(f"promote: --smoke-test cannot be combined with {'--force' if force else '--dry-run'}")
+    plan_option = ("--plan", plan) if plan else ()
 
     def then(_opened: Study, _result: Any) -> Ending:
-        return Ending(next=(line("promote", study, *told_plan),))
+        return Ending(next=(line("promote", study, *plan_option),))
 
     if smoke_test:
         return run_stage(study, options, lambda opened: opened.smoke_test(plan, steps=steps), "promote", ending=then)

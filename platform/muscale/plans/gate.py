@@ -247,7 +247,7 @@ def memory_line(
             name="memory",
             status="unknown",
             compared=f"{told}, {device} of unknown memory",
-            advice="name the device, plan.accelerator, or try it with `muscale promote --smoke_test`",
+            advice="name the device, plan.accelerator, or try it with `muscale promote --smoke-test`",
         )
     compared = f"{told}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
     if needed <= MEMORY_SHARE * memory_bytes:

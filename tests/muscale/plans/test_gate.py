@@ -157,7 +157,7 @@ def test_the_estimate_must_fit_the_devices() -> None:
     assert "more workers to cut the state over" in memory_line(state, memory_bytes=1e6, device="H200").advice
     unknown = memory_line(ESTIMATE, memory_bytes=None, device="a GPU")
     assert unknown.status == "unknown"
-    assert "--smoke_test" in unknown.advice
+    assert "--smoke-test" in unknown.advice
 
 
 def test_the_device_is_the_accelerator_that_is_named_or_this_machine(

@@ -74,7 +74,7 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
         ("promote.evaluation=after", "promote.evaluation: Input should be 'sync' or 'async', got 'after'"),
         (
             'promote.prompts=["a"]',
-            r"promote.prompts is for promote.evaluation = \"beside\", got \('a',\) with \"within\"",
+            r"promote.prompts is for promote.evaluation = \"async\", got \('a',\) with \"sync\"",
         ),
         ("promote.precision=fp16", "promote.precision: fp16 is for one worker, use bf16 for 2"),
         (

@@ -1,4 +1,4 @@
-"""A smoke_test: a few steps of the real run, by its own launch path on its own devices, in a folder that is thrown away.
+"""A smoke test: a few steps of the real run, by its own launch path on its own devices, in a folder that is thrown away.
 
 Two launches: the first trains some steps and saves, the second goes on from that, evaluates and saves on the way. So memory,
 speed, saving and resuming are seen before the run is paid for. The batch is that after the ramp, the largest.
@@ -140,7 +140,7 @@ class SmokeTest(Result):
         told = f"{hours:,.3g} hours" if hours >= 1 else f"{self.wall_seconds:,.3g} seconds"
         return "\n".join(
             [
-                f"smoke_test of plan {self.plan}: twice {self.steps} steps of {self.batch_tokens:,} tokens on {self.world_size} "
+                f"smoke test of plan {self.plan}: twice {self.steps} steps of {self.batch_tokens:,} tokens on {self.world_size} "
                 f"workers, {self.device}",
                 f"  memory    at most {max(self.peak_bytes) / 2**30:.3g} GiB on a worker, "
                 f"{self.estimated_bytes / 2**30:.3g} GiB estimated for the training alone",
@@ -212,10 +212,10 @@ def smoke_test(
         StageError: If the run is too short, or the second launch did not go on from what the first saved.
     """
     if steps < LEAST_STEPS:
-        raise StageError(f"smoke_test: steps must be at least {LEAST_STEPS}, got {steps}")
+        raise StageError(f"smoke test: steps must be at least {LEAST_STEPS}, got {steps}")
     batch = chain.segments[0].recipe.batch_tokens
     if 2 * steps * batch > chain.last.end:
-        raise StageError(f"smoke_test: the run has {chain.last.end // batch} steps, too few for twice {steps}")
+        raise StageError(f"smoke test: the run has {chain.last.end // batch} steps, too few for twice {steps}")
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     evaluates, saves = (steps + 2) * batch, (steps + 3) * batch  # in the second launch only
@@ -264,7 +264,7 @@ def measured(directory: Path, rank: int, train: Callable[[], object]) -> None:
 
 
 def smoke_test_worker(config: dict[str, Any]) -> None:
-    """One worker of a smoke_test, inside Ray Train."""
+    """One worker of a smoke test, inside Ray Train."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
@@ -279,14 +279,14 @@ def _process_peak() -> int:
 
 def _measured(directory: Path, *, steps: int, batch: int, wall: float, known: dict[str, Any]) -> SmokeTest:
     if not (directory / RESULT).exists():
-        raise StageError(f"smoke_test: the run ended without a result; its records are in {directory}")
+        raise StageError(f"smoke test: the run ended without a result; its records are in {directory}")
     result = json.loads((directory / RESULT).read_text())
     rows = json_lines.read(directory / METRICS)
     if result["resumed_from"] != steps * batch or [row["tokens"] for row in rows] != [
         batch * (step + 1) for step in range(2 * steps)
     ]:
         raise StageError(
-            f"smoke_test: the second launch went on from {result['resumed_from']} tokens, the first saved after "
+            f"smoke test: the second launch went on from {result['resumed_from']} tokens, the first saved after "
             f"{steps * batch}; the records are in {directory}"
         )
     stamps = [row["seconds"] for row in rows]

@@ -1,4 +1,4 @@
-"""A dry_run holds a plan against the corpus, the devices and the disk that are there, and writes nothing."""
+"""A dry run holds a plan against the corpus, the devices and the disk that are there, and writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smoke_test trains, saves and resumes the beginning of the real run elsewhere, and leaves that run alone."""
+"""A smoke test trains, saves and resumes the beginning of the real run elsewhere, and leaves that run alone."""
 
 from __future__ import annotations
 
