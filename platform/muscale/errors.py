@@ -8,7 +8,7 @@ import os
 _OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or gone
 
 EXIT_PREEMPTED = 75
-"""Of a process that saved as it was told to leave its machine: EX_TEMPFAIL of sysexits.h, which invites to try again."""
+"""Exit code of a process that was preempted and has saved: EX_TEMPFAIL of sysexits.h, which invites a retry."""
 EXIT_FAULT = 70
 """Of a command that met an error of ours: EX_SOFTWARE of sysexits.h, so that it is not taken for a check that failed."""
 EXIT_BROKEN_PIPE = 141
@@ -52,7 +52,7 @@ class RunSelectionError(MuscaleError):
 
 
 class PreemptedError(MuscaleError):
-    """A run that was told to leave its machine: it has saved, and the same command goes on with it (exit code 75)."""
+    """A run was preempted and has saved; the same command continues it (exit code 75)."""
 
 
 def of_storage(error: BaseException | None) -> str:

@@ -334,7 +334,7 @@ class Study(Result):
         Raises:
             StageError: If the gate is closed, or the file was edited where it may not be; if the run diverged, failed in a way that
                 would come again, or more often than promote.max_failures, or was stopped as promote.on_alarm says.
-            PreemptedError: If this process was told to end; the workers have saved.
+            PreemptedError: If this process was preempted; the workers have saved.
         """
         plan, config = self._to_promote(plan, register=True)
         if known := promotion.recorded_promotion(self.ledger, plan.key):

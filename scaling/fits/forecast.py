@@ -1,4 +1,4 @@
-"""The loss of a run that was not made yet, with an interval meant to be honest, and whether that was ever tested.
+"""Forecast of the loss of a run that is not made yet: value, interval, and whether such intervals have been validated.
 
 The point is the mean log loss of the variants of `scaling.fits.ensemble`, the interval exp(log point ± k·s). Parameter bootstraps
 alone cover 40–53 % of held-out losses at a nominal 95 %, because they ignore that the form itself is wrong; so s has a term

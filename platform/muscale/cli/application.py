@@ -26,7 +26,7 @@ EXIT_CODES = {
     1: "a check failed: coordinate check, transfer verdict, gate, bundle, machine, or a run outside its forecast or band",
     2: "an error that you can mend",
     EXIT_FAULT: "a fault of muscale's own",
-    EXIT_PREEMPTED: "a full run was told to end, and has saved; the same command goes on",
+    EXIT_PREEMPTED: "a full run was preempted and has saved; the same command continues it",
     130: "interrupted; the same command goes on",
     EXIT_BROKEN_PIPE: "whoever read the output went away",
 }

@@ -124,7 +124,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         Section(
             title="Every run",
             command="run",
-            group="The books",
+            group="Ledger",
             about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text. Of many, "
             "the latest; `muscale runs` has all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
@@ -189,7 +189,7 @@ def _befallen(contents: ReportContents) -> Section:
     events, begun = contents.run_events, contents.curve is not None or contents.promotion is not None
     quiet = "nothing: no alarm, no batch left out, no return to a checkpoint, no restart" if begun else None
     return Section(
-        title="What befell the full run",
+        title="Events",
         command="promote",
         group="The full run",
         about="Alarms, batches left out, returns to a checkpoint and restarts, in order of time.",
@@ -217,7 +217,7 @@ def _spending(table: pd.DataFrame) -> Section:
     return Section(
         title="What it cost",
         command="run",
-        group="The books",
+        group="Ledger",
         about="Compute and time by purpose; what several runs share is counted once, at the first that wanted it.",
         result=format_spending(table) if len(table) else None,
         drawings=drawn(draw_spending(table) if len(table) else None, "shares of compute and time by purpose"),
@@ -228,11 +228,11 @@ def _spending(table: pd.DataFrame) -> Section:
 def _reproduction(found: Reproduction | None) -> Section:
     about = "The commands, what determines the result, and the study file as it was read."
     if found is None:
-        return Section(title="How to reproduce", command="run", group="The books", about=about)
+        return Section(title="How to reproduce", command="run", group="Ledger", about=about)
     return Section(
         title="How to reproduce",
         command="run",
-        group="The books",
+        group="Ledger",
         about=about,
         template="reproduction.html.jinja",
         values={"found": found},

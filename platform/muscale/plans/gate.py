@@ -33,7 +33,7 @@ class GateLine:
 
     Attributes:
         name: Of the condition.
-        status: "unknown" where it can't be told here; that holds nothing up.
+        status: "unknown" where it can't be evaluated here, which does not block.
         compared: What was held against what.
         advice: What to do; where it passed, empty or what would be better.
     """

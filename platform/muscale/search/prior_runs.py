@@ -95,7 +95,7 @@ def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Spac
 
 
 def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
-    """How many runs of another study tell a sweep something, and if none does, why most of them don't.
+    """How many runs of another study a sweep uses, and if none, why most are left out.
 
     Args:
         source: The study's file or directory, or its ledger.
@@ -106,9 +106,9 @@ def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, n
     """
     rows = [row for row in runs_of(source).to_dict("records") if row["purpose"] != "full"]
     reasons = Counter(differs_in(row, defaults, space, numerics) for row in rows)
-    taught = reasons.pop("", 0)
-    told = f"{taught} of the {len(rows)} runs of {source} tell this sweep something"
-    return told if taught or not rows else f"warning: {told}: {reasons.most_common(1)[0][0]}"
+    used = reasons.pop("", 0)
+    message = f"using {used} of {len(rows)} runs from {source}"
+    return message if used or not rows else f"warning: {message}: {reasons.most_common(1)[0][0]}"
 
 
 def runs_of(source: Path) -> pd.DataFrame:

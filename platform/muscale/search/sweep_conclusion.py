@@ -107,13 +107,13 @@ def _notes(
     done = {} if leaders is None else {int(trial): int(row["n_runs"]) for trial, row in leaders.trials.iterrows()}
     if not comparable:
         yield (
-            "the leaders can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
+            "the finalists can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
             "sweep.n_seeds"
         )
     elif not done:
         yield (
-            "the winner's luck is not known: it was repeated over no seed but the search's own"
-            + (f" of {repeats} that sweep.n_seeds asks for" if repeats else "; set sweep.n_seeds")
+            "the winner was run with one seed only; "
+            + (f"sweep.n_seeds asks for {repeats} more" if repeats else "set sweep.n_seeds")
         )
     for trial, n_runs in done.items():
         if n_runs < repeats:

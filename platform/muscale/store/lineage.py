@@ -42,7 +42,7 @@ class Chain:
 
     Attributes:
         numerics, segments: What is trained.
-        spike_handling: What befell a full run's steps; None without a policy about spikes, as proxies are.
+        spike_handling: Interventions in a full run's steps; None without a policy about spikes, as proxies are.
     """
 
     numerics: Numerics

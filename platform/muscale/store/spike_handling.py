@@ -1,4 +1,4 @@
-"""What befell a full run and what was done about it: batches left out, returns to a checkpoint, restarts, kept for ever."""
+"""Incidents of a full run and what was done about each: batches left out, returns to a checkpoint, restarts; kept for ever."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_its_hash_is_in_the_ledger_and_knows_no_comments(planned: MakePlan, ledg
 
 
 def test_prompts_are_kept_with_how_the_run_is_evaluated(planned: MakePlan, ledger: Ledger) -> None:
-    plan, config = planned("promote.evaluation=beside", 'promote.prompts=["def f(", "\\n"]')
+    plan, config = planned("promote.evaluation=async", 'promote.prompts=["def f(", "\\n"]')
     path = write(plan, config, ledger)
     assert read(path, ledger, config) == (plan, config)
     edit(path, "evaluator_cpus = 1.0", "evaluator_cpus = 2.0")

@@ -107,11 +107,11 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
     assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")
     search, runs = taught.search, len(taught.runs())
     assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
-        f"{runs} of the {runs} runs of {teacher} tell this sweep something"
+        f"using {runs} of {runs} runs from {teacher}"
     )
     other = replace(search.numerics, corpus_key="another")
     assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, other) == (
-        f"warning: 0 of the {runs} runs of {teacher} tell this sweep something: its corpus_key is "
+        f"warning: using 0 of {runs} runs from {teacher}: its corpus_key is "
         f"{search.numerics.corpus_key!r}, the study's is 'another'"
     )
     assert learns("hyperparameters.beta1=0.8") == (0, "tpe"), "runs under other fixed values tell nothing"

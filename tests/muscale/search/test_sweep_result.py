@@ -108,7 +108,7 @@ def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, plante
     assert sum("over 2 seeds of 3 that sweep.n_seeds asks for" in warning for warning in fewer.notes) == 3
     never = search(repeats=0)
     assert never.finalists is None
-    assert "over no seed but the search's own of 3" in never.notes[0]
+    assert "sweep.n_seeds asks for 3 more" in never.notes[0]
     stopped = search("sweep.max_tokens=60000", "sweep.n_seeds=0")
     begun = len(stopped.trials)
     assert 1 < begun < 32

@@ -46,6 +46,6 @@ def test_a_run_evaluated_beside_evaluates_itself_at_its_end_alone(make_study: Ma
     micro = make_study()
     assert StudyConfig.read(micro).promote.evaluates_every == 102_400
     beside = StudyConfig.read(
-        micro, ["promote.evaluation=beside", 'promote.prompts=["a"]', "promote.evaluator_gpus=0.5"]
+        micro, ["promote.evaluation=async", 'promote.prompts=["a"]', "promote.evaluator_gpus=0.5"]
     )
     assert beside.promote.evaluates_every is None

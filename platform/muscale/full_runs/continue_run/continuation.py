@@ -268,7 +268,7 @@ def _segments(stage: StageFile, parent: Parent) -> tuple[Segment, ...]:
     before = parent.recipe
     if stage.optimizer == before.optimizer:
         raise StageError(
-            f"optimizer: must be another than the parent's, which goes on by itself; got {stage.optimizer!r}"
+            f"optimizer: must differ from the parent's, omit it to keep the parent's; got {stage.optimizer!r}"
         )
     try:
         return continued(

@@ -55,7 +55,7 @@ class Continued(Result):
         world_size: Workers at the end.
         seconds: Wall time of the training.
         goodput: As of a promoted run.
-        incidents: What befell it, and what was done.
+        incidents: Spikes, divergences and restarts, and what was done about each.
     """
 
     key: str
@@ -149,7 +149,7 @@ def train_stage(
     Raises:
         StageError: If the stage diverged, or failed in a way that would come again, or more often than `promote.max_failures`,
             or its parent's checkpoint is no longer what it was when the stage was begun.
-        PreemptedError: If this process was told to end; the workers have saved.
+        PreemptedError: If this process was preempted; the workers have saved.
     """
     if known := ledger.result(RECORD, stage.key):
         return Continued.from_dict(known)

@@ -44,7 +44,7 @@ def launch(
     Raises:
         StageError: If the run diverged, or failed in a way that would come again, or more often than `settings.max_failures`; or if
             there is no room to evaluate it beside, before it begins.
-        PreemptedError: If this process was told to end; the workers have saved.
+        PreemptedError: If this process was preempted; the workers have saved.
     """
     directory = run.directory
     result = directory / RESULT

@@ -120,7 +120,7 @@ def train_here(path: Path) -> dict[str, Any]:
 
     Raises:
         StageError: If the file can't be read, or the run diverges.
-        PreemptedError: If it was told to leave its machine; its state is saved.
+        PreemptedError: If its machine is taken away; its state is saved.
     """
     run = read(path)  # before what is slow to import
     from muscale.full_runs.train.module import train

@@ -43,7 +43,7 @@ class Promotion(Result):
         gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
         forced_lines: What any launch was forced past.
         goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
-        incidents: What befell its workers, and what was done.
+        incidents: Spikes, divergences and restarts of its workers, and what was done about each.
         run_events: These and the alarms in order of time; told, and not recorded with it, as each has its place.
     """
 
@@ -180,7 +180,7 @@ def promote(
 
     Raises:
         StageError: As `begin`; if the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
-        PreemptedError: If this process was told to end; the workers have saved.
+        PreemptedError: If this process was preempted; the workers have saved.
     """
     registered, started = begin(plan, config, ledger, verdict=verdict, forced=forced, gate=gate)
     directory = ledger.directory / FULL_RUNS / plan.key

@@ -120,7 +120,9 @@ def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None
         if webhook:
             failure = post(webhook, alarm.to_dict())
             ledger.record_result(SENT, alarm.key, {"webhook": webhook, "failure": failure})
-            lines.append(f"the webhook of {webhook} was {'told' if failure is None else f'not told: {failure}'}")
+            lines.append(
+                f"notified webhook {webhook}" if failure is None else f"webhook {webhook} can't be notified: {failure}"
+            )
     return lines
 
 

@@ -41,7 +41,7 @@ class Event:
 
 
 def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Iterable[Alarm] = ()) -> tuple[Event, ...]:
-    """What befell the run of a plan so far, the oldest first.
+    """The events of a plan's run so far, the oldest first.
 
     Args:
         ledger: The study's.

@@ -364,7 +364,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
 
     Raises:
         StageError: If the run diverges.
-        PreemptedError: If it was told to leave its machine; its state is saved.
+        PreemptedError: If its machine is taken away; its state is saved.
     """
     if isinstance(strategy, ShardedStrategy):
         strategy.parallelism = run.parallelism

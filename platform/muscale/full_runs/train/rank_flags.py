@@ -1,4 +1,4 @@
-"""What all ranks must do at the same step, though one of them alone knows: told with the loss, which they reduce anyway."""
+"""Save and stop flags of all ranks, reduced with the loss: what one rank knows, all do at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RankFlags:
 
     Attributes:
         saves: It is time for a checkpoint, by rank 0's clock.
-        ends: Some rank was told that it will lose its machine.
+        ends: Some rank was notified that it will lose its machine.
     """
 
     def __init__(self, *, every_seconds: float | None, notice: Callable[[], bool]) -> None:

@@ -192,7 +192,7 @@ def test_the_key_is_of_the_parent_and_of_what_the_stage_computes_and_not_of_its_
         ("seed = 5", "seed: must be 0, as plan .* read this corpus in that order .*; got 5"),
         (
             "optimizer = 'adamw'\nlearning_rate = 0.1\nrewarm_tokens = 256",
-            "optimizer: must be another than the parent's",
+            "optimizer: must differ from the parent's",
         ),
         ("rewarm_tokens = 5000", "rewarm_tokens: a re-warming of 5120 tokens does not fit"),
         ("[parent]\nrun = 'nobody'", "parent.run: must be the key of a plan or of a stage .* got 'nobody'"),

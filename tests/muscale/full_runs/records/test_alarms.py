@@ -90,7 +90,7 @@ def test_an_alarm_is_kept_and_told_once(ledger: Ledger, hook: Hook) -> None:
     found = alarms("above", "above", "above")
     assert known_alarms(ledger, found) == set()
     lines = raise_alarms(ledger, found, webhook="WATCH_HOOK")
-    assert lines == [str(found[0]), "the webhook of WATCH_HOOK was told"]
+    assert lines == [str(found[0]), "notified webhook WATCH_HOOK"]
     assert raise_alarms(ledger, found, webhook="WATCH_HOOK") == []
     assert known_alarms(ledger, found) == {found[0].key}
     (heard,) = hook.heard
@@ -120,7 +120,7 @@ def test_a_webhook_that_fails_is_told_without_its_url(
     failure = post("WATCH_HOOK", {})
     assert failure
     lines = raise_alarms(ledger, alarms("above", "above", "above"), webhook="WATCH_HOOK")
-    assert lines[1].startswith("the webhook of WATCH_HOOK was not told: ")
+    assert lines[1].startswith("webhook WATCH_HOOK can't be notified: ")
     kept = json.dumps([row["payload"] for row in ledger.read(find, "results", {"stage": SENT})])
     assert SECRET not in f"{lines}{kept}{failure}"
 
