@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.config import ModelConfig
 
 CO_DESIGN = "Anthony et al., arXiv 2401.14489, its recommendations"
 MATMUL_GUIDE = "NVIDIA, Matrix Multiplication Background User's Guide, section 2.2"

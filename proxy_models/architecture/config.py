@@ -8,8 +8,6 @@ from functools import cached_property
 from itertools import count
 from typing import Any, Literal, Self, get_args
 
-from proxy_models.architecture.advice import Advice, advise
-
 DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
 """Fields that are probabilities of being dropped in a training step."""
 Activation = Literal["swiglu", "gelu", "relu", "relu2"]
@@ -179,10 +177,6 @@ class ModelConfig:
         """
         products = self.n_matrix_entries + self.vocab_size * self.d_model
         return 6.0 * products + 12.0 * self.n_layers * self.context_length * self.d_model
-
-    def advice(self) -> tuple[Advice, ...]:
-        """What of this shape costs speed on a GPU, each finding with its source."""
-        return tuple(advise(self))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""

@@ -8,12 +8,12 @@ is taken to be fused, so that its weights are never kept (Dao et al., arXiv 2205
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from proxy_models.architecture.config import ModelConfig
-    from proxy_models.training.numerics import Precision
+from proxy_models.architecture.config import ModelConfig
 
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What matrices are multiplied in; weights and moments are fp32 always, and fp16 scales the loss."""
 Sharding = Literal["none", "zero2", "full", "hybrid"]
 """What is cut across devices: nothing; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
 whole of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.

@@ -191,9 +191,9 @@ class CoordinateCheck:
 
     def plot(self) -> go.Figure:
         """Size and change of every module against width, and depth; one colour for each step, the readout dashed."""
-        from proxy_models.coordinates.figures import coordinate_lines, draw_coordinates
+        from proxy_models.coordinates.figures import coordinates_data, draw_coordinates
 
-        return draw_coordinates(coordinate_lines(self))
+        return draw_coordinates(coordinates_data(self.measurements))
 
 
 def _criteria(axis: Axis, kind: str, group: pd.DataFrame) -> dict[tuple[str, int], Criterion | None]:

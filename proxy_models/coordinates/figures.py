@@ -10,17 +10,15 @@ import pandas as pd
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from proxy_models.coordinates.check import CoordinateCheck
 
-
-def coordinate_lines(check: CoordinateCheck) -> pd.DataFrame:
-    """What the figure shows: `measurements`, so that each (axis, quantity, step, module) is a run of rows by size."""
+def coordinates_data(measurements: pd.DataFrame) -> pd.DataFrame:
+    """Sort `CoordinateCheck.measurements` so that each (axis, quantity, step, module) is a run of rows by size."""
     order = ["axis", "quantity", "step", "module", "width", "depth"]
-    return check.measurements.sort_values(order, ascending=[False] + [True] * 5, ignore_index=True)
+    return measurements.sort_values(order, ascending=[False] + [True] * 5, ignore_index=True)
 
 
 def draw_coordinates(lines: pd.DataFrame) -> go.Figure:
-    """Figure of `coordinate_lines`: rms against width and, below, depth, all logarithmic; size left and change right."""
+    """Figure of `coordinates_data`: rms against width and, below, depth, all logarithmic; size left and change right."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
     from plotly.subplots import make_subplots

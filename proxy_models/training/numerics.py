@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
 from proxy_models.hashing import content_key
 from proxy_models.training.guard import GuardSettings
@@ -13,9 +14,6 @@ from proxy_models.training.guard import GuardSettings
 SEMANTICS = 1
 """Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of
 a sum): results of another number are not reused. tests/muscale/golden.json holds what must be the same under one number."""
-
-Precision = Literal["fp32", "bf16", "fp16"]
-"""What matrices are multiplied in; weights and moments are fp32 always, and fp16 scales the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

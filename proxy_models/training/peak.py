@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from proxy_models.training.numerics import Precision
+from proxy_models.architecture.memory import Precision
 
 _HALF_PRECISION = {
     r"H100 PCIe": 756e12,

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from proxy_models.training.numerics import Precision
+from proxy_models.architecture.memory import Precision
 
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST_SCALE = 2.0**-14  # gradients that overflow at a loss scale below this overflow at any

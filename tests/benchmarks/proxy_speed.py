@@ -31,13 +31,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from muscale.full_runs.lightning_import import import_lightning
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss
+from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.products import MKL_IS_SLOW, Linear, product
 from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.data.tokenizer import Tokens
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
 from proxy_models.training.device import CPU, send, usable, wait
-from proxy_models.training.numerics import Numerics, Precision
+from proxy_models.training.numerics import Numerics
 from proxy_models.training.peak import datasheet_flops
 from proxy_models.training.precision import autocast
 from proxy_models.training.trainer import Trainer

@@ -15,12 +15,13 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import forecasts
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
 from proxy_models.recipes.stages import Stage
-from proxy_models.training.numerics import Numerics, Precision
+from proxy_models.training.numerics import Numerics
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 from scaling.presentation import Result
 

@@ -11,8 +11,8 @@ import numpy as np
 from muscale.errors import StageError
 from muscale.settings.plan import PlanSettings
 from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
-from proxy_models.training.numerics import Precision
 from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
 from scaling.forms.form import Values
 from scaling.forms.repeated import REPEAT_BOUNDS

@@ -11,9 +11,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.spikes import SpikePolicy
 from muscale.settings.strict import StrictTable, require_parts
-from proxy_models.architecture.memory import Checkpointing, Sharding
+from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.training.guard import GuardSettings
-from proxy_models.training.numerics import Precision
 
 
 class PromoteSettings(StrictTable):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from proxy_models.architecture.advice import advise
 from proxy_models.architecture.config import ModelConfig
 
 GOOD: dict[str, Any] = {
@@ -18,7 +19,7 @@ GOOD: dict[str, Any] = {
 
 
 def test_a_shape_that_fits_the_hardware_gets_no_advice() -> None:
-    assert ModelConfig(**GOOD).advice() == ()
+    assert list(advise(ModelConfig(**GOOD))) == []
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_shape_that_fits_the_hardware_gets_no_advice() -> None:
     ],
 )
 def test_each_finding_names_the_field_the_value_and_a_source(change: dict[str, Any], name: str, told: str) -> None:
-    found = [advice for advice in ModelConfig(**{**GOOD, **change}).advice() if advice.name == name]
+    found = [advice for advice in advise(ModelConfig(**{**GOOD, **change})) if advice.name == name]
     assert len(found) == 1
     assert found[0].source
     assert re.search(told, str(found[0]))

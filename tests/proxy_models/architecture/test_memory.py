@@ -12,6 +12,7 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.memory import (
     Checkpointing,
+    Precision,
     Sharding,
     activation_bytes,
     largest_micro_batch,
@@ -19,7 +20,6 @@ from proxy_models.architecture.memory import (
 )
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.numerics import Precision
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.precision import autocast
 from tests.proxy_models.peak_memory import peak_bytes

@@ -27,7 +27,7 @@ from proxy_models.architecture.parametrization import (
     parametrize,
 )
 from proxy_models.coordinates.check import CoordinateCheck
-from proxy_models.coordinates.figures import coordinate_lines
+from proxy_models.coordinates.figures import coordinates_data
 from proxy_models.coordinates.measurement import Rule, coordinate_check, measure
 from proxy_models.coordinates.sizes import Axis
 from proxy_models.data.corpus import Corpus
@@ -384,7 +384,7 @@ def test_the_check_survives_json(check: Callable[..., CoordinateCheck], corpus: 
 
 def test_the_figure_shows_every_line_on_logarithmic_axes(check: Callable[..., CoordinateCheck]) -> None:
     result = check()
-    figure, lines = result.plot(), coordinate_lines(result)
+    figure, lines = result.plot(), coordinates_data(result.measurements)
     shown = np.concatenate([np.asarray(trace.y, float) for trace in figure.data])
     assert np.isfinite(shown).sum() == len(lines)
     assert np.isnan(shown).sum() == len(result.slopes), "a gap after each line"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from proxy_models.training.numerics import Precision
+from proxy_models.architecture.memory import Precision
 from proxy_models.training.precision import LossScaler, autocast, unsupported
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.memory import Precision
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.guard import GuardSettings
-from proxy_models.training.numerics import Numerics, Precision
+from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.state import capture, restore
 from proxy_models.training.step import Stepper, step_seed
