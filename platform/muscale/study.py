@@ -254,19 +254,28 @@ class Study(Result):
             raise StageError(f"fit: {error}") from error
 
     def plan(self, *, compute_flops: float | None = None) -> Plan:
-        """The full run for the budget, its forecast registered and its file written.
+        """The full run for the budget, with the forecast as registered where it is; writes nothing about it.
 
         Args:
             compute_flops: The budget, in place of the study file's.
 
         Raises:
-            StageError: As `planned`, or if the plan's file was edited by hand.
+            StageError: As `fit`, or if the budget can't be spent.
             ValueError: If `compute_flops` is not finite and above 0.
         """
-        return self._registered(self.planned(compute_flops=compute_flops))
+        sweep, config = self.sweep(), self.config
+        if compute_flops is not None:
+            config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
+        horizon, law = self.horizon(), self.fit()
+        plan = planning.make_plan(config, sweep.best, horizon, law, corpus=self.corpus, winner=sweep.winner)
+        return planning.as_registered(plan, self.ledger)
 
-    def _registered(self, plan: Plan) -> Plan:
-        """The plan with its forecast, the band along the run, and its file."""
+    def register(self, plan: Plan) -> Plan:
+        """Register a plan's forecast and its band, once and for all, and write its file, which is brought up to date.
+
+        Raises:
+            StageError: If the plan's file was edited by hand.
+        """
         registered = planning.register(plan, self.ledger)
         plan_file.write(registered, self.config, self.ledger, along=self.band(registered).along)
         return registered
@@ -286,19 +295,6 @@ class Study(Result):
 
         return export(plan or self.plan(), self.numerics, Path(folder))
 
-    def planned(self, *, compute_flops: float | None = None) -> Plan:
-        """What `plan` would register; writes no forecast.
-
-        Raises:
-            StageError: As `fit`, or if the budget can't be spent.
-            ValueError: As `plan`.
-        """
-        sweep, config = self.sweep(), self.config
-        if compute_flops is not None:
-            config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
-        horizon, law = self.horizon(), self.fit()
-        return planning.make_plan(config, sweep.best, horizon, law, corpus=self.corpus, winner=sweep.winner)
-
     def next_runs(
         self,
         plan: Plan | None = None,
@@ -316,10 +312,10 @@ class Study(Result):
             width: Of the forecast's interval over the forecast: narrow enough.
 
         Raises:
-            StageError: As `planned`.
+            StageError: As `plan`.
             ValueError: If an argument is out of its range.
         """
-        plan = plan or self.planned()
+        plan = plan or self.plan()
         return next_stems.choose(
             self.config, self.fit(), plan, self.corpus, affordable_flops=affordable_flops, n_runs=n_runs, width=width
         )
@@ -529,11 +525,8 @@ class Study(Result):
         """The plan that is meant, and the settings that it is promoted with."""
         if isinstance(plan, str | Path):
             return plan_file.read(Path(plan), self.ledger, self.config)
-        plan = plan or self.planned()
-        if register:
-            return self._registered(plan), self.config
-        known = self.ledger.forecast(plan.key)
-        return planning.register(plan, self.ledger) if known else plan, self.config
+        plan = plan or self.plan()
+        return self.register(plan) if register else plan, self.config
 
     def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
         from muscale.full_runs.promote.dry_run import dry_run

@@ -152,7 +152,7 @@ def train(task: Task) -> dict[str, Any]:
 
 
 def plan_of(study: Study) -> tuple[Plan, Promoted]:
-    """The registered plan of a study, whose searches are done where they are not, and what its runs share."""
+    """The plan of a study, whose searches are done where they are not, and what its runs share."""
     plan = study.plan()
     directory = study.directory / "full_run" / plan.key
     chain = plan.chain(study.numerics)

@@ -209,6 +209,10 @@ def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion
     further = study.next_runs()
     assert further.result.now.n_params == study.plan().n_params
     other = study.plan(compute_flops=4e10)
+    assert study.ledger.forecast(other.key) is None
+    assert not study.plan_path(other).exists()
+    other = study.register(other)
+    assert study.plan(compute_flops=4e10) == study.register(other) == other
     assert 2.5e10 < other.compute_flops <= 4e10 * 1.01
     assert other.key != promotion.plan
     assert study.next_runs(other).share == pytest.approx(further.affordable_flops / other.compute_flops, rel=0.5)

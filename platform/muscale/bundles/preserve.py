@@ -58,7 +58,7 @@ def _promoted(study: Study) -> tuple[Plan, Promotion]:
     forecast = study.ledger.forecast(promotion.plan)
     if forecast is None:
         raise StageError(f"bundle: the ledger has no plan {promotion.plan}, though its run was promoted")
-    return Plan.from_dict({**forecast["payload"], "registered_at": forecast["registered_at"]}), promotion
+    return Plan.of_row(forecast), promotion
 
 
 def _chain_of(study: Study, plan: Plan) -> Chain:

@@ -99,7 +99,7 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
     wrote: dict[str, Path] = {}
 
     def planned(opened: Study) -> Any:
-        plan = opened.plan()
+        plan = opened.register(opened.plan())
         wrote["plan"] = opened.plan_path(plan)
         if export:
             wrote["for other frameworks"] = opened.export(export, plan)

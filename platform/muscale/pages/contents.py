@@ -89,7 +89,7 @@ def _search(study: Study) -> dict[str, Any]:
             known.update(transfer=study.transfer())
         if study.is_complete("ladder"):
             known.update(fit=study.fit())
-            planned = study.planned()
+            planned = study.plan()
             known.update(planned=planned, next_runs=study.next_runs(planned))
     except StageError:
         return known  # the sections without data say which command gives them

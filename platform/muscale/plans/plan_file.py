@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +159,7 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
     origin = _origin(found, written)
     if origin is None:
         raise StageError(f"{path}: {_first_edit(found, written)}")
-    plan = Plan.from_dict(registered["payload"])
+    plan = Plan.of_row(registered)
     of_run = _of_the_run(origin, plan)
     table = _table_of(found, path)
     for name, value in of_run.items():
@@ -170,7 +169,7 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
                 f"changes what is computed, so another value is another plan, made by `muscale plan --set promote.{name}=…`"
             )
     own = _with_resources(config, {**origin[EDITABLE], **table, **of_run}, path)
-    return replace(plan, registered_at=registered["registered_at"]), own
+    return plan, own
 
 
 def hash_of(values: _Contents) -> str:

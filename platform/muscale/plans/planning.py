@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -117,6 +118,11 @@ class Plan(Result):
             carried=tuple(HyperparameterProvenance.from_dict(one) for one in values.get("carried", ())),
             data=values.get("data"),
         )
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        """The plan of a registered forecast, a row of the ledger's."""
+        return replace(cls.from_dict(row["payload"]), registered_at=row["registered_at"])
 
     def __str__(self) -> str:
         forecast, model = self.forecast, self.model
@@ -329,10 +335,7 @@ def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
 
 
 def register(plan: Plan, ledger: Ledger) -> Plan:
-    """Write the forecast into the ledger, once and for all, and return the plan as registered.
-
-    What the decision says of prices or of sizes nearby is as told now: it is no part of what is registered.
-    """
+    """Write a plan with its forecast into the ledger, once and for all, and return it as registered."""
     forecast = plan.forecast
     ledger.insert(
         forecasts,
@@ -343,12 +346,13 @@ def register(plan: Plan, ledger: Ledger) -> Plan:
         level=forecast.level,
         payload=plan.to_dict(),
     )
-    row = ledger.forecast(plan.key) or {}
-    known = Plan.from_dict(row["payload"])
-    return replace(
-        known,
-        decision=plan.decision,
-        registered_at=row["registered_at"],
-        carried=known.carried or plan.carried,
-        data=known.data or plan.data,
-    )
+    return as_registered(plan, ledger)
+
+
+def as_registered(plan: Plan, ledger: Ledger) -> Plan:
+    """A plan as its forecast was registered, or as it is where there is none.
+
+    What its decision tells of prices and of sizes nearby is today's: it is no part of what is registered.
+    """
+    row = ledger.forecast(plan.key)
+    return replace(Plan.of_row(row), decision=plan.decision) if row else plan

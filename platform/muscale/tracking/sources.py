@@ -130,7 +130,7 @@ class FullRun:
             if row is None:
                 return
             lines = {f"forecast/{side}": float(row[side]) for side in _SIDES}
-            self._known = Plan.from_dict(row["payload"]), registered_band(self._plan, self._ledger), lines
+            self._known = Plan.of_row(row), registered_band(self._plan, self._ledger), lines
         plan, band, lines = self._known
         promotion = recorded_promotion(self._ledger, self._plan)
         name, key = self._config["name"], study_key(self._ledger.directory)

@@ -127,7 +127,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         corpus = Corpus.open(directory / started["folder"])
         before = tuple(LineageSegment(**stretch) for stretch in started["lineage"])
     elif registered := ledger.forecast(run):
-        chain = chain_of(Plan.from_dict(registered["payload"]))
+        chain = chain_of(Plan.of_row(registered))
         key, name, position, before = run, PLAN, 0, ()
         numerics, segments = chain.numerics, chain.segments
     else:
