@@ -72,13 +72,22 @@ def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_stud
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "stages",
+    [("transfer", "promote"), pytest.param(("sweep", "transfer", "ladder", "promote"), marks=pytest.mark.soak)],
+    ids="+".join,
+)
 def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_nothing(
-    make_study: MakeStudy, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    stages: tuple[str, ...],
+    make_study: MakeStudy,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     killed = make_study("killed")
     ledger = killed.parent / "ledger.sqlite"
     kept: dict[str, str] = {}
-    for stage in ("sweep", "transfer", "ladder", "promote"):
+    for stage in stages:
         end_during(stage, killed, signal.SIGINT if stage == "transfer" else signal.SIGKILL)
         assert kept.items() <= segments(ledger).items(), "a recorded segment was trained again or changed"
         kept = segments(ledger)
