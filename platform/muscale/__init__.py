@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muscale.full_runs.promote.promotion import Promotion
     from muscale.full_runs.promote.smoke_test import SmokeTest
     from muscale.monitoring.calibration import Calibration
-    from muscale.monitoring.watch import Watch
+    from muscale.monitoring.run_status import RunStatus
     from muscale.plans.gate import Gate
     from muscale.plans.planning import Plan
     from muscale.search.sweep_result import SweepResult
@@ -42,6 +42,7 @@ __all__ = [
     "MuscaleError",
     "Plan",
     "Promotion",
+    "RunStatus",
     "SmokeTest",
     "StageError",
     "Study",
@@ -49,7 +50,6 @@ __all__ = [
     "StudyDirectoryError",
     "StudyFileError",
     "SweepResult",
-    "Watch",
     "evaluate_checkpoint",
     "load_bundle",
 ]
@@ -66,6 +66,7 @@ _HOMES = {
     "Plan": "plans.planning",
     "Promotion": "full_runs.promote.promotion",
     "DryRun": "full_runs.promote.dry_run",
+    "RunStatus": "monitoring.run_status",
     "SmokeTest": "full_runs.promote.smoke_test",
     "StageError": "errors",
     "Study": "study",
@@ -73,7 +74,6 @@ _HOMES = {
     "StudyDirectoryError": "errors",
     "StudyFileError": "errors",
     "SweepResult": "search.sweep_result",
-    "Watch": "monitoring.watch",
     "evaluate_checkpoint": "full_runs.checkpoints.evaluate",
     "load_bundle": "bundles.bundle",
 }

@@ -7,7 +7,7 @@ there are many stages: each method only joins what other modules do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,10 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
 from muscale.monitoring.calibration import Calibration, calibrate
-from muscale.monitoring.following import guarding
-from muscale.monitoring.observe import Observer, open_observer
-from muscale.monitoring.watch import Watch, Watcher
+from muscale.monitoring.follow import guarding
+from muscale.monitoring.losses import LossSource, loss_source
+from muscale.monitoring.monitor import Monitor
+from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
 from muscale.plans.costs import estimate
@@ -424,50 +425,25 @@ class Study(Result):
                 Path(stage), self.config, self.ledger, self.corpus, lambda plan: plan.chain(own), on_progress
             )
 
-    def watch(self, plan: str | None = None) -> Watch:
-        """The full run beside its band as it stands now; trains nothing.
+    def watch(self, losses: str | Path | pd.DataFrame | LossSource | None = None, plan: str | None = None) -> RunStatus:
+        """The full run against its forecast as it stands now; trains nothing.
 
         Args:
-            plan: Key of a plan; by default the one whose run was begun last, here or elsewhere.
+            losses: Of a run trained elsewhere, all of them so far: a CSV file, `wandb:entity/project/run`, or a DataFrame with a
+                column `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both, in nats per token. They are
+                recorded in the study and marked as asserted by the run's owner. None: the run's own records.
+            plan: Key of a plan; by default the one whose run began last, or with `losses` the one registered last.
 
         Raises:
-            StageError: If no such run was begun.
+            StageError: If there is no such run, the losses can't be read or go beyond the plan's tokens, or `losses` are given
+                for a plan that was promoted in this study.
         """
-        return self.watcher(plan).look()
+        return self.monitor(losses, plan).look()
 
-    def watcher(self, plan: str | None = None) -> Watcher:
-        """What looks at one run again and again."""
-        return Watcher(self.ledger, plan=plan, alarm_after=self.config.promote.alarm_after)
-
-    def observer(self, source: str, plan: str | None = None) -> Observer:
-        """What takes an outside run's table into the study.
-
-        Args:
-            source: What the table is called.
-            plan: Key of the plan that the run follows, by default the one registered last.
-
-        Raises:
-            StageError: If no forecast is registered, or the plan's run is this study's own.
-        """
-        return open_observer(self.ledger, source, plan)
-
-    def observe(
-        self, rows: Sequence[Mapping[str, float]], *, source: str = "a table", plan: str | None = None
-    ) -> Watch:
-        """Take the losses of a run that goes on elsewhere, all of them so far, and look at it; marked as asserted by its owner.
-
-        Args:
-            rows: Each with `tokens` or `step`, and `val_loss` (held-out), `train_loss` or both, in nats per token;
-                `observe.read_csv` and `observe.read_wandb` give them.
-            source: What the table is called.
-            plan: Key of the plan that the run follows, by default the one registered last.
-
-        Raises:
-            StageError: As `observer`, or if the rows go beyond the plan's tokens.
-        """
-        observer = self.observer(source, plan)
-        observer.take([dict(row) for row in rows])
-        return self.watch(observer.plan.key)
+    def monitor(self, losses: str | Path | pd.DataFrame | LossSource | None = None, plan: str | None = None) -> Monitor:
+        """A monitor that looks at one run repeatedly, reading only new records; arguments and errors as `watch`."""
+        source = loss_source(losses) if isinstance(losses, str | Path | pd.DataFrame) else losses
+        return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after)
 
     def calibration(self, *others: str | Path) -> Calibration:
         """How often the forecasts of this ledger held, and those of other studies: their files, directories or ledgers.

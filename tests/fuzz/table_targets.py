@@ -64,7 +64,7 @@ class ParquetLadder(Ladder):
         self.seeds = [written.getvalue()]
 
 
-class ObservedLosses(Target):
+class ExternalLosses(Target):
     suffix = ".csv"
 
     def __init__(self, folder: Path) -> None:
@@ -83,9 +83,10 @@ class ObservedLosses(Target):
         return (StageError,)
 
     def read(self, path: Path) -> object:
-        from muscale.monitoring.observe import Observer, read_csv
+        from muscale.monitoring.external_run import ExternalRun
+        from muscale.monitoring.losses import LossFile
 
         for growing in (True, False):
-            rows = read_csv(path, growing=growing)
-        observer = Observer(self.ledger, self.plan, str(path))
-        return observer._estimated(observer._records(rows))
+            source = LossFile(path=path, growing=growing)
+            records = ExternalRun(self.ledger, source).records(source.read())
+        return records

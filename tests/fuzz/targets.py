@@ -11,7 +11,7 @@ from tests.fuzz.record_targets import (
     TokenManifest,
 )
 from tests.fuzz.settings_targets import PlanFile, PreparedRun, SpaceTable, StageOfAStudy, StudyFile, WandbSweep
-from tests.fuzz.table_targets import CsvLadder, JsonLadder, ObservedLosses, ParquetLadder
+from tests.fuzz.table_targets import CsvLadder, ExternalLosses, JsonLadder, ParquetLadder
 from tests.fuzz.target import Target
 
 TARGETS: dict[str, type[Target]] = {
@@ -31,7 +31,7 @@ TARGETS: dict[str, type[Target]] = {
     "place": LedgerPlace,
     "bundle": BundleManifest,
     "wandb": WandbSweep,
-    "observe": ObservedLosses,
+    "losses": ExternalLosses,
     "optuna": OptunaStorage,
     "optuna_rows": OptunaRows,
     "ledger": ForeignLedger,

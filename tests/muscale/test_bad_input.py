@@ -188,7 +188,7 @@ def test_no_setting_takes_what_is_no_number(make_study: MakeStudy) -> None:
         ("check", "LOOP.toml"),
         ("promote", "STUDY", "--plan", "LOOP.toml"),
         ("continue", "STUDY", "LOOP.toml"),
-        ("observe", "STUDY", "LOOP.csv"),
+        ("watch", "STUDY", "--losses", "LOOP.csv"),
         ("calibration", "STUDY", "LOOP"),
         ("train", "LOOP.json"),
         ("import-space", "LOOP.yaml"),
@@ -202,7 +202,7 @@ def test_a_link_to_itself_is_no_file(
     command: tuple[str, ...], make_study: MakeStudy, tmp_path: Path, capsys: Capture
 ) -> None:
     path = make_study()
-    if "observe" in command:  # which reads nothing before a plan is registered
+    if "watch" in command:  # which reads nothing before a plan is registered
         ledger = Ledger(path.parent / "ledger.sqlite")
         registered_plan(path, ledger)
         ledger.close()
@@ -368,18 +368,19 @@ def test_an_imported_space_holds_no_line_that_its_names_smuggle_in(tmp_path: Pat
     [
         ("tokens,loss\n1e400,2\n", "line 2, tokens: must be finite and not negative, got inf"),
         ("step,loss\ninf,2\n", "line 2, step: must be finite and not negative, got inf"),
-        ("step,loss\n1e308,2\n", "tokens are more than the"),
+        ("step,loss\n1e308,2\n", "must be a run of the"),
         ("tokens,loss\n-1,2\n", "line 2, tokens: must be finite and not negative, got -1.0"),
-        ("tokens,loss\n256,0\n", "line 2, val_loss: must be above 0 (or NaN: diverged), got 0.0"),
+        ("tokens,loss\n256,0\n", "line 2, loss: must be above 0 (or NaN: diverged), got 0.0"),
         ("tokens,train_loss\n256,-2\n", "line 2, train_loss: must be above 0 (or NaN: diverged), got -2.0"),
-        ("tokens,loss,loss\n256,2,3\n", "column loss must be there once, got it 2 times"),
-        ("tokens,loss\n256," + "9" * 140_000 + "\n", "can't be read as CSV: field larger than field limit"),
-        ("", "there are none"),
+        ("tokens,loss,loss\n256,2,3\n", "column loss must occur once, got it 2 times"),
+        ("tokens,loss\n256," + "9" * 140_000 + "\n", "not valid CSV: field larger than field limit"),
+        ("", "the columns are none"),
     ],
 )
-def test_observed_losses_that_can_be_none_are_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_impossible_losses_of_a_run_trained_elsewhere_are_refused(content: str, message: str, tmp_path: Path) -> None:
     from muscale import StageError
-    from muscale.monitoring.observe import Observer, read_csv
+    from muscale.monitoring.external_run import ExternalRun
+    from muscale.monitoring.losses import LossFile
 
     (tmp_path / "study.toml").write_text(MICRO)
     ledger = Ledger(tmp_path / "ledger.sqlite")
@@ -388,7 +389,7 @@ def test_observed_losses_that_can_be_none_are_refused(content: str, message: str
     path.write_text(content)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StageError) as refusal:
-        Observer(ledger, plan, str(path)).take(read_csv(path))
+        ExternalRun(ledger, LossFile(path=path)).update()
     assert str(path) in str(refusal.value)
     assert message in str(refusal.value)
     assert ledger.result("observation_started", plan.key) is None

@@ -15,7 +15,7 @@ from muscale.cli.running import result_alone, show
 from tests.muscale.command_lines import PROMOTED, commands, json_output, muscale
 
 MakeStudy = Callable[..., Path]
-HERE = {"check", "ablate", "observe", "continue", "train", "init", "doctor", "wheel", "import-space"}
+HERE = {"check", "ablate", "continue", "train", "init", "doctor", "wheel", "import-space"}
 SERVES = {"ui"}  # and prints no result
 
 
@@ -54,7 +54,7 @@ def test_an_error_leaves_standard_output_empty(make_study: MakeStudy, capfd: pyt
     for line in (
         ("continue", path, path.parent / "none.toml"),
         ("train", path.parent / "none.json"),
-        ("observe", path, table),
+        ("watch", path, "--losses", table),
         ("watch", path),
     ):
         done = muscale(capfd, *line, "--json")

@@ -41,7 +41,7 @@ def test_no_command_tells_a_secret_or_leaves_it_in_a_file(
         ("watch", path, "--until", "now"),
         ("sweep", path, "--dry-run", "--json"),
         ("runs", make_study("elsewhere"), "--set", "storage.ledger=postgresql", "--debug"),
-        ("observe", path, "me/project/run", "--wandb", "--debug"),
+        ("watch", path, "--losses", "wandb:me/project/run", "--debug"),
     ):
         done = muscale(capsys, *arguments)
         told += done.out + done.err

@@ -5,8 +5,8 @@ the user can mend, 75 a full run that was preempted (SIGTERM) and has saved, 130
 same command goes on after both. Nothing heavy is imported before a command runs.
 """
 
-from muscale.cli import bundles, following, full_run, importers, law, ledger, machine, search
+from muscale.cli import bundles, full_run, importers, law, ledger, machine, monitoring, search
 from muscale.cli.application import app
 from muscale.cli.entry import main
 
-__all__ = ["app", "bundles", "following", "full_run", "importers", "law", "ledger", "machine", "main", "search"]
+__all__ = ["app", "bundles", "full_run", "importers", "law", "ledger", "machine", "main", "monitoring", "search"]

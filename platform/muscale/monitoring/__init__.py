@@ -1,1 +1,1 @@
-"""A full run beside its forecast: the band, alarms, outside runs, and how often forecasts held."""
+"""Full runs against their forecasts: the band, the monitor, runs trained elsewhere, calibration."""

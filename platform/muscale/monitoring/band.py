@@ -1,10 +1,10 @@
-"""The band that a full run's held-out losses are expected in, all the way: the forecast times what the ladder's runs showed.
+"""The band that a full run's held-out losses are expected in: the forecast times the loss ratio of the ladder's runs.
 
-At a share u of its tokens a run's loss is r(u) times its final one. What r is, and how far it differs from run to run, is
-read off the ladder's runs of the plan's schedule. They evaluate only where a segment ends; between, their training losses
-stand for it: each step's batch is new to the model, so over a window their mean is a held-out loss but for an offset, which
-is measured where both are known. The full run evaluates its last weights, and so do these: averaged weights, which rungs are
-ranked by, lie lower in the stable phase and are in no band.
+At a share u of its tokens a run's loss is r(u) times its final one. r and its spread from run to run are measured on the
+ladder's runs of the plan's schedule. These evaluate only where a segment ends; in between, their training losses are used:
+each step's batch is new to the model, so the mean over a window is a held-out loss up to an offset, which is measured where
+both are known. The full run evaluates its last weights, and so do the ladder's runs: averaged weights, by which rungs are
+ranked, have a lower loss in the stable phase and enter no band.
 
 With h the forecast's interval in log loss and s(u) the standard deviation of log r(u) over runs of n stems, the band is
 
@@ -33,16 +33,17 @@ from muscale.store.ledger import Ledger
 from scaling.presentation import Result
 
 WINDOW = 0.05
-"""Share of a run over which training losses are averaged, and that must have gone by after warmup before anything is expected
-(assumed: on the quickstart's ladder it is 8 to 128 steps)."""
-LEAST_STEPS = 100  # of a run, so that a window has five (assumed)
-LEAST_STEMS = 3  # for a spread (assumed)
+"""Share of a run over which training losses are averaged; the band begins one window after warmup (assumed: 8 to 128 steps of
+the quickstart's ladder)."""
+MIN_STEPS = 100  # of a run, so that a window has five (assumed)
+MIN_STEMS = 3  # for a spread (assumed)
+_LINE_POINTS = 200
 STAGE = "band"  # of the ledger's results
 
 
 @dataclass(frozen=True, kw_only=True)
 class Band(Result):
-    """What is expected of the held-out loss along one run, in nats per token; registered with the plan.
+    """The expected held-out loss along one run, with its interval, in nats per token; registered with the plan.
 
     Attributes:
         loss, low, high, level: The forecast of the final loss.
@@ -50,10 +51,10 @@ class Band(Result):
         shares: u of each point, ascending, the last one 1.
         log_ratio: Mean of log r there.
         log_reach: Half the interval in log loss there.
-        n_runs, n_stems: That told r.
-        offset: Held-out over training loss of the same weights, in log, by the ladder.
-        window: Share of a run that one mean of training losses is over.
-        reason: Why the band is of the end alone; "" if it is not.
+        n_runs, n_stems: Of the ladder, from which r was measured.
+        offset: Log of held-out over training loss of the same weights, measured on the ladder.
+        window: Share of a run over which training losses are averaged.
+        reason: Why the band covers the end only; "" if it covers more.
     """
 
     loss: float
@@ -72,12 +73,12 @@ class Band(Result):
 
     @property
     def begins(self) -> float:
-        """Share of the run before which nothing is expected of its loss."""
+        """Share of the run at which the band begins."""
         return self.shares[0]
 
     @property
     def along(self) -> list[dict[str, float]]:
-        """The band at the tokens where it was found: tokens, loss (expected), low, high."""
+        """The band at its points: tokens, loss (expected), low, high."""
         tokens = [share * self.n_tokens for share in self.shares]
         sides = self.at(tokens).rename(columns={"expected": "loss"})
         return [{"tokens": round(n), **side} for n, side in zip(tokens, sides.to_dict("records"), strict=True)]
@@ -92,8 +93,25 @@ class Band(Result):
         frame.loc[end, ["expected", "low", "high"]] = self.loss, self.low, self.high
         return frame
 
+    def to_frame(self) -> pd.DataFrame:
+        """The band as a smooth line: columns tokens, expected, low, high; one row if it covers the end only."""
+        shares = np.linspace(self.begins, 1.0, _LINE_POINTS) if self.begins < 1 else np.array([1.0])
+        tokens = shares * self.n_tokens
+        return pd.concat([pd.DataFrame({"tokens": tokens}), self.at(tokens)], axis=1)
+
+    def place(self, evaluations: pd.DataFrame) -> pd.DataFrame:
+        """Evaluations with columns tokens, val_loss against the band: see `RunStatus.evaluations`."""
+        frame = evaluations[["tokens", "val_loss"]].rename(columns={"val_loss": "loss"}).reset_index(drop=True)
+        frame.insert(1, "share", frame["tokens"] / self.n_tokens)
+        frame = pd.concat([frame, self.at(frame["tokens"].to_numpy(dtype=float))], axis=1)
+        frame["place"] = "inside"
+        frame.loc[frame["loss"] > frame["high"], "place"] = "above"
+        frame.loc[frame["loss"] < frame["low"], "place"] = "below"
+        frame.loc[frame["expected"].isna(), "place"] = "before the band"
+        return frame
+
     @classmethod
-    def of_end_alone(
+    def end_only(
         cls,
         reason: str,
         *,
@@ -105,7 +123,7 @@ class Band(Result):
         n_runs: int = 0,
         n_stems: int = 0,
     ) -> Self:
-        """The registered interval at the end, and nothing before it, for a reason."""
+        """A band that is the registered interval at the end and has no earlier points, for a reason."""
         return cls(
             loss=loss,
             low=low,
@@ -132,9 +150,9 @@ class Band(Result):
 
     def __str__(self) -> str:
         if self.reason:
-            return f"band: of the end alone, [{self.low:.4f}, {self.high:.4f}]: {self.reason}"
+            return f"band: end only, [{self.low:.4f}, {self.high:.4f}]: {self.reason}"
         return (
-            f"band: from {self.begins:.0%} of the run on, by {self.n_runs} runs of {self.n_stems} stems of the ladder; at the end "
+            f"band: from {self.begins:.0%} of the run on, from {self.n_runs} ladder runs of {self.n_stems} stems; at the end "
             f"[{self.low:.4f}, {self.high:.4f}]"
         )
 
@@ -163,28 +181,26 @@ def make_band(
         ends: Tokens at which its segments end; the last is D.
         loss, low, high, level: The forecast of its final loss.
     """
-    usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= LEAST_STEPS]
+    usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= MIN_STEPS]
     stems = sorted({curve.stem for curve in usable})
-    known: dict[str, Any] = {"loss": loss, "low": low, "high": high, "level": level, "n_tokens": n_tokens}
-    known |= {"n_runs": len(usable), "n_stems": len(stems)}
-    if len(stems) < LEAST_STEMS:
+    common: dict[str, Any] = {"loss": loss, "low": low, "high": high, "level": level, "n_tokens": n_tokens}
+    common |= {"n_runs": len(usable), "n_stems": len(stems)}
+    if len(stems) < MIN_STEMS:
         reason = (
-            f"{len(stems)} stems of the ladder with recorded curves of {LEAST_STEPS} steps or more under the plan's schedule, "
-            f"{LEAST_STEMS} are needed for a spread; add to ladder.stems"
+            f"a spread needs {MIN_STEMS} ladder stems with recorded curves of at least {MIN_STEPS} steps under the plan's "
+            f"schedule, got {len(stems)}; add to ladder.stems"
         )
-        return Band.of_end_alone(reason, **known)
+        return Band.end_only(reason, **common)
     warmup = max(warmup_tokens / n_tokens, *(curve.warmup_tokens / curve.n_tokens for curve in usable))
     fractions = np.array([0, *ends]) / n_tokens
     begins = warmup + WINDOW
     centres = _centres(fractions, warmup)
     inner = [float(end) for end in fractions[1:-1] if end > warmup]
     if len(centres) == 0:
-        return Band.of_end_alone(
-            f"no part of the schedule after warmup is longer than {WINDOW:.0%} of the run", **known
-        )
+        return Band.end_only(f"no part of the schedule after warmup is longer than {WINDOW:.0%} of the run", **common)
     offset, stderr = _offset(usable, warmup)
     if math.isnan(offset):
-        return Band.of_end_alone("no held-out loss lies one window after warmup", **known)
+        return Band.end_only("no held-out loss lies one window after warmup", **common)
     smooth = np.array([[_smoothed(curve, fractions, c) for c in centres] for curve in usable]) + offset
     exact = np.array([[_evaluated(curve, fractions, end) for end in inner] for curve in usable]).reshape(-1, len(inner))
     t = float(student.ppf((1 + level) / 2, len(stems) - 1))
@@ -200,7 +216,7 @@ def make_band(
     first = max(begins, shares[0])
     kept = shares > first
     return Band(
-        **known,
+        **common,
         shares=(first, *map(float, shares[kept])),
         log_ratio=(float(np.interp(first, shares, ratio)), *map(float, ratio[kept])),
         log_reach=(float(np.interp(first, shares, reach)), *map(float, reach[kept])),
@@ -209,17 +225,17 @@ def make_band(
 
 
 def _centres(fractions: Floats, warmup: float) -> list[float]:
-    """Of the windows, half a window apart; none reaches over the end of a segment, where the rate may begin to fall."""
-    found: list[float] = []
+    """Centres of windows, half a window apart; no window crosses the end of a segment, where the rate may begin to fall."""
+    centres: list[float] = []
     for start, end in pairwise(fractions):
         first, last = max(start, warmup) + WINDOW / 2, end - WINDOW / 2
         if last >= first:
-            found += [float(c) for c in np.linspace(first, last, math.ceil((last - first) / (WINDOW / 2)) + 1)]
-    return found
+            centres += [float(c) for c in np.linspace(first, last, math.ceil((last - first) / (WINDOW / 2)) + 1)]
+    return centres
 
 
 def _own_share(curve: RunCurve, fractions: Floats, share: float) -> float:
-    """Where a run is at the same place of the same segment: whole batches move the ends of segments a little."""
+    """The share at which a run is at the same place of the same segment; rounding to batches moves the ends a little."""
     return float(np.interp(share, fractions, curve.fractions))
 
 
@@ -254,31 +270,31 @@ def _offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
 
 
 def registered_band(plan: str, ledger: Ledger) -> Band | None:
-    """The band that is registered for a plan's key."""
-    known = ledger.result(STAGE, plan)
-    return Band.from_dict(known) if known else None
+    """The band registered for a plan's key."""
+    recorded = ledger.result(STAGE, plan)
+    return Band.from_dict(recorded) if recorded else None
 
 
 def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float) -> Band:
-    """The band of a plan, written into the ledger before the run's first step, once and for all.
+    """The band of a plan, recorded once in the ledger before the run's first step.
 
-    A run that began without one is held against the end of its forecast alone.
+    A run that began without a band is compared with its forecast at the end only.
 
     Args:
         plan: Registered.
         ledger: The study's.
-        ladder: As `ladder.law_rows` gives it; those of its runs that tell the law tell the band.
+        ladder: As `ladder.law_rows` gives it; the runs that enter the law's fit enter the band.
         max_regret: As in [fit].
     """
     if known := registered_band(plan.key, ledger):
         return known
-    tells = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
+    fitted = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
     if ledger.result("promotion_started", plan.key) or ledger.result("observation_started", plan.key):
         reason = "the run began before the band was registered"
-        return Band.of_end_alone(reason, n_tokens=plan.n_tokens, **forecast)
+        return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
     band = make_band(
-        read_curves(ledger, list(ladder["key"][tells])),
+        read_curves(ledger, list(ladder["key"][fitted])),
         n_tokens=plan.n_tokens,
         warmup_tokens=plan.segments[0].recipe.warmup_tokens,
         ends=[segment.end for segment in plan.segments],

@@ -1,4 +1,4 @@
-"""How often forecasts held: every promotion of a ledger, or of several, against the interval that was registered before."""
+"""Calibration of the forecasts: every finished run of one or more ledgers against its registered interval."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration(Result):
-    """Forecasts and what came of them; losses in nats per token.
+    """Forecasts and measured losses of finished runs, in nats per token.
 
     Attributes:
         table: A row for each run that ended, the oldest first: study, plan, registered and ended (UTC), forecast, low, high,
             level, measured, residual (measured minus forecast), residual_in_s (log of measured over forecast, in units of the
-            forecast's own scale s), inside, asserted (whether the run was elsewhere), forced.
-        coverage: A row for each level, own and asserted runs apart: level, asserted, runs, inside, share, low and high of its
+            forecast's own scale s), inside, asserted (whether the run was trained elsewhere), forced.
+        coverage: A row for each level, promoted and asserted runs apart: level, asserted, runs, inside, share, low and high of its
             90 % interval (Clopper and Pearson, Biometrika 26, 1934).
     """
 
@@ -84,44 +84,44 @@ class Calibration(Result):
             return "calibration: no promoted run has ended yet"
         lines = [self.table.to_string(index=False, float_format=lambda value: f"{value:.4g}")]
         for row in self.coverage.to_dict("records"):
-            runs = "observed elsewhere, as their owners tell," if row["asserted"] else "promoted here"
+            runs = "runs trained elsewhere" if row["asserted"] else "promoted runs"
             lines.append(
-                f"{row['inside']} of {row['runs']} runs {runs} inside, nominal {row['level']:.0%}: "
+                f"{row['inside']} of {row['runs']} {runs} inside, nominal {row['level']:.0%}: "
                 f"{row['share']:.0%} [{row['low']:.0%}, {row['high']:.0%}]"
             )
         return "\n".join(lines)
 
 
 def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
-    """The history of a ledger and of other studies: their files, directories or ledgers, which are only read.
+    """The calibration of a ledger and of other studies, given by file, directory or ledger and opened read-only.
 
     Raises:
         StudyDirectoryError: If another has no ledger, or one of another version.
     """
-    rows = list(_ended(ledger.read, str(ledger.directory)))
+    rows = list(_finished_runs(ledger.read, str(ledger.directory)))
     for source in others:
         with open_read_only(source) as (name, read):
-            rows += list(_ended(read, name))
+            rows += list(_finished_runs(read, name))
     rows.sort(key=lambda row: row["ended"])
     unique = {(row["plan"], row["registered"], row["asserted"]): row for row in reversed(rows)}
     return Calibration(table=pd.DataFrame(list(unique.values())[::-1], columns=list(_COLUMNS)))
 
 
-def _ended(read: Read, study: str) -> Iterator[dict[str, Any]]:
+def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
     forecasts = {row["plan"]: row["payload"] for row in read(find, "forecasts")}
     for stage in ("promotion", "observation"):
         for row in read(find, "results", {"stage": stage}):
             try:
-                yield _told(study, row["payload"], forecasts)
+                yield _row(study, row["payload"], forecasts)
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 reason = " ".join(str(error).split())[:_LONGEST]
                 raise StudyDirectoryError(
-                    f"{study}: {stage} {row['key'][:_LONGEST]}: can't be read as the end of a run: {type(error).__name__}: {reason}"
+                    f"{study}: {stage} {row['key'][:_LONGEST]}: not a finished run: {type(error).__name__}: {reason}"
                 ) from error
 
 
-def _told(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table; whoever wrote the ledger may have written anything."""
+def _row(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table, checked: the ledger may be of any origin."""
     run = Promotion.from_dict(ended)
     registered = forecasts.get(run.plan, {"forecast": {}})["forecast"]
     s = registered.get("log_scale") or math.log(run.high / run.forecast) / interval_factor(run.level)

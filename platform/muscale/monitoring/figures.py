@@ -1,35 +1,21 @@
-"""The application's own figures, each as data and as a drawing; those of the laws are in the `figures` of `scaling`."""
+"""The figure of a full run: its data, and the drawing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-if TYPE_CHECKING:
-    from muscale.monitoring.band import Band
-
 _BAND = "rgba(42,111,151,0.22)"
-_QUIET, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
-_CURVE_POINTS = 500  # of a curve at least, and less than twice as many, where it has them
-_BAND_POINTS = 200
-_SHOWN_FROM = 0.05  # of the run: the fall before that would leave no room for what counts
+_TRAINING, _HELD_OUT, _OUTSIDE, _FORECAST = "#9aa0a6", "#2a6f97", "#d1495b", "#c8991b"
+_CURVE_POINTS = 500  # to 1,000 are drawn of a longer curve
+_SHOWN_FROM = 0.05  # of the run; the steep fall before would flatten the rest
 
 
 def curve_data(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The full run's training loss, of a long one averaged over stretches: tokens, train_loss."""
-    stretch = max(1, len(metrics) // _CURVE_POINTS)
-    groups = metrics[["tokens", "train_loss"]].groupby(metrics.index // stretch)
+    """The training loss by step (columns tokens, train_loss), averaged over equal numbers of steps if there are many."""
+    steps = max(1, len(metrics) // _CURVE_POINTS)
+    groups = metrics[["tokens", "train_loss"]].groupby(metrics.index // steps)
     return groups.agg({"tokens": "last", "train_loss": "mean"})
-
-
-def band_data(band: Band) -> pd.DataFrame:
-    """The band along the run: tokens, expected, low, high; one row where it is of the end alone."""
-    shares = np.linspace(band.begins, 1.0, _BAND_POINTS) if band.begins < 1 else np.array([1.0])
-    tokens = shares * band.n_tokens
-    return pd.concat([pd.DataFrame({"tokens": tokens}), band.at(tokens)], axis=1)
 
 
 def draw_curve(
@@ -41,15 +27,15 @@ def draw_curve(
     band: pd.DataFrame | None = None,
     evaluations: pd.DataFrame | None = None,
 ) -> go.Figure:
-    """Training loss along the full run, its band, the forecast of its end with its interval, and what was measured.
+    """Training loss along the full run, its band, the forecast with its interval, and the measured loss.
 
     Args:
         data: As `curve_data` gives it.
         forecast: loss, low, high, level.
         measured: Held-out loss at the end, or None before it.
-        end: Tokens of the whole run, by default those of the last step.
-        band: As `band_data` gives it.
-        evaluations: Columns tokens, loss, place, as in `Watch.evaluations`.
+        end: Tokens of the complete run, by default those of the last step.
+        band: As `Band.to_frame` gives it.
+        evaluations: Columns tokens, loss, place, as in `RunStatus.evaluations`.
     """
     end = data["tokens"].iloc[-1] if end is None else end
     figure = go.Figure()
@@ -63,7 +49,7 @@ def draw_curve(
         figure.add_scatter(x=band["tokens"], y=band["expected"], mode="lines", line=dotted, name="expected")
     if len(data):
         figure.add_scatter(
-            x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1, "color": _QUIET}
+            x=data["tokens"], y=data["train_loss"], name="training loss", line={"width": 1, "color": _TRAINING}
         )
     if evaluations is not None:
         for places, name, color in (
@@ -93,7 +79,7 @@ def draw_curve(
 
 
 def _shown(data: pd.DataFrame, forecast: dict[str, float], measured: float | None, end: float) -> list[float] | None:
-    """What of the losses is shown at first: all but those of the run's first steps; None before there are others."""
+    """Range of the loss axis without the run's first steps; None while there are no others."""
     later = data.loc[data["tokens"] >= _SHOWN_FROM * end, "train_loss"]
     if later.empty:
         return None

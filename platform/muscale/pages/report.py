@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from muscale.monitoring import figures
-from muscale.monitoring.watch import place
 from muscale.pages import summary
 from muscale.pages.law_sections import law_sections
 from muscale.pages.report_contents import ReportContents
@@ -257,8 +256,8 @@ def _curve(contents: ReportContents) -> go.Figure | None:
         contents.forecast,
         measured,
         end=contents.band.n_tokens,
-        band=figures.band_data(contents.band),
-        evaluations=place(contents.evaluations, contents.band),
+        band=contents.band.to_frame(),
+        evaluations=contents.band.place(contents.evaluations),
     )
 
 

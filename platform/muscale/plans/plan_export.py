@@ -61,8 +61,8 @@ added after the token embedding was multiplied. Gradients are clipped to a globa
 {thinned}
 ## Afterwards
 
-`muscale observe study.toml losses.csv` holds the run against the forecast: columns `tokens` or `step`, and `loss`, on the held-out
-text of the study, in nats per token of its tokenizer.
+`muscale watch study.toml --losses losses.csv` compares the run with the forecast. The file has a column `tokens` or `step`, and
+`loss`, on the held-out text of the study, in nats per token of its tokenizer.
 """
 
 

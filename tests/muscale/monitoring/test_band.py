@@ -13,8 +13,7 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.layout import CURVES
-from muscale.monitoring.band import LEAST_STEMS, WINDOW, Band, make_band, register_band
-from muscale.monitoring.figures import band_data
+from muscale.monitoring.band import MIN_STEMS, WINDOW, Band, make_band, register_band
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
 from tests.muscale.planted_ladder import (
@@ -90,22 +89,22 @@ def test_at_the_end_the_band_is_the_registered_interval_and_it_is_wider_before()
     end = band.at([N_TOKENS]).iloc[0]
     assert (end["low"], end["expected"], end["high"]) == (band.low, band.loss, band.high)
     assert min(band.log_reach[:-1]) > band.log_reach[-1] == pytest.approx(0.02)
-    drawn = band_data(band)
+    drawn = band.to_frame()
     assert drawn["tokens"].iloc[-1] == N_TOKENS
     assert drawn.notna().all(axis=None)
 
 
 def test_more_stems_tell_a_narrower_band() -> None:
-    few, many = (band_of(np.random.default_rng(4), stems=stems) for stems in (LEAST_STEMS, 30))
+    few, many = (band_of(np.random.default_rng(4), stems=stems) for stems in (MIN_STEMS, 30))
     assert np.mean(few.log_reach) > 1.3 * np.mean(many.log_reach)
 
 
 def test_too_few_stems_leave_the_end_alone_and_say_so() -> None:
-    band = band_of(np.random.default_rng(5), stems=LEAST_STEMS - 1)
-    assert "2 stems of the ladder" in band.reason
+    band = band_of(np.random.default_rng(5), stems=MIN_STEMS - 1)
+    assert "needs 3 ladder stems" in band.reason
     assert band.at([N_TOKENS // 2]).isna().all(axis=None)
     assert band.at([N_TOKENS]).iloc[0]["high"] == band.high
-    assert len(band_data(band)) == 1
+    assert len(band.to_frame()) == 1
 
 
 def test_branches_of_one_stem_are_not_counted_as_several(ledger: Ledger) -> None:

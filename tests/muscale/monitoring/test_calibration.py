@@ -73,7 +73,7 @@ def test_the_share_inside_has_an_exact_interval_and_asserted_runs_stand_apart(tm
     # Clopper and Pearson's limits for 9 of 10 at 90 %, in their closed form
     assert own["high"] == pytest.approx(0.95 ** (1 / 10), abs=0.01)
     assert own["low"] == pytest.approx(0.606, abs=1e-3)
-    assert "9 of 10 runs promoted here inside, nominal 90%: 90%" in str(found)
+    assert "9 of 10 promoted runs inside, nominal 90%: 90%" in str(found)
     assert json.dumps(found.to_dict())
     ours.close()
 

@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere: a real file that grows, what it may not say, and that it is never taken for one of ours."""
+"""A run trained elsewhere: a growing file, bad input, and that it is never taken for a promoted run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from muscale import StageError, Study, StudyConfig
-from muscale.layout import METRICS
+from muscale.layout import OBSERVED
 from muscale.monitoring.band import Band, register_band
-from muscale.monitoring.observe import Observer, read_csv, read_wandb
-from muscale.monitoring.watch import Watcher
+from muscale.monitoring.external_run import ExternalRun
+from muscale.monitoring.losses import LossFile, LossTable, WandbRun
+from muscale.monitoring.monitor import Monitor
+from muscale.monitoring.run_status import RunStatus
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
 from proxy_models.recipes.batch_ramp import BatchRamp
@@ -38,7 +42,10 @@ class Elsewhere:
         self.plan: Plan = registered_plan(path, self.ledger)
         self.band: Band = register_band(self.plan, self.ledger, rows, max_regret=0.01)
         self.table = path.parent / "losses.csv"
-        self.observer = Observer(self.ledger, self.plan, str(self.table))
+
+    def watch(self, **columns: Any) -> RunStatus:
+        """The status after one look at the table."""
+        return Monitor(self.ledger, losses=LossFile(path=self.table, **columns), alarm_after=3).look()
 
     def write(self, *shares: float, off: float = 1.0, header: bool = False, newline: bool = True) -> None:
         tokens = [round(share * self.plan.n_tokens) for share in shares]
@@ -62,28 +69,26 @@ def muscale(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_table_is_watched_and_its_end_is_recorded_as_asserted(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.5, header=True)
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    watch = Watcher(elsewhere.ledger, alarm_after=3).look()
-    assert list(watch.evaluations["place"]) == ["inside", "inside"]
-    assert watch.asserted
-    assert "an outside run" in str(watch)
+    status = elsewhere.watch()
+    assert list(status.evaluations["place"]) == ["inside", "inside"]
+    assert status.asserted
+    assert "external run of plan" in str(status)
     elsewhere.write(0.9999)
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    watch = Watcher(elsewhere.ledger, alarm_after=3).look()
-    assert watch.promotion is not None
-    assert watch.promotion.asserted
-    assert watch.promotion.inside
-    assert watch.promotion.residual == pytest.approx(0, abs=2e-3)
-    assert "elsewhere, as its owner tells" in str(watch)
+    status = elsewhere.watch()
+    assert status.promotion is not None
+    assert status.promotion.asserted
+    assert status.promotion.inside
+    assert status.promotion.residual == pytest.approx(0, abs=2e-3)
+    assert "elsewhere, as its owner tells" in str(status)
     assert elsewhere.ledger.result("promotion", elsewhere.plan.key) is None, "it is none of ours"
     elsewhere.write(1.0, off=2)
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    assert Watcher(elsewhere.ledger, alarm_after=3).look().promotion == watch.promotion, "the residual is final"
+    assert elsewhere.watch().promotion == status.promotion, "the residual is final"
+    assert Monitor(elsewhere.ledger, alarm_after=3).look().promotion == status.promotion, "without the table, too"
 
 
 def test_what_was_seen_first_is_kept(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.9, header=True)
-    elsewhere.observer.take(read_csv(elsewhere.table))
+    elsewhere.watch()
     started = elsewhere.ledger.result("observation_started", elsewhere.plan.key) or {}
     assert started["share"] == pytest.approx(0.9, abs=0.01)
     assert started["source"] == str(elsewhere.table)
@@ -91,23 +96,21 @@ def test_what_was_seen_first_is_kept(elsewhere: Elsewhere) -> None:
 
 def test_a_line_that_is_half_written_waits(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.5, header=True, newline=False)
-    assert len(read_csv(elsewhere.table, growing=True)) == 1
-    assert len(read_csv(elsewhere.table)) == 2
+    assert len(LossFile(path=elsewhere.table, growing=True).read()) == 1
+    assert len(LossFile(path=elsewhere.table).read()) == 2
 
 
 def test_a_run_that_was_set_back_counts_as_it_went_on(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.5, 0.6, header=True)
     elsewhere.write(0.4, 0.5)
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    watch = Watcher(elsewhere.ledger, alarm_after=3).look()
-    assert watch.evaluations["share"].to_numpy() == pytest.approx([0.2, 0.4, 0.5], abs=0.01)
+    status = elsewhere.watch()
+    assert status.evaluations["share"].to_numpy() == pytest.approx([0.2, 0.4, 0.5], abs=0.01)
 
 
 def test_steps_are_the_plan_s_batches(elsewhere: Elsewhere) -> None:
     batch, n_tokens = elsewhere.plan.hyperparameters.batch_tokens, elsewhere.plan.n_tokens
     elsewhere.table.write_text(f"global_step,nll\n{n_tokens // batch // 2},3.0\n")
-    elsewhere.observer.take(read_csv(elsewhere.table, tokens="global_step", loss="nll"))
-    (row,) = Watcher(elsewhere.ledger, alarm_after=3).look().evaluations.to_dict("records")
+    (row,) = elsewhere.watch(tokens_column="global_step", loss_column="nll").evaluations.to_dict("records")
     assert row["tokens"] == n_tokens // batch // 2 * batch
 
 
@@ -126,11 +129,11 @@ def test_steps_of_a_growing_batch_are_counted_once_for_all_rows(
     monkeypatch.setattr(BatchRamp, "steps", counted)
     n_tokens = ramped.whole_batches(elsewhere.plan.n_tokens)
     plan = replace(elsewhere.plan, hyperparameters=ramped, n_tokens=n_tokens)
-    observer = Observer(elsewhere.ledger, plan, "a table")
-    observer.take([{"step": float(step), "val_loss": 3.0} for step in range(1, 9)])
+    run = ExternalRun(elsewhere.ledger, LossTable(frame=pd.DataFrame()))
+    run.plan = plan
+    records = run.records([{"step": float(step), "val_loss": 3.0} for step in range(1, 9)])
     assert len(asked) == 1
-    rows = [json.loads(line)["tokens"] for line in (observer.directory / METRICS).read_text().splitlines()]
-    assert rows == [h.batch_tokens * n for n in (1, 2, 3, 4, 6, 8, 10, 12)]
+    assert [record["tokens"] for record in records] == [h.batch_tokens * n for n in (1, 2, 3, 4, 6, 8, 10, 12)]
 
 
 def test_training_losses_alone_are_held_against_the_band_by_the_ladder_s_offset(elsewhere: Elsewhere) -> None:
@@ -140,59 +143,56 @@ def test_training_losses_alone_are_held_against_the_band_by_the_ladder_s_offset(
     losses = elsewhere.band.loss * np.exp(log_ratio(share) - OFFSET + 0.01 * generator.standard_normal(n_steps))
     lines = [f"{n},{loss}" for n, loss in enumerate(losses, start=1)]
     elsewhere.table.write_text("\n".join(["step,train_loss", *lines]) + "\n")
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    watch = Watcher(elsewhere.ledger, alarm_after=3).look()
-    held = watch.evaluations[watch.evaluations["place"] != "before the band"]
+    status = elsewhere.watch()
+    held = status.evaluations[status.evaluations["place"] != "before the band"]
     assert len(held) >= 15
     assert (held["place"] == "inside").all()
     off = np.log(held["loss"] / (elsewhere.band.loss * np.exp(log_ratio(held["share"].to_numpy()))))
     assert off.abs().max() < 0.02
-    assert len(watch.curve) == n_steps
-    assert not watch.ended, "the end wants a held-out loss"
+    assert len(status.curve) == n_steps
+    assert not status.ended, "the end wants a held-out loss"
 
 
 def test_a_loss_that_is_not_finite_is_a_failure_until_the_run_goes_on(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, header=True)
     elsewhere.write(0.3, off=math.nan)
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    watch = Watcher(elsewhere.ledger, alarm_after=3).look()
-    assert "not finite after" in (watch.failure or "")
-    assert watch.alarming
+    status = elsewhere.watch()
+    assert "not finite after" in (status.failure or "")
+    assert status.alarming
     elsewhere.write(0.25, 0.3)
-    elsewhere.observer.take(read_csv(elsewhere.table))
-    assert Watcher(elsewhere.ledger, alarm_after=3).look().failure is None
+    assert elsewhere.watch().failure is None
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("time,loss\n1,2\n", "no column tokens or step; there are time, loss"),
+        ("time,loss\n1,2\n", "no column tokens or step; the columns are time, loss"),
         ("tokens,perplexity\n1,2\n", "no column loss, val_loss or train_loss"),
         ("tokens,loss\n1,2\n2,many\n", "line 3, loss: must be a number, got 'many'"),
         ("tokens,loss\n,2\n", "line 2, tokens: must be a number"),
         ("tokens,loss\n-5,2\n", "must be finite and not negative, got -5"),
-        ("", "there are none"),
+        ("", "the columns are none"),
     ],
 )
 def test_a_table_that_can_t_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "losses.csv"
     path.write_text(text)
     with pytest.raises(StageError, match=message):
-        read_csv(path)
+        LossFile(path=path).read()
 
 
 def test_a_table_of_another_run_is_refused(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 1.2, header=True)
-    with pytest.raises(StageError, match="are more than the"):
-        elsewhere.observer.take(read_csv(elsewhere.table))
+    with pytest.raises(StageError, match="must be a run of the .* tokens of plan"):
+        elsewhere.watch()
     with pytest.raises(StageError, match="is a directory, not a file"):
-        read_csv(elsewhere.table.parent)
+        LossFile(path=elsewhere.table.parent).read()
 
 
 def test_rows_without_a_loss_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "losses.csv"
     path.write_text("tokens,val_loss,train_loss\n1,,3\n2,2.5,2.9\n3,,\n")
-    assert read_csv(path) == [
+    assert LossFile(path=path).read() == [
         {"tokens": 1, "train_loss": 3.0},
         {"tokens": 2, "val_loss": 2.5, "train_loss": 2.9},
     ]
@@ -200,21 +200,22 @@ def test_rows_without_a_loss_are_passed_over(tmp_path: Path) -> None:
 
 def test_weights_and_biases_wants_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(StageError, match="needs its key in WANDB_API_KEY"):
-        read_wandb("entity/project/run")
+    with pytest.raises(StageError, match="WANDB_API_KEY is not set"):
+        WandbRun(path="entity/project/run").read()
 
 
 def test_the_command_follows_a_growing_file_to_its_end(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, header=True)
-    done = muscale("observe", elsewhere.study, elsewhere.table, "--json")
+    done = muscale("watch", elsewhere.study, "--losses", elsewhere.table, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["asserted"] is True
     command = [
         sys.executable,
         "-m",
         "muscale",
-        "observe",
+        "watch",
         elsewhere.study,
+        "--losses",
         elsewhere.table,
         "--follow",
         "--every",
@@ -232,26 +233,28 @@ def test_the_command_follows_a_growing_file_to_its_end(elsewhere: Elsewhere) -> 
     assert "inside the interval" in said
     assert muscale("watch", elsewhere.study).returncode == 0
     history = muscale("calibration", elsewhere.study)
-    assert "1 of 1 runs observed elsewhere, as their owners tell, inside, nominal 90%: 100%" in history.stdout
+    assert "1 of 1 runs trained elsewhere inside, nominal 90%: 100%" in history.stdout
 
 
 def test_the_command_line_tells_alarms_and_missing_runs_by_its_exit_code(elsewhere: Elsewhere) -> None:
     assert muscale("watch", elsewhere.study).returncode == 2
     elsewhere.write(0.2, header=True)
     elsewhere.write(0.3, 0.4, 0.5, off=2)
-    done = muscale("observe", elsewhere.study, elsewhere.table)
+    done = muscale("watch", elsewhere.study, "--losses", elsewhere.table)
     assert done.returncode == 1, done.stderr
     assert "alarm: the loss of plan" in done.stdout
     assert muscale("watch", elsewhere.study, "--until", "alarm").returncode == 1
     assert muscale("watch", elsewhere.study, "--until", "now", "--plan", "nothing").returncode == 2
 
 
-def test_a_notebook_s_rows_are_watched_alike(elsewhere: Elsewhere) -> None:
+def test_a_dataframe_is_watched_like_a_file(elsewhere: Elsewhere) -> None:
     study = Study.open(elsewhere.study, quiet=True)
-    rows = [{"tokens": elsewhere.plan.n_tokens / 2, "val_loss": elsewhere.band.loss * 1.1}]
-    watch = study.observe(rows, source="a notebook")
-    assert watch.asserted
-    assert study.watch().tokens == watch.tokens
+    tokens = [elsewhere.plan.n_tokens / 4, elsewhere.plan.n_tokens / 2]
+    frame = pd.DataFrame({"tokens": tokens, "val_loss": [math.nan, elsewhere.band.loss * 1.1]})
+    status = study.watch(frame)
+    assert len(status.evaluations) == 1, "NaN was not logged"
+    assert status.asserted
+    assert study.watch().tokens == status.tokens
     assert study.calibration().table.empty
     study.ledger.close()
 
@@ -259,7 +262,7 @@ def test_a_notebook_s_rows_are_watched_alike(elsewhere: Elsewhere) -> None:
 def test_a_plan_that_was_promoted_here_has_its_own_run(elsewhere: Elsewhere) -> None:
     elsewhere.ledger.record_result("promotion_started", elsewhere.plan.key, {"at": "2026-01-02T03:04:05+00:00"})
     study = Study.open(elsewhere.study, quiet=True)
-    with pytest.raises(StageError, match=f"^observe: plan {elsewhere.plan.key} was promoted in this study"):
-        study.observe([{"tokens": 1, "val_loss": 1.0}])
-    assert not elsewhere.observer.directory.exists()
+    with pytest.raises(StageError, match=f"plan {elsewhere.plan.key} was promoted in this study"):
+        study.watch(pd.DataFrame({"tokens": [1], "val_loss": [1.0]}))
+    assert not (elsewhere.ledger.directory / OBSERVED).exists()
     study.ledger.close()

@@ -22,10 +22,11 @@ from muscale.full_runs.records.alarms import raise_alarms
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.metrics_tail import MetricsTail
 from muscale.layout import EVALUATIONS, FAILURE, FULL_RUNS, METRICS
-from muscale.monitoring import following
+from muscale.monitoring import follow
 from muscale.monitoring.band import register_band
-from muscale.monitoring.following import follow, guarding, view
-from muscale.monitoring.watch import Watch, Watcher
+from muscale.monitoring.follow import follow_run, guarding, view
+from muscale.monitoring.monitor import Monitor
+from muscale.monitoring.run_status import RunStatus
 from muscale.plans.planning import Plan
 from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger import Ledger, find
@@ -63,8 +64,8 @@ class Run:
                 row = (of_checkpoint if beside else step) | {"val_loss": expected * off}
                 file.write(json.dumps(row) + "\n")
 
-    def watcher(self) -> Watcher:
-        return Watcher(self.ledger, alarm_after=3)
+    def monitor(self) -> Monitor:
+        return Monitor(self.ledger, alarm_after=3)
 
     def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
         band = self.band
@@ -97,13 +98,13 @@ def run(make_study: MakeStudy) -> Iterator[Run]:
 
 def test_without_a_run_there_is_nothing_to_watch(run: Run) -> None:
     with pytest.raises(StageError, match="no full run has begun"):
-        run.watcher()
+        run.monitor()
     run.begin()
     with pytest.raises(StageError, match="no run of plan other has begun"):
-        Watcher(run.ledger, plan="other", alarm_after=3)
-    watch = run.watcher().look()
-    assert (watch.tokens, watch.inside, watch.ended, watch.alarming) == (0, None, False, False)
-    watch.plot()
+        Monitor(run.ledger, plan="other", alarm_after=3)
+    status = run.monitor().look()
+    assert (status.tokens, status.inside, status.ended, status.alarming) == (0, None, False, False)
+    status.plot()
 
 
 def test_each_evaluation_has_its_place(run: Run) -> None:
@@ -112,49 +113,49 @@ def test_each_evaluation_has_its_place(run: Run) -> None:
     run.evaluate(0.2, 0.3)
     run.evaluate(0.4, off=3)
     run.evaluate(0.5, off=0.3)
-    watch = run.watcher().look()
-    assert list(watch.evaluations["place"]) == ["before the band", "inside", "inside", "above", "below"]
-    assert watch.tokens_per_second == pytest.approx(1000)
-    assert watch.seconds_left == pytest.approx((run.plan.n_tokens - watch.tokens) / 1000)
-    assert watch.inside is False
-    assert not watch.alarming
-    assert "BELOW" in str(watch)
-    assert "before the band begins" in watch._repr_html_()
-    assert json.dumps(watch.to_dict())
-    names = {trace.name for trace in watch.plot().data}
+    status = run.monitor().look()
+    assert list(status.evaluations["place"]) == ["before the band", "inside", "inside", "above", "below"]
+    assert status.tokens_per_second == pytest.approx(1000)
+    assert status.seconds_left == pytest.approx((run.plan.n_tokens - status.tokens) / 1000)
+    assert status.inside is False
+    assert not status.alarming
+    assert "BELOW" in str(status)
+    assert "before the band begins" in status._repr_html_()
+    assert json.dumps(status.to_dict())
+    names = {trace.name for trace in status.plot().data}
     assert {"band, held-out", "expected", "held-out loss", "outside the band", "training loss"} <= names
 
 
 def test_alarms_only_after_warmup_and_one_window(run: Run) -> None:
     run.begin()
     run.evaluate(*(number / 100 for number in range(1, 10)), off=5)
-    assert run.watcher().look().alarms == ()
+    assert run.monitor().look().alarms == ()
     run.evaluate(0.15, 0.2, 0.25, off=5)
-    watch = run.watcher().look()
-    assert [alarm.tokens for alarm in watch.alarms] == [round(0.25 * run.plan.n_tokens)]
-    assert watch.alarming
+    status = run.monitor().look()
+    assert [alarm.tokens for alarm in status.alarms] == [round(0.25 * run.plan.n_tokens)]
+    assert status.alarming
     run.evaluate(0.3)
-    watch = run.watcher().look()
-    assert watch.alarms
-    assert not watch.alarming, "it came back"
+    status = run.monitor().look()
+    assert status.alarms
+    assert not status.alarming, "it came back"
 
 
 def test_evaluations_beside_the_run_have_their_places_and_are_an_alarm_as_its_own(run: Run) -> None:
     run.begin()
     run.evaluate(0.2)
     run.evaluate(0.3, 0.5, off=3, beside=True)
-    watcher = run.watcher()
-    watch = watcher.look()
-    assert list(watch.evaluations["place"]) == ["inside", "above", "above"]
-    assert (watch.alarms, len(watch.curve)) == ((), 1)
-    assert watch.tokens_per_second is None, "a checkpoint's evaluation is no step"
+    monitor = run.monitor()
+    status = monitor.look()
+    assert list(status.evaluations["place"]) == ["inside", "above", "above"]
+    assert (status.alarms, len(status.curve)) == ((), 1)
+    assert status.tokens_per_second is None, "a checkpoint's evaluation is no step"
     run.evaluate(0.4, off=3)  # between them
-    watch = watcher.look()
-    assert list(watch.evaluations["share"].round(2)) == [0.2, 0.3, 0.4, 0.5]
-    assert [alarm.first_tokens for alarm in watch.alarms] == [round(0.3 * run.plan.n_tokens)]
-    assert watch.alarming
+    status = monitor.look()
+    assert list(status.evaluations["share"].round(2)) == [0.2, 0.3, 0.4, 0.5]
+    assert [alarm.first_tokens for alarm in status.alarms] == [round(0.3 * run.plan.n_tokens)]
+    assert status.alarming
     run.evaluate(1.0)
-    assert watcher.look().measured == pytest.approx(run.band.loss)
+    assert monitor.look().measured == pytest.approx(run.band.loss)
 
 
 def test_a_run_without_a_band_is_held_against_its_end(make_study: MakeStudy) -> None:
@@ -162,11 +163,11 @@ def test_a_run_without_a_band_is_held_against_its_end(make_study: MakeStudy) -> 
     try:
         run.begin()
         run.evaluate(0.3, 0.6)
-        assert set(run.watcher().look().evaluations["place"]) == {"before the band"}
+        assert set(run.monitor().look().evaluations["place"]) == {"before the band"}
         run.evaluate(1.0, off=0.2)
-        watch = run.watcher().look()
-        assert (watch.inside, watch.ended, watch.alarming) == (False, True, True)
-        assert "2 stems of the ladder" in str(watch)
+        status = run.monitor().look()
+        assert (status.inside, status.ended, status.alarming) == (False, True, True)
+        assert "needs 3 ladder stems" in str(status)
     finally:
         run.ledger.close()
 
@@ -174,15 +175,15 @@ def test_a_run_without_a_band_is_held_against_its_end(make_study: MakeStudy) -> 
 def test_the_end_is_the_recorded_residual_or_why_there_is_none(run: Run) -> None:
     run.begin()
     run.evaluate(0.5, 1.0)
-    watch = run.watcher().look()
-    assert watch.ended
-    assert watch.measured == pytest.approx(run.band.loss)
+    status = run.monitor().look()
+    assert status.ended
+    assert status.measured == pytest.approx(run.band.loss)
     (run.directory / FAILURE).write_text("promote: the run diverged")
-    assert run.watcher().look().alarming
+    assert run.monitor().look().alarming
     run.end(run.band.high * 1.1)
-    watch = run.watcher().look()
-    assert watch.alarming
-    assert "OUTSIDE" in str(watch)
+    status = run.monitor().look()
+    assert status.alarming
+    assert "OUTSIDE" in str(status)
 
 
 def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
@@ -191,12 +192,12 @@ def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
     restart = Incident(step=3, reason="killed", action="restart", back_to=256, at="2026-01-01T00:00:05+00:00")
     record_incident(run.directory, restart)
     run.evaluate(0.3, 0.4, 0.5, off=2)
-    watch = run.watcher().look()
-    assert [event.kind for event in watch.run_events] == ["restart", "alarm"], "the ledger does not know of it yet"
-    raise_alarms(run.ledger, watch.alarms, webhook=None)
+    status = run.monitor().look()
+    assert [event.kind for event in status.run_events] == ["restart", "alarm"], "the ledger does not know of it yet"
+    raise_alarms(run.ledger, status.alarms, webhook=None)
     later = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
     record_incident(run.directory, later)
-    seen = run.watcher().look()
+    seen = run.monitor().look()
     assert [event.kind for event in seen.run_events] == ["restart", "alarm", "skip"]
     places = [str(seen).index(told) for told in ("00:00:05 step 3: restart", "alarm: the loss", "step 9: skip: nan")]
     assert places == sorted(places)
@@ -215,14 +216,14 @@ def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
 def test_what_befell_a_run_is_told_with_its_promotion_and_kept_once(run: Run) -> None:
     run.begin()
     run.evaluate(0.2, 0.3, 0.4, 0.5, off=2)
-    raise_alarms(run.ledger, run.watcher().look().alarms, webhook=None)
+    raise_alarms(run.ledger, run.monitor().look().alarms, webhook=None)
     skip = Incident(step=9, reason="nan", action="skip", left_out=(2304, 2560), at="2126-01-01T00:00:00+00:00")
     record_incident(run.directory, skip)
     run.end(run.band.loss, incidents=(skip,))
     found = recorded_promotion(run.ledger, run.plan.key)
     assert found is not None
     assert [event.kind for event in found.run_events] == ["alarm", "skip"]
-    assert str(run.watcher().look()).count("step 9: skip: nan") == 1
+    assert str(run.monitor().look()).count("step 9: skip: nan") == 1
     assert (run.ledger.result("promotion", run.plan.key) or {})["run_events"] == []
     (run.directory / "incidents.jsonl").unlink()
     assert run_events(run.ledger, run.plan.key) == found.run_events, "the promotion keeps what lay in the directory"
@@ -268,27 +269,34 @@ def test_a_file_that_is_written_anew_as_it_is_opened_is_not_taken_for_the_new_on
 
 def followed(run: Run, until: Any, **options: Any) -> tuple[Any, str]:
     shown = io.StringIO()
-    watch = follow(run.watcher(), until=until, every=0.01, settings=SETTINGS, console=Console(file=shown, **options))
-    return watch, shown.getvalue()
+    status = follow_run(
+        run.monitor(), until=until, every=0.01, settings=SETTINGS, console=Console(file=shown, **options)
+    )
+    return status, shown.getvalue()
 
 
-def test_following_ends_at_the_end_or_at_an_alarm(run: Run) -> None:
+def test_following_ends_at_the_end_or_at_an_alarm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.begin()
     run.evaluate(0.2)
-    watch, _ = followed(run, "now")
-    assert not watch.ended
+    status, _ = followed(run, "now")
+    assert not status.ended
     run.evaluate(0.3, 0.4, 0.5, off=2)
-    watch, said = followed(run, "alarm")
-    assert watch.alarming
+    status, said = followed(run, "alarm")
+    assert status.alarming
     assert said.count("alarm: the loss of plan") == 1
     assert said.count("ABOVE") == 3
     assert len(run.ledger.read(find, "results", {"stage": ALARM})) == 1
-    steps = iter((0.6, 0.8, 1.0))
-    watch = follow(
-        run.watcher(), until="end", every=0.01, settings=SETTINGS, before_look=lambda: run.evaluate(next(steps))
-    )
-    assert watch.ended
-    assert watch.inside
+    monitor, steps = run.monitor(), iter((0.6, 0.8, 1.0))
+    look = monitor.look
+
+    def look_after_a_step() -> RunStatus:
+        run.evaluate(next(steps))
+        return look()
+
+    monkeypatch.setattr(monitor, "look", look_after_a_step)
+    status = follow_run(monitor, until="end", every=0.01, settings=SETTINGS)
+    assert status.ended
+    assert status.inside
 
 
 def test_the_terminal_shows_the_run_in_its_band(run: Run) -> None:
@@ -296,10 +304,10 @@ def test_the_terminal_shows_the_run_in_its_band(run: Run) -> None:
     run.evaluate(0.02, 0.3, 0.5)
     run.evaluate(1.0, off=2)
     _, said = followed(run, "end", force_terminal=True, width=140)
-    assert "before it begins" in said
+    assert "before the band" in said
     assert f"{run.band.loss * 2:.4f}" in said
     out = io.StringIO()
-    Console(file=out, width=140).print(view(run.watcher().look()))
+    Console(file=out, width=140).print(view(run.monitor().look()))
     assert "---x" in out.getvalue()
 
 
@@ -308,23 +316,23 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets the guard look often, and waits until it has looked at what there is now."""
     seen = threading.Condition()
     count = 0
-    look = Watcher.look
+    look = Monitor.look
 
-    def counted(self: Watcher) -> Watch:
+    def counted(self: Monitor) -> RunStatus:
         nonlocal count
-        watch = look(self)
+        status = look(self)
         with seen:
             count += 1
             seen.notify_all()
-        return watch
+        return status
 
     def wait() -> None:
         with seen:
             later = count + 3  # the first may have begun before, and what is done about the second is done by the third
             assert seen.wait_for(lambda: count >= later, timeout=60)
 
-    monkeypatch.setattr(following, "_GUARD_SECONDS", 0.02)
-    monkeypatch.setattr(Watcher, "look", counted)
+    monkeypatch.setattr(follow, "_GUARD_SECONDS", 0.02)
+    monkeypatch.setattr(Monitor, "look", counted)
     return wait
 
 
@@ -332,7 +340,7 @@ def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run, looks
     settings = PromoteSettings(on_alarm="stop")
     run.begin()
     lines: list[str] = []
-    stopped = pytest.raises(StageError, match="stopped, as promote.on_alarm says: alarm")
+    stopped = pytest.raises(StageError, match='stopped by promote.on_alarm = "stop": alarm')
     with stopped, guarding(run.ledger, run.plan.key, settings, lines.append):
         run.evaluate(0.2)
         looks()
@@ -360,6 +368,6 @@ def test_idle_time_is_told(run: Run) -> None:
     run.begin()
     run.evaluate(0.5)
     os.utime(run.metrics, (0, 0))
-    assert "nothing new for" in str(run.watcher().look())
-    frame = run.watcher().look().to_frame()
+    assert "no new record for" in str(run.monitor().look())
+    frame = run.monitor().look().to_frame()
     assert isinstance(frame, pd.DataFrame)

@@ -1,0 +1,71 @@
+"""The command that watches a full run, promoted here or trained elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from muscale.cli.application import LOOK, command
+from muscale.cli.options import Flag, Options
+from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.errors import StudyFileError
+
+if TYPE_CHECKING:
+    from muscale.monitoring.run_status import RunStatus
+    from muscale.study import Study
+
+
+@command(LOOK, example="muscale watch study.toml --until alarm")
+def watch(
+    study: Path,
+    *,
+    losses: str | None = None,
+    follow: Flag = False,
+    until: Literal["now", "alarm", "end"] | None = None,
+    plan: str | None = None,
+    tokens_column: str | None = None,
+    loss_column: str | None = None,
+    every: float = 5.0,
+    options: Options = Options(),
+) -> int:
+    """Show a full run against its forecast band.
+
+    Exit code 0 if its loss is inside the band, 1 if it is outside or alarms, 2 if there is no run.
+
+    Args:
+        study: The study file.
+        losses: Losses of a run trained elsewhere: a CSV file with a column tokens or step, and loss or val_loss (held-out),
+            train_loss or both; or wandb:entity/project/run, with the key in WANDB_API_KEY. They are recorded as asserted by
+            the run's owner.
+        follow: With --losses, keep reading until the run has ended.
+        until: Stop after one look ("now"), at the first alarm or the end ("alarm"), or when the run has ended ("end"); by
+            default "end", or with --losses "now".
+        plan: Key of a plan; by default the one whose run began last, or with --losses the one registered last.
+        tokens_column: Name of the column of tokens or steps; by default tokens or step.
+        loss_column: Name of the column of held-out losses; by default loss or val_loss.
+        every: Seconds between two looks.
+    """
+    from muscale.monitoring.losses import loss_source
+
+    refuse_dry_run("watching a run", options)
+    if not every > 0:
+        raise StudyFileError(f"--every: must be more than 0 seconds, got {every:g}")
+    elsewhere = {"--follow": follow, "--tokens-column": tokens_column, "--loss-column": loss_column}
+    if losses is None and (unused := [name for name, value in elsewhere.items() if value]):
+        raise StudyFileError(f"{unused[0]}: needs --losses; the losses of a promoted run are in the study")
+    if follow and until is not None:
+        raise StudyFileError(f"--follow: can't be combined with --until, got --until {until}")
+    stop = until or ("end" if follow or losses is None else "now")
+    source = losses and loss_source(losses, tokens_column=tokens_column, loss_column=loss_column, growing=stop != "now")
+
+    def watched(opened: Study) -> RunStatus:
+        from rich.console import Console
+
+        from muscale.monitoring.follow import follow_run
+
+        console = None if options.json or stop == "now" else Console(file=sys.stderr)
+        monitor = opened.monitor(source or None, plan)
+        return follow_run(monitor, until=stop, every=every, settings=opened.config.promote, console=console)
+
+    return run_stage(study, options, watched, None, lambda status: status.alarming or status.inside is False)

@@ -1,0 +1,165 @@
+"""A run trained elsewhere: its losses are copied into the study, watched like those of a promoted run, and marked as asserted.
+
+Nothing here can check what its owner reports: that the held-out text is the study's, or that the run began after the forecast.
+So it is kept apart from promoted runs in the study's directory, in the ledger and in the calibration.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from muscale.errors import StageError
+from muscale.full_runs.promote.promotion import Promotion
+from muscale.layout import FAILURE, METRICS, OBSERVED
+from muscale.monitoring.band import registered_band
+from muscale.monitoring.losses import LossSource, Row
+from muscale.plans.planning import Plan
+from muscale.store.ledger import Ledger, now
+from proxy_models.atomic_write import atomic_write
+
+TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
+_MOST_LOG = 700.0  # of a loss: exp is finite up to there
+_LOSSES = ("train_loss", "val_loss")
+
+
+class ExternalRun:
+    """A run trained elsewhere from a registered plan, updated again and again; its residual is recorded once, at the end.
+
+    Args:
+        ledger: The study's.
+        source: Of the losses.
+        plan: Key of the plan that the run follows, by default the one registered last.
+
+    Raises:
+        StageError: If no forecast is registered, or the plan was promoted in this study.
+    """
+
+    def __init__(self, ledger: Ledger, source: LossSource, plan: str | None = None) -> None:
+        row = ledger.forecast(plan) if plan else ledger.latest_forecast()
+        if row is None:
+            which = f" for plan {plan}" if plan else ""
+            raise StageError(
+                f"watch: {source.name}: no forecast is registered{which} to compare it with; run `muscale plan` first"
+            )
+        self.ledger, self.source, self.plan = ledger, source, Plan.from_dict(row["payload"])
+        if ledger.result("promotion_started", self.plan.key):
+            raise StageError(
+                f"watch: {source.name}: plan {self.plan.key} was promoted in this study; leave out the losses to watch its run"
+            )
+        self.directory = ledger.directory / OBSERVED / self.plan.key
+        self._band = registered_band(self.plan.key, ledger)
+
+    def update(self) -> None:
+        """Copy all losses so far into the study, and record the residual where the run has ended.
+
+        Raises:
+            StageError: If the source can't be read, or goes beyond the plan's tokens.
+        """
+        rows = self.source.read()
+        if self.ledger.result("observation", self.plan.key):
+            return  # final
+        records = self.records(rows)
+        last = max((record["tokens"] for record in records), default=0)
+        if not self.ledger.result("observation_started", self.plan.key):
+            started = {"at": now(), "source": self.source.name, "tokens": last, "share": last / self.plan.n_tokens}
+            self.ledger.record_result("observation_started", self.plan.key, started)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        diverged = next((r for r in records if not all(math.isfinite(r.get(name, 0)) for name in _LOSSES)), None)
+        failure = self.directory / FAILURE
+        if diverged:
+            with atomic_write(failure) as unfinished:
+                unfinished.write_text(f"the loss is not finite after {diverged['tokens']:,} tokens")
+            records = [record for record in records if record["tokens"] < diverged["tokens"]]
+        else:
+            failure.unlink(missing_ok=True)
+        self._write(records)
+        end = next((r for r in records if r["tokens"] == self.plan.n_tokens and "val_loss" in r), None)
+        if end:
+            self._record_residual(end["val_loss"])
+
+    def records(self, rows: list[Row]) -> list[dict[str, Any]]:
+        """One record for each number of tokens, ascending; of a run that was rolled back, the later losses count.
+
+        Raises:
+            StageError: If the rows go beyond the plan's tokens.
+        """
+        n_tokens, kept = self.plan.n_tokens, list[dict[str, Any]]()
+        for row in rows:
+            tokens = row["tokens"] if "tokens" in row else self._tokens_at(min(row["step"], n_tokens + 1))
+            if tokens > n_tokens * (1 + TOLERANCE):
+                raise StageError(
+                    f"watch: {self.source.name}: must be a run of the {n_tokens:,} tokens of plan {self.plan.key}, "
+                    f"got a loss after {tokens:,.0f} tokens"
+                )
+            at = n_tokens if tokens >= n_tokens * (1 - TOLERANCE) else int(tokens)
+            while kept and kept[-1]["tokens"] > at:
+                kept.pop()
+            losses = {name: row[name] for name in _LOSSES if name in row}
+            if kept and kept[-1]["tokens"] == at:
+                losses = {**kept.pop(), **losses}
+            kept.append({**losses, "tokens": at})
+        if kept and not any("val_loss" in record for record in kept):
+            kept = self._with_estimates(kept)
+        return kept
+
+    def _tokens_at(self, step: float) -> int:
+        """Tokens seen after so many of the plan's steps."""
+        ramp = self.plan.segments[0].recipe.ramp
+        if not ramp.doublings:
+            return round(step) * ramp.batch_tokens
+        return self._ends[min(round(step), len(self._ends) - 1)]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Tokens seen after each of the plan's steps, and 0 before the first."""
+        ramp = self.plan.segments[0].recipe.ramp
+        return [0, *(before + batch for before, batch in ramp.steps(0, self.plan.n_tokens + ramp.batch_tokens))]
+
+    def _with_estimates(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records, all with a training loss alone, and held-out losses: means over whole windows plus the ladder's offset."""
+        band, n_tokens = self._band, self.plan.n_tokens
+        if band is None or band.reason:
+            return records
+        share = np.array([record["tokens"] for record in records]) / n_tokens
+        logs = np.log([record["train_loss"] for record in records])
+        estimates = []
+        for number in range(1, math.floor(share[-1] / band.window - 0.5) + 1):
+            centre = number * band.window
+            within = np.abs(share - centre) <= band.window / 2
+            if within.any():
+                loss = float(np.exp(min(float(logs[within].mean()) + band.offset, _MOST_LOG)))
+                estimates.append({"tokens": int(centre * n_tokens), "val_loss": loss})
+        return sorted([*records, *estimates], key=lambda record: record["tokens"])
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        """Write the records if they differ from those of the last update."""
+        path = self.directory / METRICS
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        if path.exists() and path.read_text() == text:
+            return
+        with atomic_write(path) as unfinished:
+            unfinished.write_text(text)
+
+    def _record_residual(self, loss: float) -> None:
+        forecast = self.ledger.forecast(self.plan.key) or {}
+        started = self.ledger.result("observation_started", self.plan.key) or {}
+        promotion = Promotion(
+            plan=self.plan.key,
+            loss=loss,
+            source_losses={},
+            forecast=forecast["loss"],
+            **{name: forecast[name] for name in ("low", "high", "level", "registered_at")},
+            started_at=started["at"],
+            finished_at=now(),
+            verdict="",
+            forced=False,
+            world_size=0,
+            seconds=0.0,
+            asserted=True,
+        )
+        self.ledger.record_result("observation", self.plan.key, promotion.to_dict())

@@ -1,0 +1,118 @@
+"""The monitor of a full run: reads its losses, its own records or those of a run trained elsewhere, against the forecast."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from muscale.errors import StageError
+from muscale.full_runs.promote.promotion import recorded_promotion
+from muscale.full_runs.records.alarms import find_alarms
+from muscale.full_runs.records.events import run_events
+from muscale.full_runs.records.run_records import RunRecords
+from muscale.layout import FAILURE, FULL_RUNS, OBSERVED
+from muscale.monitoring.band import Band, registered_band
+from muscale.monitoring.external_run import ExternalRun
+from muscale.monitoring.losses import LossSource
+from muscale.monitoring.run_status import RunStatus
+from muscale.store.ledger import Ledger
+
+_RATE_STEPS = 50  # steps over which tokens per second are measured
+_STARTED = {
+    "promotion_started": False,
+    "observation_started": True,
+}  # result in the ledger: whether the run is external
+
+
+class Monitor:
+    """Watches one run; each look reads only new records.
+
+    Args:
+        ledger: The study's.
+        plan: Key of a plan; by default the one whose run began last, or with `losses` the one registered last.
+        losses: Source of the losses of a run trained elsewhere; None: the records in the study's directory.
+        alarm_after: Evaluations in a row outside the band that raise an alarm.
+
+    Raises:
+        StageError: If there is no such run, or as `ExternalRun`.
+    """
+
+    def __init__(
+        self, ledger: Ledger, plan: str | None = None, losses: LossSource | None = None, *, alarm_after: int
+    ) -> None:
+        self.ledger, self.alarm_after = ledger, alarm_after
+        self._external = None if losses is None else ExternalRun(ledger, losses, plan)
+        self.plan, self.asserted = (self._external.plan.key, True) if self._external else _begun(ledger, plan)
+        self.directory = ledger.directory / (OBSERVED if self.asserted else FULL_RUNS) / self.plan
+        forecast = ledger.forecast(self.plan)
+        if forecast is None:
+            raise StageError(f"watch: no forecast is registered for plan {self.plan}")
+        self._n_tokens = int(forecast["payload"]["n_tokens"])
+        final = {name: forecast[name] for name in ("loss", "low", "high", "level")}
+        self._band = registered_band(self.plan, ledger) or Band.end_only(
+            "none was registered before the run began", n_tokens=self._n_tokens, **final
+        )
+        self._records = RunRecords(self.directory)
+
+    def look(self) -> RunStatus:
+        """The run as it stands now.
+
+        Raises:
+            StageError: As `ExternalRun.update`.
+        """
+        if self._external:
+            self._external.update()
+        steps = self._records.steps()
+        evaluations = self._band.place(self._records.evaluations())
+        alarms = find_alarms(evaluations, plan=self.plan, alarm_after=self.alarm_after, asserted=self.asserted)
+        failure = self.directory / FAILURE
+        return RunStatus(
+            plan=self.plan,
+            n_tokens=self._n_tokens,
+            band=self._band,
+            curve=steps.dropna(subset=["train_loss"])[["tokens", "train_loss"]].reset_index(drop=True),
+            evaluations=evaluations,
+            alarms=alarms,
+            run_events=run_events(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
+            tokens_per_second=_tokens_per_second(steps),
+            idle_seconds=_idle_seconds(self._records.metrics),
+            promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
+            failure=failure.read_text() if failure.exists() else None,
+            asserted=self.asserted,
+        )
+
+
+def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
+    """The key of the plan whose run is meant, and whether the run is external."""
+    if plan is None:
+        begun = [
+            (row["created_at"], row["key"], external)
+            for started, external in _STARTED.items()
+            if (row := ledger.latest_result(started))
+        ]
+        if begun:
+            _, key, external = max(begun)
+            return key, external
+        raise StageError(
+            "watch: no full run has begun; start one with `muscale promote`, or name the losses of a run trained elsewhere "
+            "with --losses"
+        )
+    for started, external in _STARTED.items():
+        if ledger.result(started, plan):
+            return plan, external
+    raise StageError(f"watch: no run of plan {plan} has begun; start it with `muscale promote --plan`")
+
+
+def _tokens_per_second(steps: pd.DataFrame) -> float | None:
+    last = steps.dropna(subset=["seconds"]).tail(_RATE_STEPS + 1)
+    if len(last) < 2:
+        return None
+    tokens, seconds = (float(last[name].iloc[-1] - last[name].iloc[0]) for name in ("tokens", "seconds"))
+    return tokens / seconds if seconds > 0 and tokens > 0 else None
+
+
+def _idle_seconds(path: Path) -> float:
+    return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else math.nan

@@ -1,0 +1,176 @@
+"""The status of a full run against its band: the result of `muscale watch` and `study.watch()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from muscale.formatting import format_duration
+from muscale.full_runs.promote.promotion import Promotion
+from muscale.full_runs.records.alarms import Alarm
+from muscale.full_runs.records.events import Event
+from muscale.monitoring import figures
+from muscale.monitoring.band import Band
+from scaling.presentation import Result
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_NEWEST = 8  # evaluations in the text
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunStatus(Result):
+    """A full run as it stands at one time; losses in nats per token.
+
+    Attributes:
+        plan: Key of the plan.
+        n_tokens: D.
+        band: Registered before the run began.
+        curve: Training loss; columns tokens, train_loss.
+        evaluations: Held-out losses of the last weights; columns tokens, share, loss, expected, low, high, and place:
+            "before the band", "inside", "above" or "below".
+        alarms: Oldest first.
+        run_events: Alarms and incidents, in order of time.
+        tokens_per_second: Over the last steps; None where times are not known.
+        idle_seconds: Since the last record was written.
+        promotion: The residual, once it is recorded.
+        failure: Why the run failed for good; None if it did not.
+        asserted: Whether the run is trained elsewhere and its losses are reported by its owner.
+    """
+
+    plan: str
+    n_tokens: int
+    band: Band
+    curve: pd.DataFrame = field(repr=False)
+    evaluations: pd.DataFrame = field(repr=False)
+    alarms: tuple[Alarm, ...]
+    run_events: tuple[Event, ...]
+    tokens_per_second: float | None
+    idle_seconds: float
+    promotion: Promotion | None
+    failure: str | None
+    asserted: bool
+
+    @property
+    def tokens(self) -> int:
+        """Trained so far."""
+        seen = [frame["tokens"].iloc[-1] for frame in (self.curve, self.evaluations) if len(frame)]
+        return int(max(seen, default=0))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the end, at the rate of the last steps."""
+        if self.tokens_per_second is None or self.ended:
+            return None
+        return max(0, self.n_tokens - self.tokens) / self.tokens_per_second
+
+    @property
+    def measured(self) -> float | None:
+        """The held-out loss at the end."""
+        if self.promotion:
+            return self.promotion.loss
+        at_end = self.evaluations[self.evaluations["tokens"] >= self.n_tokens]
+        return None if at_end.empty else float(at_end["loss"].iloc[-1])
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over: its final loss is measured, or it failed."""
+        return self.measured is not None or self.failure is not None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the last evaluation is in the band, or the final one in the interval; None before the first."""
+        if self.promotion:
+            return self.promotion.inside
+        if self.failure:
+            return False
+        compared = self.evaluations[self.evaluations["place"] != "before the band"]
+        return None if compared.empty else bool(compared["place"].iloc[-1] == "inside")
+
+    @property
+    def alarming(self) -> bool:
+        """Whether the last evaluations are an alarm, or the run ended outside."""
+        if self.ended:
+            return not self.inside
+        last = self.evaluations["place"].iloc[::-1]
+        outside = int((last == "inside").to_numpy().argmax()) if (last == "inside").any() else len(last)
+        return bool(self.alarms) and outside >= self.alarms[-1].evaluations
+
+    def to_frame(self) -> pd.DataFrame:
+        """The evaluations."""
+        return self.evaluations
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        names = (
+            "plan",
+            "n_tokens",
+            "tokens",
+            "tokens_per_second",
+            "seconds_left",
+            "idle_seconds",
+            "failure",
+            "asserted",
+        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            "inside": self.inside,
+            "ended": self.ended,
+            "band": self.band.to_dict(),
+            "evaluations": self.evaluations.to_dict("records"),
+            "alarms": [alarm.to_dict() for alarm in self.alarms],
+            "run_events": [event.to_dict() for event in self.run_events],
+            "promotion": self.promotion.to_dict() if self.promotion else None,
+        }
+
+    def plot(self) -> go.Figure:
+        """Training loss, evaluations, the band, and the forecast of the end."""
+        band = self.band
+        forecast = {name: getattr(band, name) for name in ("loss", "low", "high", "level")}
+        figure = figures.draw_curve(
+            figures.curve_data(self.curve),
+            forecast,
+            self.measured,
+            end=self.n_tokens,
+            band=band.to_frame(),
+            evaluations=self.evaluations,
+        )
+        return (
+            figure.update_layout(title="run trained elsewhere, losses reported by its owner")
+            if self.asserted
+            else figure
+        )
+
+    def __str__(self) -> str:
+        run = "external run of plan" if self.asserted else "plan"
+        lines = [
+            f"watch: {run} {self.plan}, {self.tokens:,} of {self.n_tokens:,} tokens{self._pace()}",
+            f"  {self.band}",
+        ]
+        lines += [f"  {format_evaluation(row)}" for row in self.evaluations.tail(_NEWEST).to_dict("records")]
+        if self.promotion:
+            return "\n".join([*lines, str(self.promotion)])
+        lines += [f"  {event}" for event in self.run_events]
+        if self.failure:
+            lines.append(f"  failed: {self.failure}")
+        return "\n".join(lines)
+
+    def _pace(self) -> str:
+        if self.ended:
+            return ", ended"
+        pace = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
+        left = f", {format_duration(self.seconds_left)} left" if self.seconds_left is not None else ""
+        idle = f", no new record for {format_duration(self.idle_seconds)}" if self.idle_seconds > 60 else ""
+        return pace + left + idle
+
+
+def format_evaluation(row: dict[str, Any]) -> str:
+    """A row of `RunStatus.evaluations` in a line."""
+    at = f"{row['tokens']:>15,} ({row['share']:>4.0%})  loss {row['loss']:.4f}"
+    if row["place"] == "before the band":
+        return f"{at}  before the band begins"
+    mark = row["place"] if row["place"] == "inside" else row["place"].upper()
+    return f"{at}  expected {row['expected']:.4f} [{row['low']:.4f}, {row['high']:.4f}]  {mark}"
