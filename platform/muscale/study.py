@@ -47,6 +47,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.open_ledger import open_ledger
 from muscale.store.retention import Pruning, prune
+from muscale.store.tables import ResultKind
 from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.sources import FullRun, Trials, WholeStudy
 from muscale.tracking.tracked import TrackedRun
@@ -204,7 +205,7 @@ class Study(Result):
         optima = for_horizon(sweep.fitted, self.config, self.numerics)
         verdict = fit_verdict(rows, optima=optima)
         told = [optima.to_dict("records")] if len(optima) else []
-        self.ledger.record_result("transfer", input_key(sorted(rows["run"]), *told), verdict.to_dict())
+        self.ledger.record_result(ResultKind.TRANSFER, input_key(sorted(rows["run"]), *told), verdict.to_dict())
         return verdict
 
     def horizon(self) -> HorizonLaw:
@@ -372,7 +373,7 @@ class Study(Result):
         from muscale.full_runs.promote.prepared import prepare
 
         plan, config = self._to_promote(plan, register=True)
-        if self.ledger.result("promotion", plan.key):
+        if self.ledger.result(ResultKind.PROMOTION, plan.key):
             raise StageError(f"promote: plan {plan.key} was trained to its end already; `muscale promote` shows it")
         seen = self._admitted(plan, config, force=force)
         promotion.begin(
@@ -465,7 +466,7 @@ class Study(Result):
             result = compare_ablations(ablation.rows(self.ledger.runs(), found))
         except ScalingError as error:
             raise StageError(f"ablate: {error}") from error
-        self.ledger.record_result("ablation", input_key(*(v.job.chain.key for v in found)), result.to_dict())
+        self.ledger.record_result(ResultKind.ABLATION, input_key(*(v.job.chain.key for v in found)), result.to_dict())
         return result
 
     def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:

@@ -19,6 +19,7 @@ from muscale.layout import LEDGER, METRICS
 from muscale.plans.planning import make_plan, register
 from muscale.store.ledger import Ledger
 from muscale.store.retention import prune
+from muscale.store.tables import ResultKind
 from tests.faults import lean
 from tests.muscale.planted import planted_fit, planted_horizon
 
@@ -40,11 +41,11 @@ def set_back(ledger: Path, days: float = 1.0) -> None:
 
 def test_what_is_recorded_last_is_the_latest_and_nothing_recorded_changes(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / LEDGER)
-    ledger.record_result("stage", "before", {})
+    ledger.record_result(ResultKind.CHECK, "before", {})
     set_back(tmp_path / LEDGER)
     known = lean.rows(tmp_path / LEDGER)
-    ledger.record_result("stage", "after", {})
-    assert (ledger.latest_result("stage") or {})["key"] == "after"
+    ledger.record_result(ResultKind.CHECK, "after", {})
+    assert (ledger.latest_result(ResultKind.CHECK) or {})["key"] == "after"
     lean.assert_kept(known, lean.rows(tmp_path / LEDGER))
 
 

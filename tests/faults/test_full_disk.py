@@ -13,6 +13,7 @@ from muscale.cli.entry import _mendable
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import write_corpus
 from tests.faults.conftest import SmallDisk
 from tests.faults.lean import assert_kept, begin, chains, losses, rows
@@ -61,24 +62,24 @@ def test_a_worker_whose_disk_becomes_full_goes_on_once_there_is_room(small_disk:
 
 def test_a_ledger_without_room_or_on_a_read_only_disk_says_so_and_goes_on_afterwards(small_disk: SmallDisk) -> None:
     ledger = Ledger(small_disk.folder / LEDGER)
-    ledger.record_result("stage", "first", {"kept": True})
+    ledger.record_result(ResultKind.CHECK, "first", {"kept": True})
     small_disk.fill()
     with pytest.raises(
         LedgerUnavailableError, match=r"ledger.sqlite: the ledger can't be kept: .*full; see to its disk"
     ):
         for number in range(200):
-            ledger.record_result("stage", f"{number}", {"text": "x" * 4000})
+            ledger.record_result(ResultKind.CHECK, f"{number}", {"text": "x" * 4000})
     known = len(rows(small_disk.folder / LEDGER)["results"])
     small_disk.empty()
-    ledger.record_result("stage", "later", {"kept": True})
+    ledger.record_result(ResultKind.CHECK, "later", {"kept": True})
     assert len(rows(small_disk.folder / LEDGER)["results"]) == known + 1
     ledger.close()
     small_disk.read_only(True)
     with pytest.raises(LedgerUnavailableError, match=r"ledger.sqlite: .*(readonly|read-only|unable to open)"):
-        ledger.record_result("stage", "none", {})
+        ledger.record_result(ResultKind.CHECK, "none", {})
     small_disk.read_only(False)
-    ledger.record_result("stage", "writable", {})
-    assert ledger.result("stage", "first") == {"kept": True}
+    ledger.record_result(ResultKind.CHECK, "writable", {})
+    assert ledger.result(ResultKind.CHECK, "first") == {"kept": True}
 
 
 def test_a_line_that_a_full_disk_tore_costs_no_line_after_it(small_disk: SmallDisk) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muscale.store.tables import ResultKind
 from tests.fuzz.planned_study import planned_study
 from tests.fuzz.target import Target
 
@@ -149,7 +150,7 @@ def write_ledgers(theirs: Path, empty: Path) -> None:
             add_run(ledger, 1, None)
             add_sweep(ledger, "a sweep", 2.0)
             register(plan, ledger)
-            ledger.record_result("promotion", plan.key, replace(RUN, plan=plan.key).to_dict())
+            ledger.record_result(ResultKind.PROMOTION, plan.key, replace(RUN, plan=plan.key).to_dict())
         ledger.close()
 
 

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from muscale.store.tables import ResultKind
 from tests.fuzz.planned_study import planned_study
 from tests.fuzz.target import Target
 
@@ -72,7 +73,7 @@ class StageOfAStudy(Target):
         (study / "text").write_text("some text to be held " * 2000)
         shutil.copy(study / "text", folder / "text")
         self.corpus = write_corpus(study / CORPUS, str(study / "text"))
-        self.ledger.record_result("promotion", plan.key, {"plan": plan.key})
+        self.ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})
         self.numerics = numerics_of(self.config)
         (study / FULL_RUNS / plan.key / CHECKPOINTS / f"tokens={plan.n_tokens}").mkdir(parents=True)
         alone = (

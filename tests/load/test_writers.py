@@ -21,6 +21,7 @@ from muscale.settings.config import StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.open_ledger import open_ledger
+from muscale.store.tables import ResultKind
 
 N_ROWS = 10  # that a writer adds alone, and as many that all of them add
 FEW, MANY = 8, 64
@@ -33,8 +34,8 @@ def write(ledger: Ledger, writer: int) -> None:
     for number in range(N_ROWS):
         ledger.add_rung(**row, trial=number)
         ledger.add_rung(**row, trial=N_ROWS * (1 + writer) + number)
-        ledger.record_result("shared", str(number), {"by": writer})
-        ledger.record_result("own", f"{writer} {number}", {"by": writer})
+        ledger.record_result(ResultKind.CHECK, str(number), {"by": writer})
+        ledger.record_result(ResultKind.GATE, f"{writer} {number}", {"by": writer})
 
 
 def write_alone(kind: str, directory: Path, writer: int) -> None:
@@ -53,8 +54,8 @@ def require_all(ledger: Ledger, n_writers: int) -> None:
     assert all(writers[trial] == trial // N_ROWS - 1 for trial in writers if trial >= N_ROWS)
     assert set(writers.values()) == set(range(n_writers))
     for number in range(N_ROWS):
-        assert (ledger.result("shared", str(number)) or {})["by"] in range(n_writers)
-        assert all(ledger.result("own", f"{w} {number}") == {"by": w} for w in range(n_writers))
+        assert (ledger.result(ResultKind.CHECK, str(number)) or {})["by"] in range(n_writers)
+        assert all(ledger.result(ResultKind.GATE, f"{w} {number}") == {"by": w} for w in range(n_writers))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from muscale.settings.stage_file import StageFile
 from muscale.settings.strict import MOST_TOLD
 from muscale.settings.toml_file import MOST_DEPTH, parse_toml
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from tests.fuzz.database_targets import write_ledgers, write_optuna_study
 from tests.muscale.command_lines import Done, muscale
 from tests.muscale.conftest import MICRO
@@ -392,6 +393,6 @@ def test_impossible_losses_of_a_run_trained_elsewhere_are_refused(content: str, 
         ExternalRun(ledger, LossFile(path=path)).update()
     assert str(path) in str(refusal.value)
     assert message in str(refusal.value)
-    assert ledger.result("observation_started", plan.key) is None
+    assert ledger.result(ResultKind.OBSERVATION_STARTED, plan.key) is None
     assert sorted(tmp_path.rglob("*")) == before
     ledger.close()

@@ -23,6 +23,7 @@ from muscale.full_runs.promote.prepared import read
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
 from muscale.plans.planning import Plan, register
+from muscale.store.tables import ResultKind
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
 from tests.muscale.event_files import scalars
@@ -179,8 +180,11 @@ def check_watch(study: Study, promotion: Promotion) -> None:
     assert watch.evaluations["tokens"].iloc[-1] == watch.n_tokens == study.plan().n_tokens
     assert watch.inside is promotion.inside
     assert "steps or more under the plan's schedule" in watch.band.reason, "the micro-study's ladder is too short"
-    begun = {stage: (study.ledger.latest_result(stage) or {})["created_at"] for stage in ("band", "promotion_started")}
-    assert begun["band"] < begun["promotion_started"]
+    begun = {
+        kind: (study.ledger.latest_result(kind) or {})["created_at"]
+        for kind in (ResultKind.BAND, ResultKind.PROMOTION_STARTED)
+    }
+    assert begun[ResultKind.BAND] < begun[ResultKind.PROMOTION_STARTED]
     assert list(study.calibration().table["plan"]) == [promotion.plan]
 
 
@@ -237,7 +241,7 @@ def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion
 def check_that_a_run_may_be_prepared(study: Study, other: Plan) -> None:
     """Its beginning is entered, after its forecast, and what ranks without Ray take is written; an ended run is not."""
     prepared = study.prepare(other, force=True)
-    begun = study.ledger.result("promotion_started", other.key)
+    begun = study.ledger.result(ResultKind.PROMOTION_STARTED, other.key)
     assert begun is not None
     assert other.registered_at is not None
     assert datetime.fromisoformat(other.registered_at) < datetime.fromisoformat(begun["at"])

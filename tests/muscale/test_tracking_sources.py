@@ -21,6 +21,7 @@ from muscale.monitoring.band import register_band
 from muscale.plans.planning import Plan
 from muscale.settings.tracking import TrackingSettings
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.sources import FullRun, Trials, _run_rows, study_key
@@ -111,7 +112,7 @@ class Planted:
             world_size=2,
             seconds=1.0,
         )
-        self.ledger.record_result("promotion", self.plan.key, promotion.to_dict())
+        self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())
 
 
 @pytest.fixture

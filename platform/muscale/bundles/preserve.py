@@ -13,6 +13,7 @@ from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.search.sweep import collect
 from muscale.store.lineage import Chain
+from muscale.store.tables import ResultKind
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast, ScalingFit
 
@@ -51,7 +52,7 @@ def preserve(study: Study, *, average: int = 1) -> Bundle:
 
 
 def _promoted(study: Study) -> tuple[Plan, Promotion]:
-    found = study.ledger.latest_result("promotion")
+    found = study.ledger.latest_result(ResultKind.PROMOTION)
     promotion = recorded_promotion(study.ledger, found["key"]) if found else None
     if promotion is None:
         raise StageError("bundle: no run was promoted to its end yet; run `muscale promote` first")
@@ -71,7 +72,7 @@ def _chain_of(study: Study, plan: Plan) -> Chain:
 
 def _lineage(study: Study, plan: Plan, promotion: Promotion) -> dict[str, Any]:
     """Every stage as the ledger tells it now, and whether its fit is still the one that made the forecast."""
-    recorded = {name: study.ledger.latest_result(name) for name in ("check", "transfer")}
+    recorded = {str(kind): study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.TRANSFER)}
     stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
     stages |= {"sweep": None, "fit": None}
     doubts: list[str] = []

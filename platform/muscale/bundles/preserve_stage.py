@@ -16,9 +16,10 @@ from muscale.bundles.bundle_writing import write_bundle
 from muscale.errors import StageError
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST
 from muscale.full_runs.continue_run.lineage import find_stage, plain
-from muscale.full_runs.continue_run.train import RECORD, Continued
+from muscale.full_runs.continue_run.train import Continued
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.store.lineage import Chain, segment_from_dict
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 
@@ -97,7 +98,7 @@ def preserve_stage(study: Study, stage: str, *, average: int = 1) -> Bundle:
     """
     ledger = study.ledger
     key, started = find_stage(stage, ledger)
-    result = ledger.result(RECORD, key)
+    result = ledger.result(ResultKind.CONTINUATION, key)
     if started is None or result is None:
         state = "has not ended yet" if started else "is the key or the name of none"
         raise StageError(f"bundle: --stage must be a finished stage of this study, {stage!r} {state}")

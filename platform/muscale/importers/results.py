@@ -18,11 +18,11 @@ from muscale.errors import StageError
 from muscale.importers.imported_space import place_of
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
+from muscale.store.tables import ResultKind
 from scaling.fits.runs import read_table
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
 
 TABLES = (".csv", ".parquet", ".jsonl")
-STAGE = "outside_results"  # of the ledger's results
 _SCALES = ("n_params", "n_tokens")
 
 
@@ -76,7 +76,7 @@ def record_results(ledger: Ledger, sweep: str, source: Path, table: pd.DataFrame
     """Keep that a sweep was informed by them, once: asserted, from outside."""
     payload: dict[str, Any] = {"sweep": sweep, "source": str(source), "n_results": len(table), "asserted": True}
     payload["sha256"] = sha256(table.to_csv(index=False).encode()).hexdigest()
-    ledger.record_result(STAGE, input_key(sweep, payload["source"], payload["sha256"]), payload)
+    ledger.record_result(ResultKind.OUTSIDE_RESULTS, input_key(sweep, payload["source"], payload["sha256"]), payload)
 
 
 def _read(source: Path) -> pd.DataFrame:

@@ -30,6 +30,7 @@ from scipy.stats import t as student
 from muscale.plans.planning import Plan
 from muscale.proxies.ladder_curves import Floats, RunCurve, read_curves
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from scaling.presentation import Result
 
 WINDOW = 0.05
@@ -38,7 +39,6 @@ the quickstart's ladder)."""
 MIN_STEPS = 100  # of a run, so that a window has five (assumed)
 MIN_STEMS = 3  # for a spread (assumed)
 _LINE_POINTS = 200
-STAGE = "band"  # of the ledger's results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,7 @@ def _offset(curves: Sequence[RunCurve], warmup: float) -> tuple[float, float]:
 
 def registered_band(plan: str, ledger: Ledger) -> Band | None:
     """The band registered for a plan's key."""
-    recorded = ledger.result(STAGE, plan)
+    recorded = ledger.result(ResultKind.BAND, plan)
     return Band.from_dict(recorded) if recorded else None
 
 
@@ -290,7 +290,7 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         return known
     fitted = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
-    if ledger.result("promotion_started", plan.key) or ledger.result("observation_started", plan.key):
+    if ledger.result(ResultKind.PROMOTION_STARTED, plan.key) or ledger.result(ResultKind.OBSERVATION_STARTED, plan.key):
         reason = "the run began before the band was registered"
         return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
     band = make_band(
@@ -300,5 +300,5 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         ends=[segment.end for segment in plan.segments],
         **forecast,
     )
-    ledger.record_result(STAGE, plan.key, band.to_dict())
+    ledger.record_result(ResultKind.BAND, plan.key, band.to_dict())
     return registered_band(plan.key, ledger) or band  # another process may have been the first

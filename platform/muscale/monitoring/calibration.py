@@ -16,6 +16,7 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.settings.strict import shown
 from muscale.store.ledger import Ledger, find
 from muscale.store.read_only import Read, open_read_only
+from muscale.store.tables import ResultKind
 from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 
@@ -109,14 +110,14 @@ def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
 
 def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
     forecasts = {row["plan"]: row["payload"] for row in read(find, "forecasts")}
-    for stage in ("promotion", "observation"):
-        for row in read(find, "results", {"stage": stage}):
+    for kind in (ResultKind.PROMOTION, ResultKind.OBSERVATION):
+        for row in read(find, "results", {"kind": kind.value}):
             try:
                 yield _row(study, row["payload"], forecasts)
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 reason = " ".join(str(error).split())[:_LONGEST]
                 raise StudyDirectoryError(
-                    f"{study}: {stage} {row['key'][:_LONGEST]}: not a finished run: {type(error).__name__}: {reason}"
+                    f"{study}: {kind} {row['key'][:_LONGEST]}: not a finished run: {type(error).__name__}: {reason}"
                 ) from error
 
 

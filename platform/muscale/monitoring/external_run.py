@@ -20,6 +20,7 @@ from muscale.monitoring.band import registered_band
 from muscale.monitoring.losses import LossSource, Row
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger, now
+from muscale.store.tables import ResultKind
 from proxy_models.atomic_write import atomic_write
 
 TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
@@ -47,7 +48,7 @@ class ExternalRun:
                 f"watch: {source.name}: no forecast is registered{which} to compare it with; run `muscale plan` first"
             )
         self.ledger, self.source, self.plan = ledger, source, Plan.from_dict(row["payload"])
-        if ledger.result("promotion_started", self.plan.key):
+        if ledger.result(ResultKind.PROMOTION_STARTED, self.plan.key):
             raise StageError(
                 f"watch: {source.name}: plan {self.plan.key} was promoted in this study; leave out the losses to watch its run"
             )
@@ -61,13 +62,13 @@ class ExternalRun:
             StageError: If the source can't be read, or goes beyond the plan's tokens.
         """
         rows = self.source.read()
-        if self.ledger.result("observation", self.plan.key):
+        if self.ledger.result(ResultKind.OBSERVATION, self.plan.key):
             return  # final
         records = self.records(rows)
         last = max((record["tokens"] for record in records), default=0)
-        if not self.ledger.result("observation_started", self.plan.key):
+        if not self.ledger.result(ResultKind.OBSERVATION_STARTED, self.plan.key):
             started = {"at": now(), "source": self.source.name, "tokens": last, "share": last / self.plan.n_tokens}
-            self.ledger.record_result("observation_started", self.plan.key, started)
+            self.ledger.record_result(ResultKind.OBSERVATION_STARTED, self.plan.key, started)
         self.directory.mkdir(parents=True, exist_ok=True)
         diverged = next((r for r in records if not all(math.isfinite(r.get(name, 0)) for name in _LOSSES)), None)
         failure = self.directory / FAILURE
@@ -147,7 +148,7 @@ class ExternalRun:
 
     def _record_residual(self, loss: float) -> None:
         forecast = self.ledger.forecast(self.plan.key) or {}
-        started = self.ledger.result("observation_started", self.plan.key) or {}
+        started = self.ledger.result(ResultKind.OBSERVATION_STARTED, self.plan.key) or {}
         promotion = Promotion(
             plan=self.plan.key,
             loss=loss,
@@ -162,4 +163,4 @@ class ExternalRun:
             seconds=0.0,
             asserted=True,
         )
-        self.ledger.record_result("observation", self.plan.key, promotion.to_dict())
+        self.ledger.record_result(ResultKind.OBSERVATION, self.plan.key, promotion.to_dict())

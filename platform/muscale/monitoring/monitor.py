@@ -19,11 +19,12 @@ from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.monitoring.run_status import RunStatus
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 
 _RATE_STEPS = 50  # steps over which tokens per second are measured
 _STARTED = {
-    "promotion_started": False,
-    "observation_started": True,
+    ResultKind.PROMOTION_STARTED: False,
+    ResultKind.OBSERVATION_STARTED: True,
 }  # result in the ledger: whether the run is external
 
 

@@ -21,12 +21,11 @@ from muscale.monitoring.calibration import calibrate
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
-from muscale.plans.gate import RECORD
 from muscale.search.search_so_far import search_so_far
 from muscale.search.sweep import collect
 from muscale.store.ledger import NESTED, find, now
+from muscale.store.tables import ResultKind, segments
 from muscale.store.tables import runs as run_table
-from muscale.store.tables import segments
 from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import MANIFEST, Corpus
 
@@ -51,7 +50,7 @@ def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportConten
     """
     known = dict(settled(study) if known is None else known)
     corpus = study.directory / CORPUS
-    check = study.ledger.latest_result("check")
+    check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
     written = Corpus.open(corpus) if (corpus / MANIFEST).exists() else None
     known |= _full_run(study, known.pop("planned", None))
@@ -101,7 +100,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     forecast = (study.ledger.forecast(planned.key) if planned else None) or study.ledger.latest_forecast()
     if forecast is None:
         return {}
-    promotion = study.ledger.result("promotion", forecast["plan"])
+    promotion = study.ledger.result(ResultKind.PROMOTION, forecast["plan"])
     plan = forecast["payload"]
     if planned and planned.key == forecast["plan"]:
         plan = {**plan, "decision": planned.decision}
@@ -115,8 +114,8 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     }
     if promotion:
         known["promotion"] = promotion
-    gates = study.ledger.read(find, "results", {"stage": RECORD}, ["-created_at"])
-    known["gate"] = next((row["payload"] for row in gates if row["payload"]["plan"] == forecast["plan"]), None)
+    gates = [row["payload"] for row in study.ledger.results(ResultKind.GATE)]
+    known["gate"] = next((gate for gate in reversed(gates) if gate["plan"] == forecast["plan"]), None)
     known["bundle"] = forecast["plan"] if (study.directory / BUNDLES / forecast["plan"]).exists() else None
     known["band"] = registered_band(forecast["plan"], study.ledger)
     known["run_events"] = pd.DataFrame([event.to_dict() for event in run_events(study.ledger, forecast["plan"])])

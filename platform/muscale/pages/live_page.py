@@ -24,10 +24,10 @@ from muscale.pages.report import sections_of
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import Section
 from muscale.search.search_so_far import search_so_far
-from muscale.store.cancels import STUDY, TRIAL, cancel_study, cancel_trial
+from muscale.store.cancels import cancel_study, cancel_trial
 from muscale.store.lease import host_of, is_dead, process_of, taken_leases
-from muscale.store.ledger import Ledger, find
-from muscale.store.tables import metadata
+from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind, metadata
 
 if TYPE_CHECKING:
     from muscale.study import Study
@@ -141,9 +141,7 @@ class LivePage:
     def _now(self, contents: ReportContents) -> Section:
         """Who is at work, what was asked of them, and what may be asked."""
         ledger, so_far = self.study.ledger, contents.so_far
-        asked = [
-            row for stage in (TRIAL, STUDY) for row in ledger.read(find, "results", {"stage": stage}, ["created_at"])
-        ]
+        asked = [row for kind in (ResultKind.CANCEL_TRIAL, ResultKind.CANCEL_STUDY) for row in ledger.results(kind)]
         values = {
             "owners": self._at_work(),
             "asked": [_told(row) for row in asked],
@@ -154,9 +152,9 @@ class LivePage:
 
     def _at_work(self) -> list[str]:
         """Who is at work on the study, as far as it can be told from here."""
-        begun = self.study.ledger.latest_result("promotion_started")
+        begun = self.study.ledger.latest_result(ResultKind.PROMOTION_STARTED)
         found = _owners(self.study.ledger)
-        if begun and not self.study.ledger.result("promotion", begun["key"]):
+        if begun and not self.study.ledger.result(ResultKind.PROMOTION, begun["key"]):
             metrics = self.study.directory / FULL_RUNS / begun["key"] / METRICS
             if metrics.exists() and time.time() - metrics.stat().st_mtime < _RECENT_SECONDS:
                 found.append(f"the full run of plan {begun['key']} is being trained")
@@ -220,5 +218,5 @@ def _owners(ledger: Ledger) -> list[str]:
 
 def _told(row: dict[str, Any]) -> str:
     asked = row["payload"]
-    what = f"trial {asked['trial']}" if row["stage"] == TRIAL else "the study"
+    what = f"trial {asked['trial']}" if row["kind"] == ResultKind.CANCEL_TRIAL else "the study"
     return f"{row['created_at'][:19].replace('T', ' ')} UTC: {what} was asked to end: {asked['reason']}"

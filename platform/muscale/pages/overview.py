@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from muscale.store.tables import ResultKind
 from scaling.presentation import lines
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def overview(study: Study) -> str:
 
 def _told(study: Study) -> Iterator[tuple[str, str]]:
     yield "study", f"{study.config.name}, in {study.directory}"
-    runs, check = study.ledger.least_losses(), study.ledger.latest_result("check")
+    runs, check = study.ledger.least_losses(), study.ledger.latest_result(ResultKind.CHECK)
     yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"
     for purpose, name in _STAGES.items():
         if purpose in runs:
@@ -35,7 +36,7 @@ def _told(study: Study) -> Iterator[tuple[str, str]]:
         f"{forecast['loss']:.4f}, {forecast['level']:.0%} interval [{forecast['low']:.4f}, {forecast['high']:.4f}], "
         f"registered {forecast['registered_at']:.16}",
     )
-    promotion = study.ledger.result("promotion", forecast["plan"])
+    promotion = study.ledger.result(ResultKind.PROMOTION, forecast["plan"])
     if promotion is None:
         yield "measured", "not yet"
         return

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from muscale.errors import StageError
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.settings.parallelism import Parallelism
-from muscale.store.ledger import Ledger, find, now
+from muscale.store.ledger import Ledger, now
+from muscale.store.tables import ResultKind
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
 from scaling.presentation import Result
 from search_spaces import TransferClass
@@ -21,8 +22,6 @@ from search_spaces import TransferClass
 if TYPE_CHECKING:
     from proxy_models.coordinates.check import CoordinateCheck
 
-RECORD = "gate"
-"""Stage of the ledger's results: every gate that a launch went through."""
 Status = Literal["passed", "failed", "unknown"]
 _WIDTH = 132
 
@@ -78,7 +77,7 @@ class Gate(Result):
 
     def record(self, ledger: Ledger) -> None:
         """Keep it for ever."""
-        ledger.record_result(RECORD, f"{self.plan} {now()}", self.to_dict())
+        ledger.record_result(ResultKind.GATE, f"{self.plan} {now()}", self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -106,7 +105,7 @@ class Gate(Result):
 
 def forced_lines(ledger: Ledger, plan: str) -> tuple[str, ...]:
     """Names of the lines that any launch of a plan was forced past, in order."""
-    rows = ledger.read(find, "results", {"stage": RECORD}, ["created_at"])
+    rows = ledger.results(ResultKind.GATE)
     gates = [Gate.from_dict(row["payload"]) for row in rows if row["payload"]["plan"] == plan]
     return tuple(dict.fromkeys(name for gate in gates for name in gate.failed))
 

@@ -1,4 +1,4 @@
-"""The plan as a file that people read, compare and hand on: TOML, its hash in the ledger beside the registered forecast.
+"""The plan as a file that people read, compare and hand on: TOML, made from what is registered in the ledger.
 
 What a run computes is the ledger's to say: a value that was changed in the file is refused by its name. Only [resources] may be
 edited, as it says what a run is made on and not what it is. Comments, order and white space may change too.
@@ -26,11 +26,10 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import StrictTable, lists_to_tuples, shown
 from muscale.settings.toml_file import read_toml
 from muscale.store.differing import first_difference
-from muscale.store.ledger import Ledger, find
+from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from proxy_models.atomic_write import atomic_write
 
-RECORD = "plan_file"
-"""Stage of the ledger's results, by hash: the plan's key and what the file said."""
 EDITABLE = "resources"
 SPIKE_KEYS = ("on_spike", "spike_threshold", "max_interventions", "spike_margin_tokens", "rewarm_tokens")
 _OF_THE_RUN = ("precision", "seed", *SPIKE_KEYS)  # of [promote]: they change what is computed
@@ -127,7 +126,7 @@ def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Ma
     path = path_of(ledger.directory, plan.key)
     if path.exists():
         standing, written = _read(path), _written(ledger, plan.key)
-        if ledger.result(RECORD, hash_of(standing)) is None:
+        if ledger.result(ResultKind.PLAN_FILE, hash_of(standing)) is None:
             promote_it = f"promote it with --plan {path}, or " if _origin(standing, written) else ""
             raise StageError(
                 f"{path}: {_first_edit(standing, written)}; {promote_it}remove it to have it written anew from the study file"
@@ -135,7 +134,7 @@ def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Ma
     values = contents(plan, config, along=along)
     content = text(values)
     # Recorded before it stands there: a file without a record is one that was edited.
-    ledger.record_result(RECORD, hash_of(values), {"plan": plan.key, "contents": values})
+    ledger.record_result(ResultKind.PLAN_FILE, hash_of(values), {"plan": plan.key, "contents": values})
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as unfinished:
         unfinished.write_text(content)
@@ -213,7 +212,7 @@ def _canonical(value: Any) -> str:
 
 def _written(ledger: Ledger, key: str) -> list[_Contents]:
     """What files of a plan said when they were written, the newest first."""
-    rows = ledger.read(find, "results", {"stage": RECORD}, ["-created_at"])
+    rows = ledger.results(ResultKind.PLAN_FILE)[::-1]
     return [row["payload"]["contents"] for row in rows if row["payload"]["plan"] == key]
 
 

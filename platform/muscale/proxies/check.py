@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 
@@ -19,7 +20,7 @@ def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> Coor
     """The check as the ledger knows it."""
     from proxy_models.coordinates.check import CoordinateCheck
 
-    known = ledger.result("check", _key(config, numerics))
+    known = ledger.result(ResultKind.CHECK, _key(config, numerics))
     return CoordinateCheck.from_dict(known) if known else None
 
 
@@ -37,7 +38,7 @@ def run_check(config: StudyConfig, numerics: Numerics, ledger: Ledger, corpus: C
         seeds=settings.seeds,
         parametrization=lambda model, base: replace(numerics, model=model, base=base).parametrization(optimizer),
     )
-    ledger.record_result("check", _key(config, numerics), result.to_dict())
+    ledger.record_result(ResultKind.CHECK, _key(config, numerics), result.to_dict())
     return result
 
 

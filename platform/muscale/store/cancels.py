@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from muscale.errors import MuscaleError, StageError
 from muscale.interrupts import enable_sigint
 from muscale.store.ledger import Ledger, find
+from muscale.store.tables import ResultKind
 
-TRIAL, STUDY = "cancel_trial", "cancel_study"
-"""Stages of the ledger's results that requests stand in."""
 POLL_SECONDS = 1.0
 LONGEST_REASON = 200
 _listening: set[str] = set()  # ledgers that this process listens to
@@ -37,12 +36,12 @@ def cancel_trial(ledger: Ledger, sweep: str, trial: int, reason: str) -> None:
     if not ledger.read(find, "trials", {"sweep": sweep, "number": trial}, limit=1):
         raise StageError(f"cancel: sweep {sweep} has no trial {trial}")
     payload = {"sweep": sweep, "trial": trial, "reason": reason}
-    ledger.record_result(TRIAL, f"{sweep} {trial}", payload)
+    ledger.record_result(ResultKind.CANCEL_TRIAL, f"{sweep} {trial}", payload)
 
 
 def cancelled_trials(ledger: Ledger, sweep: str) -> dict[int, str]:
     """The trials of a sweep that were asked to end, with the reasons."""
-    rows = ledger.read(find, "results", {"stage": TRIAL}, ["created_at", "key"])
+    rows = ledger.results(ResultKind.CANCEL_TRIAL)
     asked = [row["payload"] for row in rows if row["payload"]["sweep"] == sweep]
     return {int(one["trial"]): str(one["reason"]) for one in asked}
 
@@ -54,7 +53,7 @@ def cancel_study(ledger: Ledger, reason: str) -> None:
         StageError: If the reason is longer than `LONGEST_REASON` characters.
     """
     _require_short(reason)
-    ledger.record_result(STUDY, secrets.token_hex(8), {"reason": reason})
+    ledger.record_result(ResultKind.CANCEL_STUDY, secrets.token_hex(8), {"reason": reason})
 
 
 @contextmanager
@@ -96,7 +95,7 @@ def cancellable(ledger: Ledger) -> Iterator[None]:
 
 def _requests(ledger: Ledger) -> dict[str, str]:
     """Reasons of all requests to cancel the study, by key, the oldest first."""
-    rows = ledger.read(find, "results", {"stage": STUDY}, ["created_at", "key"])
+    rows = ledger.results(ResultKind.CANCEL_STUDY)
     return {row["key"]: row["payload"]["reason"] for row in rows}
 
 

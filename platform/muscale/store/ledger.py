@@ -24,6 +24,7 @@ from muscale.errors import LeaseLostError, StudyDirectoryError
 from muscale.store.lineage import Chain
 from muscale.store.storage import P, SqliteStorage, Storage, T
 from muscale.store.tables import (
+    ResultKind,
     decisions,
     forecasts,
     leases,
@@ -150,17 +151,22 @@ class Ledger:
         """What identifies the study, or None before it was claimed."""
         return next((row["identity"] for row in self.read(find, "studies")), None)
 
-    def result(self, stage: str, key: str) -> dict[str, Any] | None:
-        """What the stage found for these inputs, or None."""
-        return next((row["payload"] for row in self.read(find, "results", {"stage": stage, "key": key})), None)
+    def result(self, kind: ResultKind, key: str) -> dict[str, Any] | None:
+        """The result of a kind for these inputs, or None."""
+        rows = self.read(find, "results", {"kind": kind.value, "key": key})
+        return next((row["payload"] for row in rows), None)
 
-    def latest_result(self, stage: str) -> dict[str, Any] | None:
-        """The row of what the stage found last, whatever the inputs, or None."""
-        return next(iter(self.read(find, "results", {"stage": stage}, ["-created_at"], limit=1)), None)
+    def results(self, kind: ResultKind) -> list[dict[str, Any]]:
+        """The rows of all results of a kind, oldest first."""
+        return self.read(find, "results", {"kind": kind.value}, ["created_at", "key"])
 
-    def record_result(self, stage: str, key: str, payload: Mapping[str, Any]) -> None:
-        """Keep what the stage found for these inputs."""
-        self.insert(metadata.tables["results"], stage=stage, key=key, payload=dict(payload))
+    def latest_result(self, kind: ResultKind) -> dict[str, Any] | None:
+        """The row of the latest result of a kind, whatever its inputs, or None."""
+        return next(iter(self.read(find, "results", {"kind": kind.value}, ["-created_at"], limit=1)), None)
+
+    def record_result(self, kind: ResultKind, key: str, payload: Mapping[str, Any]) -> None:
+        """Keep the result of a kind for these inputs."""
+        self.insert(metadata.tables["results"], kind=kind.value, key=key, payload=dict(payload))
 
     # Trainings
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA = 6
+SCHEMA = 7
 """Raise it when a table, an index or what a column holds changes. Ledgers of another schema are refused: nothing was released that
 would need to be migrated."""
 
@@ -152,14 +153,38 @@ runs = sa.Table(
     sa.Index("ix_runs_created_at", "created_at"),
 )
 
+
+class ResultKind(StrEnum):
+    """Kinds of results, one for each fact that has no table of its own."""
+
+    CHECK = "check"
+    TRANSFER = "transfer"
+    ABLATION = "ablation"
+    OUTSIDE_RESULTS = "outside_results"  # that informed a sweep
+    BAND = "band"
+    PLAN_FILE = "plan_file"
+    GATE = "gate"  # of each launch
+    SMOKE_TEST = "smoke_test"
+    PROMOTION_STARTED = "promotion_started"
+    PROMOTION = "promotion"
+    OBSERVATION_STARTED = "observation_started"
+    OBSERVATION = "observation"
+    ALARM = "alarm"
+    ALARM_WEBHOOK = "alarm_webhook"  # what came of posting the alarm
+    CONTINUATION_STARTED = "stage_started"
+    CONTINUATION = "stage"
+    CANCEL_TRIAL = "cancel_trial"
+    CANCEL_STUDY = "cancel_study"
+
+
 results = sa.Table(
     "results",
     metadata,
-    sa.Column("stage", sa.String, primary_key=True),
+    sa.Column("kind", sa.String, primary_key=True),  # a ResultKind
     sa.Column("key", sa.String, primary_key=True),  # hash of all inputs
     sa.Column("payload", JSON, nullable=False),
     sa.Column("created_at", sa.String, nullable=False),
-    sa.Index("ix_results_created_at", "stage", "created_at"),  # the latest of a stage
+    sa.Index("ix_results_created_at", "kind", "created_at"),  # the latest of a kind
 )
 
 forecasts = sa.Table(

@@ -28,6 +28,7 @@ from muscale.search.record import Record
 from muscale.search.sweep import Sweep, annealed_runs
 from muscale.store.ledger import NESTED, Ledger
 from muscale.store.lineage import input_key
+from muscale.store.tables import ResultKind
 from muscale.tracking.tracked import Row, TrackedRun
 
 if TYPE_CHECKING:
@@ -200,14 +201,14 @@ class WholeStudy:
         runs, forecast, promotion = (
             ledger.runs(without=NESTED),
             ledger.latest_forecast(),
-            ledger.latest_result("promotion"),
+            ledger.latest_result(ResultKind.PROMOTION),
         )
         if runs.empty and forecast is None:
             return
         name, key = study.config.name, study_key(study.directory)
         summary: dict[str, Any] = {f"n_runs/{p}": int(n) for p, n in runs["purpose"].value_counts().items()}
         files = {REPORT: study.directory / REPORT}
-        if verdict := ledger.latest_result("transfer"):
+        if verdict := ledger.latest_result(ResultKind.TRANSFER):
             summary["verdict"] = verdict["payload"]["verdict"]
         if forecast:
             plan = forecast["payload"]

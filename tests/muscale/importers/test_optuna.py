@@ -21,13 +21,14 @@ from optuna.trial import TrialState
 
 from muscale import StageError
 from muscale.importers.import_space import import_space
-from muscale.importers.results import STAGE, describe_results, is_outside, outside_results, record_results
+from muscale.importers.results import describe_results, is_outside, outside_results, record_results
 from muscale.search.methods import resolve_searcher
 from muscale.search.optuna_export import export_optuna
 from muscale.search.prior_runs import lessons
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted_sweep import open_sweep, plant
@@ -168,7 +169,7 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
     assert resolve_searcher(settings, swept.taught()) == "tpe"
     record_results(swept.ledger, swept.key, path, table)
     record_results(swept.ledger, swept.key, path, table)
-    noted = swept.ledger.latest_result(STAGE)
+    noted = swept.ledger.latest_result(ResultKind.OUTSIDE_RESULTS)
     assert noted is not None
     assert noted["payload"] | {"sha256": ""} == {
         "sweep": swept.key,

@@ -16,6 +16,7 @@ from muscale.layout import CURVES
 from muscale.monitoring.band import MIN_STEMS, WINDOW, Band, make_band, register_band
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import (
     COOLDOWN,
     OFFSET,
@@ -139,9 +140,9 @@ def test_the_band_is_registered_once_and_before_the_run(make_study: MakeStudy, l
     assert Band.from_dict(json.loads(json.dumps(band.to_dict()))) == band
     assert register_band(plan, ledger, rows.iloc[:1], max_regret=0.01) == band, "it is not made again"
     late = replace(plan, key="late")
-    ledger.record_result("promotion_started", "late", {"at": "now"})
+    ledger.record_result(ResultKind.PROMOTION_STARTED, "late", {"at": "now"})
     assert "the run began before" in register_band(late, ledger, rows, max_regret=0.01).reason
-    assert ledger.result("band", "late") is None
+    assert ledger.result(ResultKind.BAND, "late") is None
 
 
 def test_runs_that_tell_no_law_tell_no_band(make_study: MakeStudy, ledger: Ledger) -> None:

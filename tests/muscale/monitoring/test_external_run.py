@@ -25,6 +25,7 @@ from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from proxy_models.recipes.batch_ramp import BatchRamp
 from tests.muscale.planted_ladder import OFFSET, log_ratio, numerics_of, registered_plan, write_ladder
 
@@ -80,7 +81,7 @@ def test_a_table_is_watched_and_its_end_is_recorded_as_asserted(elsewhere: Elsew
     assert status.promotion.inside
     assert status.promotion.residual == pytest.approx(0, abs=2e-3)
     assert "elsewhere, as its owner tells" in str(status)
-    assert elsewhere.ledger.result("promotion", elsewhere.plan.key) is None, "it is none of ours"
+    assert elsewhere.ledger.result(ResultKind.PROMOTION, elsewhere.plan.key) is None, "it is none of ours"
     elsewhere.write(1.0, off=2)
     assert elsewhere.watch().promotion == status.promotion, "the residual is final"
     assert Monitor(elsewhere.ledger, alarm_after=3).look().promotion == status.promotion, "without the table, too"
@@ -89,7 +90,7 @@ def test_a_table_is_watched_and_its_end_is_recorded_as_asserted(elsewhere: Elsew
 def test_what_was_seen_first_is_kept(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.9, header=True)
     elsewhere.watch()
-    started = elsewhere.ledger.result("observation_started", elsewhere.plan.key) or {}
+    started = elsewhere.ledger.result(ResultKind.OBSERVATION_STARTED, elsewhere.plan.key) or {}
     assert started["share"] == pytest.approx(0.9, abs=0.01)
     assert started["source"] == str(elsewhere.table)
 
@@ -260,7 +261,9 @@ def test_a_dataframe_is_watched_like_a_file(elsewhere: Elsewhere) -> None:
 
 
 def test_a_plan_that_was_promoted_here_has_its_own_run(elsewhere: Elsewhere) -> None:
-    elsewhere.ledger.record_result("promotion_started", elsewhere.plan.key, {"at": "2026-01-02T03:04:05+00:00"})
+    elsewhere.ledger.record_result(
+        ResultKind.PROMOTION_STARTED, elsewhere.plan.key, {"at": "2026-01-02T03:04:05+00:00"}
+    )
     study = Study.open(elsewhere.study, quiet=True)
     with pytest.raises(StageError, match=f"plan {elsewhere.plan.key} was promoted in this study"):
         study.watch(pd.DataFrame({"tokens": [1], "val_loss": [1.0]}))

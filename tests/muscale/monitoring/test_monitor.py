@@ -17,7 +17,6 @@ from rich.console import Console
 
 from muscale import Promotion, StageError, StudyConfig
 from muscale.full_runs.promote.promotion import recorded_promotion
-from muscale.full_runs.records.alarms import STAGE as ALARM
 from muscale.full_runs.records.alarms import raise_alarms
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.metrics_tail import MetricsTail
@@ -29,8 +28,9 @@ from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
 from muscale.plans.planning import Plan
 from muscale.settings.promote import PromoteSettings
-from muscale.store.ledger import Ledger, find
+from muscale.store.ledger import Ledger
 from muscale.store.spike_handling import Incident, record_incident
+from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
 
 MakeStudy = Callable[..., Path]
@@ -51,7 +51,7 @@ class Run:
         self.metrics = self.directory / METRICS
 
     def begin(self) -> None:
-        self.ledger.record_result("promotion_started", self.plan.key, {"at": "2026-01-01T00:00:00+00:00"})
+        self.ledger.record_result(ResultKind.PROMOTION_STARTED, self.plan.key, {"at": "2026-01-01T00:00:00+00:00"})
 
     def evaluate(self, *shares: float, off: float = 1.0, beside: bool = False) -> None:
         """Write evaluations there, so far off what is expected; the run's own, or those made beside it."""
@@ -86,7 +86,7 @@ class Run:
             seconds=1.0,
             incidents=incidents,
         )
-        self.ledger.record_result("promotion", self.plan.key, promotion.to_dict())
+        self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_what_befell_a_run_is_told_with_its_promotion_and_kept_once(run: Run) ->
     assert found is not None
     assert [event.kind for event in found.run_events] == ["alarm", "skip"]
     assert str(run.monitor().look()).count("step 9: skip: nan") == 1
-    assert (run.ledger.result("promotion", run.plan.key) or {})["run_events"] == []
+    assert (run.ledger.result(ResultKind.PROMOTION, run.plan.key) or {})["run_events"] == []
     (run.directory / "incidents.jsonl").unlink()
     assert run_events(run.ledger, run.plan.key) == found.run_events, "the promotion keeps what lay in the directory"
     assert run_events(run.ledger, "another") == run_events(run.ledger, run.plan.key, asserted=True) == ()
@@ -285,7 +285,7 @@ def test_following_ends_at_the_end_or_at_an_alarm(run: Run, monkeypatch: pytest.
     assert status.alarming
     assert said.count("alarm: the loss of plan") == 1
     assert said.count("ABOVE") == 3
-    assert len(run.ledger.read(find, "results", {"stage": ALARM})) == 1
+    assert len(run.ledger.results(ResultKind.ALARM)) == 1
     monitor, steps = run.monitor(), iter((0.6, 0.8, 1.0))
     look = monitor.look
 

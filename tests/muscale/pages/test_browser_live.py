@@ -16,6 +16,7 @@ from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import HOST, live_app
 from muscale.search.record import Record
 from muscale.store.cancels import cancelled_trials
+from muscale.store.tables import ResultKind
 from tests.muscale.browsers import Opened, chromium, opened
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.pages.test_live_page import TOKEN, arrive, begun
@@ -88,7 +89,7 @@ def test_a_section_that_is_new_is_listed_too(shown: Opened, served: tuple[str, L
     page, live = shown.page, served[1]
     assert page.locator("#coordinate-check .missing").count() == 1
     assert page.locator("nav a[href='#coordinate-check'].unknown").count() == 1
-    live.study.ledger.record_result("check", "planted", planted_check().to_dict())
+    live.study.ledger.record_result(ResultKind.CHECK, "planted", planted_check().to_dict())
     expect(page.locator("#coordinate-check .figure .main-svg").first).to_be_visible()
     expect(page.locator("nav a[href='#coordinate-check'].unknown")).to_have_count(0)
 

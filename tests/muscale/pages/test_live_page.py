@@ -14,7 +14,7 @@ from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import live_app
 from muscale.search.record import Record, RungResult
 from muscale.store.cancels import cancelled_trials
-from muscale.store.tables import metadata
+from muscale.store.tables import ResultKind, metadata
 from search_spaces import LogUniform, Space
 
 MakeStudy = Callable[..., Path]
@@ -69,7 +69,7 @@ ROWS: dict[str, dict[str, object]] = {
     "trials": {"sweep": "sweep", "number": 3, "config": {}, "until": 1},
     "rungs": {"sweep": "sweep", "trial": 1, "rung": 0, "sequence": 2, "segment": "s", "tokens": 1, "seconds": 1.0},
     "decisions": {"sweep": "sweep", "trial": 0, "rung": 0, "sequence": 2, "until": 1, "path": []},
-    "results": {"stage": "check", "key": "k", "payload": {}},
+    "results": {"kind": "check", "key": "k", "payload": {}},
     "forecasts": {"plan": "p", "loss": 1.0, "low": 1.0, "high": 1.0, "level": 0.9, "payload": {}},
 }
 
@@ -148,7 +148,7 @@ def test_a_page_of_elsewhere_can_t_send_an_action(make_study: MakeStudy) -> None
     allowed = acting.options("/cancel/study", headers=asked)
     assert allowed.status_code == 405
     assert not [name for name in allowed.headers if name.lower().startswith("access-control")]
-    assert study.ledger.latest_result("cancel_study") is None
+    assert study.ledger.latest_result(ResultKind.CANCEL_STUDY) is None
     for host in ("127.0.0.1.elsewhere.example", "[::1]:1", "", "127.0.0.2"):
         assert acting.get("/", headers={"Host": host}).status_code == 400, host
 
@@ -174,7 +174,7 @@ def test_actions_take_the_token_and_nothing_else(make_study: MakeStudy, path: st
     assert acting.post(f"{path}?token={TOKEN}", json={}).status_code == 401
     assert acting.get(path, headers=given).status_code == 405
     assert cancelled_trials(study.ledger, record.sweep) == {}
-    assert study.ledger.latest_result("cancel_study") is None
+    assert study.ledger.latest_result(ResultKind.CANCEL_STUDY) is None
     assert acting.post(path, json={"reason": "x" * 201}, headers=given).status_code == 422
     assert acting.post(path, json={"reason": "<b>"}, headers=given).status_code == 200
     assert TOKEN not in acting.get("/").text

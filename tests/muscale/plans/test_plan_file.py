@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
-from muscale.plans.plan_file import RECORD, SPIKE_KEYS, contents, hash_of, path_of, read, text, write
+from muscale.plans.plan_file import SPIKE_KEYS, contents, hash_of, path_of, read, text, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus, write_corpus
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.conftest import write_text
@@ -97,7 +98,7 @@ def test_its_hash_is_in_the_ledger_and_knows_no_comments(planned: MakePlan, ledg
     plan, config = planned()
     path = write(plan, config, ledger)
     said = tomllib.loads(path.read_text())
-    assert (ledger.result(RECORD, hash_of(said)) or {})["plan"] == plan.key
+    assert (ledger.result(ResultKind.PLAN_FILE, hash_of(said)) or {})["plan"] == plan.key
     edit(path, "# Why this size.", "# Why so large?")
     assert hash_of(tomllib.loads(path.read_text())) == hash_of(said)
     assert hash_of(said | {"study": "other"}) != hash_of(said)
@@ -183,7 +184,7 @@ def test_a_file_that_had_the_settings_about_spikes_among_its_resources_is_read_a
     spikes = {name: now["run"].pop(name) for name in list(now["run"]) if name in SPIKE_KEYS}
     assert set(spikes) == set(SPIKE_KEYS)
     before = now | {"resources": spikes | now["resources"]}
-    ledger.record_result(RECORD, hash_of(before), {"plan": plan.key, "contents": before})
+    ledger.record_result(ResultKind.PLAN_FILE, hash_of(before), {"plan": plan.key, "contents": before})
     path = path_of(ledger.directory, plan.key)
     path.parent.mkdir(exist_ok=True)
     path.write_text(text(before))

@@ -14,6 +14,7 @@ from muscale import StageError, Study, StudyConfig, StudyFileError
 from muscale.layout import REPORT
 from muscale.plans.costs import estimate
 from muscale.proxies import transfer
+from muscale.store.tables import ResultKind
 from proxy_models.training.numerics import Numerics
 from scaling import Verdict, fit_verdict
 
@@ -211,7 +212,7 @@ def test_a_small_study_is_checked_in_width_and_depth_and_over_a_second_hyperpara
     assert [list(t.optima) for t in verdict.transfers] == [[16, 32], [1, 2], [16, 32]]
     assert not verdict.passed, "two depths are no evidence"
     assert verdict.verdict == "fail" or "transfer.depths=[1,2,4]" in verdict.options
-    recorded = study.ledger.latest_result("transfer")
+    recorded = study.ledger.latest_result(ResultKind.TRANSFER)
     assert recorded is not None
     assert str(Verdict.from_dict(recorded["payload"])) == str(verdict)
     json.dumps(recorded["payload"], allow_nan=False)

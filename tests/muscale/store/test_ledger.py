@@ -12,7 +12,7 @@ from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.storage import file_system
-from muscale.store.tables import SCHEMA, forecasts, trials
+from muscale.store.tables import SCHEMA, ResultKind, forecasts, trials
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def test_a_ledger_of_another_schema_is_refused_with_what_to_do(ledger: Ledger, n
 
 
 def test_a_result_is_kept_as_it_was_first_recorded(ledger: Ledger) -> None:
-    assert ledger.result("check", "k") is None
-    ledger.record_result("check", "k", {"passed": True})
-    ledger.record_result("check", "k", {"passed": False})
-    assert ledger.result("check", "k") == {"passed": True}
+    assert ledger.result(ResultKind.CHECK, "k") is None
+    ledger.record_result(ResultKind.CHECK, "k", {"passed": True})
+    ledger.record_result(ResultKind.CHECK, "k", {"passed": False})
+    assert ledger.result(ResultKind.CHECK, "k") == {"passed": True}
 
 
 def test_a_registered_forecast_can_not_be_changed_or_deleted(ledger: Ledger) -> None:
@@ -97,11 +97,11 @@ def test_a_ledger_that_stays_busy_is_told_as_such(ledger: Ledger, monkeypatch: p
     with sqlite3.connect(ledger.directory / LEDGER) as holder:
         holder.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailableError, match="ledger.sqlite: another process has kept the ledger busy"):
-            ledger.record_result("stage", "k", {})
+            ledger.record_result(ResultKind.CHECK, "k", {})
         holder.rollback()
     holder.close()
-    ledger.record_result("stage", "k", {})
-    assert ledger.result("stage", "k") == {}
+    ledger.record_result(ResultKind.CHECK, "k", {})
+    assert ledger.result(ResultKind.CHECK, "k") == {}
 
 
 def test_a_ledger_that_can_t_be_opened_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

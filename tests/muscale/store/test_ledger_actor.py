@@ -18,6 +18,7 @@ from muscale.store.ledger import Ledger, check_token
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
+from muscale.store.tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -46,17 +47,17 @@ def test_every_process_reaches_the_one_actor_on_the_files_node(ledger: Ledger) -
     import ray
 
     assert isinstance(ledger.storage, ActorStorage)
-    ledger.record_result("stage", "driver", {})
+    ledger.record_result(ResultKind.CHECK, "driver", {})
 
     @ray.remote
     def elsewhere(own: Ledger) -> Any:
-        own.record_result("stage", "worker", {})
+        own.record_result(ResultKind.CHECK, "worker", {})
         return own.storage.actor()._actor_id  # type: ignore[attr-defined]
 
     assert ray.get(elsewhere.remote(ledger)) == ledger.storage.actor()._actor_id
-    assert ledger.result("stage", "worker") == {}
+    assert ledger.result(ResultKind.CHECK, "worker") == {}
     assert ray.get(ledger.storage.actor().node.remote()) == ray.get_runtime_context().get_node_id()
-    assert Ledger(ledger.storage.path).result("stage", "driver") == {}, "acknowledged is written"
+    assert Ledger(ledger.storage.path).result(ResultKind.CHECK, "driver") == {}, "acknowledged is written"
 
 
 def test_writers_outlast_the_end_of_the_actor(ledger: Ledger) -> None:

@@ -19,7 +19,7 @@ from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, check_token
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import PostgresStorage
-from muscale.store.tables import forecasts, trials
+from muscale.store.tables import ResultKind, forecasts, trials
 
 POSTGRESQL = StorageSettings(ledger="postgresql")
 
@@ -112,14 +112,14 @@ def test_work_and_heartbeat_outlast_a_restart_of_the_server(ledger: Ledger, post
         postgres.stop()
         restart = threading.Timer(2.5, postgres.start)
         restart.start()
-        ledger.record_result("stage", "k", {"kept": True})
+        ledger.record_result(ResultKind.CHECK, "k", {"kept": True})
         restart.join()
         ledger.write(check_token, "line", token)
         order.append("first")
     waiter.join(30)
     waiting_ledger.close()
     assert order == ["first", "second with 2"], "an owner that could not beat is not taken for dead"
-    assert ledger.result("stage", "k") == {"kept": True}
+    assert ledger.result(ResultKind.CHECK, "k") == {"kept": True}
 
 
 def test_a_server_that_stays_away_ends_in_a_clear_error(ledger: Ledger, postgres: Any, monkeypatch: Any) -> None:

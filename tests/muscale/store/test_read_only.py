@@ -18,7 +18,7 @@ from muscale.settings.config import StorageSettings
 from muscale.store.ledger import Ledger, find
 from muscale.store.open_ledger import open_ledger
 from muscale.store.read_only import connect, fault_of, open_read_only, read_only_uri
-from muscale.store.tables import REFUSALS, SCHEMA
+from muscale.store.tables import REFUSALS, SCHEMA, ResultKind
 from tests.fuzz.database_targets import write_optuna_study
 from tests.muscale.planted_ledger import IDENTITY, add_run
 
@@ -161,6 +161,6 @@ def test_a_postgresql_ledger_is_read_in_one_snapshot(postgres: Any, tmp_path: Pa
     database.claim(IDENTITY, {})
     with open_read_only(tmp_path) as (_, read):
         assert read(find, "results") == []
-        database.record_result("check", "k", {})
+        database.record_result(ResultKind.CHECK, "k", {})
         assert read(find, "results") == [], "rows written meanwhile are not seen"
     database.close()

@@ -11,7 +11,6 @@ from typing import Any
 from muscale.errors import StageError
 from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out, write_stage_corpus
 from muscale.full_runs.continue_run.lineage import (
-    STARTED,
     LineageSegment,
     Parent,
     find_parent,
@@ -27,6 +26,7 @@ from muscale.settings.spikes import SpikePolicy
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key, segment_to_dict
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import continued
 from proxy_models.recipes.segments import Segment
@@ -245,7 +245,7 @@ def plan_stage(
             on_spike=config.promote.spike_policy,
             directory=ledger.directory,
         )
-        if ledger.result(STARTED, planned.key) is None:  # else it may go on without it
+        if ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None:  # else it may go on without it
             require_checkpoint(parent)
     except StageError as error:
         raise StageError(f"{path}: {error}") from error

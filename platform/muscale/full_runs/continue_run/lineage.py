@@ -12,14 +12,14 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, 
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.stage_file import ParentSettings
-from muscale.store.ledger import Ledger, find
+from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, segment_from_dict
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 
-STARTED = "stage_started"
 """Of the ledger's results, by key: what a stage trains, as it was first launched."""
 PLAN = "plan"
 
@@ -177,7 +177,7 @@ def sealed(parent: Parent) -> str:
 
 
 def _promoted_last(ledger: Ledger) -> str:
-    found = ledger.latest_result("promotion")
+    found = ledger.latest_result(ResultKind.PROMOTION)
     if found is None:
         raise StageError("parent.run: no run was promoted to its end yet; run `muscale promote` first, or name a run")
     return str(found["payload"]["plan"])
@@ -189,7 +189,7 @@ def find_stage(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
     Raises:
         StageError: If it is the name of several.
     """
-    rows = ledger.read(find, "results", {"stage": STARTED})
+    rows = ledger.results(ResultKind.CONTINUATION_STARTED)
     found = {row["key"]: row["payload"] for row in rows if run in (row["key"], row["payload"]["name"])}
     if run in found:
         return run, found[run]

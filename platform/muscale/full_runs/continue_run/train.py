@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from muscale import json_lines
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, format_lineage
-from muscale.full_runs.continue_run.lineage import STARTED, LineageSegment, plain, sealed
+from muscale.full_runs.continue_run.lineage import LineageSegment, plain, sealed
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import Goodput
@@ -16,9 +16,9 @@ from muscale.layout import METRICS
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident
+from muscale.store.tables import ResultKind
 from scaling.presentation import Result
 
-RECORD = "stage"
 """Of the ledger's results, by key: `Continued` as plain values."""
 Launcher = Callable[[FullRun], dict[str, Any]]
 
@@ -151,12 +151,12 @@ def train_stage(
             or its parent's checkpoint is no longer what it was when the stage was begun.
         PreemptedError: If this process was preempted; the workers have saved.
     """
-    if known := ledger.result(RECORD, stage.key):
+    if known := ledger.result(ResultKind.CONTINUATION, stage.key):
         return Continued.from_dict(known)
-    started = ledger.result(STARTED, stage.key)
+    started = ledger.result(ResultKind.CONTINUATION_STARTED, stage.key)
     if started is None:
         started = {**stage.facts(), "seal": sealed(stage.parent), "at": now()}
-        ledger.record_result(STARTED, stage.key, started)
+        ledger.record_result(ResultKind.CONTINUATION_STARTED, stage.key, started)
     run = stage.full_run(config, started["seal"])
     stage.folder.mkdir(parents=True, exist_ok=True)
     on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=stage.key))
@@ -175,5 +175,5 @@ def train_stage(
         goodput=Goodput.from_dict(outcome["goodput"]),
         incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    ledger.record_result(RECORD, stage.key, done.to_dict())
+    ledger.record_result(ResultKind.CONTINUATION, stage.key, done.to_dict())
     return done

@@ -20,7 +20,7 @@ from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, SpikeHandling
-from muscale.store.tables import runs, segments
+from muscale.store.tables import ResultKind, runs, segments
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 
@@ -140,7 +140,7 @@ def begin(
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
     if layout_errors := list(config.promote.parallelism.layout_errors(plan.model)):
         raise StageError(f"promote: {'; '.join(layout_errors)}")
-    spike_handling, started = config.promote.spike_handling, ledger.result("promotion_started", plan.key)
+    spike_handling, started = config.promote.spike_handling, ledger.result(ResultKind.PROMOTION_STARTED, plan.key)
     if started is None:
         started = {
             "at": _after(registered["registered_at"]),
@@ -149,7 +149,7 @@ def begin(
             "gate": gate and gate.to_dict(),
             "spike_handling": spike_handling,
         }
-        ledger.record_result("promotion_started", plan.key, started)
+        ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, started)
     _require_same_mending(started.get("spike_handling", spike_handling), spike_handling)
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
@@ -208,7 +208,7 @@ def promote(
     )
     spike_handling = SpikeHandling.of(config.promote.spike_policy, promotion.incidents)
     _record_run(plan, ledger, replace(numerics, guard=config.promote.guard), outcome, spike_handling)
-    ledger.record_result("promotion", plan.key, promotion.to_dict())
+    ledger.record_result(ResultKind.PROMOTION, plan.key, promotion.to_dict())
     return replace(promotion, run_events=run_events(ledger, plan.key))
 
 
@@ -217,7 +217,7 @@ def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> 
 
     `asserted`: Of the run that was elsewhere.
     """
-    values = ledger.result("observation" if asserted else "promotion", plan)
+    values = ledger.result(ResultKind.OBSERVATION if asserted else ResultKind.PROMOTION, plan)
     if values is None:
         return None
     return replace(Promotion.from_dict(values), run_events=run_events(ledger, plan, asserted=asserted))

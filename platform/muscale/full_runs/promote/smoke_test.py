@@ -28,12 +28,11 @@ from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
 from muscale.store.lineage import Chain
+from muscale.store.tables import ResultKind
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 
-RECORD = "smoke_test"
-"""Stage of the ledger's results."""
 LEAST_STEPS = 5
 """Of a launch: the first is slow, the second has an evaluation beside it, the third a save behind it, the fifth nothing."""
 _PEAKS = "peaks"  # a file for each rank
@@ -185,7 +184,7 @@ def smoke_test_on_cluster(
             schedule=schedule,
             estimated_bytes=memory_of(plan, config).total,
         )
-    ledger.record_result(RECORD, f"{plan.key} {found.at}", found.to_dict())
+    ledger.record_result(ResultKind.SMOKE_TEST, f"{plan.key} {found.at}", found.to_dict())
     return found
 
 

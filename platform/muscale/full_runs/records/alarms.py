@@ -15,10 +15,8 @@ from urllib.parse import urlsplit
 import pandas as pd
 
 from muscale.store.ledger import Ledger, insert_once, stamped
-from muscale.store.tables import results
+from muscale.store.tables import ResultKind, results
 
-STAGE = "alarm"  # of the ledger's results
-SENT = "alarm_webhook"  # what came of telling it
 OUTSIDE = ("above", "below")
 _TIMEOUT_SECONDS = 10.0
 
@@ -97,7 +95,7 @@ def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asser
 
 def known_alarms(ledger: Ledger, alarms: Sequence[Alarm]) -> set[str]:
     """The keys of those that the ledger has."""
-    return {alarm.key for alarm in alarms if ledger.result(STAGE, alarm.key)}
+    return {alarm.key for alarm in alarms if ledger.result(ResultKind.ALARM, alarm.key)}
 
 
 def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None) -> list[str]:
@@ -113,13 +111,13 @@ def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None
     """
     lines = []
     for alarm in alarms:
-        row = stamped(results, {"stage": STAGE, "key": alarm.key, "payload": alarm.to_dict()})
+        row = stamped(results, {"kind": ResultKind.ALARM.value, "key": alarm.key, "payload": alarm.to_dict()})
         if not ledger.write(insert_once, results.name, [row]):
             continue
         lines.append(str(alarm))
         if webhook:
             failure = post(webhook, alarm.to_dict())
-            ledger.record_result(SENT, alarm.key, {"webhook": webhook, "failure": failure})
+            ledger.record_result(ResultKind.ALARM_WEBHOOK, alarm.key, {"webhook": webhook, "failure": failure})
             lines.append(
                 f"notified webhook {webhook}" if failure is None else f"webhook {webhook} can't be notified: {failure}"
             )

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from muscale.full_runs.records.alarms import STAGE, Alarm
+from muscale.full_runs.records.alarms import Alarm
 from muscale.layout import FULL_RUNS
-from muscale.store.ledger import Ledger, find, now
+from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, read_incidents
+from muscale.store.tables import ResultKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Itera
         asserted: Whether the run that was elsewhere is meant, of which no incidents are known.
         seen: Alarms of this moment, of which the ledger may not know yet.
     """
-    rows = [row for row in ledger.read(find, "results", {"stage": STAGE}) if _is_of(row["payload"], plan, asserted)]
+    rows = [row for row in ledger.results(ResultKind.ALARM) if _is_of(row["payload"], plan, asserted)]
     known = {row["key"] for row in rows}
     events = [(row["created_at"], "alarm", str(Alarm.from_dict(row["payload"]))) for row in rows]
     events += [(now(), "alarm", str(alarm)) for alarm in seen if alarm.key not in known]
@@ -66,5 +67,5 @@ def _is_of(alarm: dict[str, Any], plan: str, asserted: bool) -> bool:
 def _incidents(ledger: Ledger, plan: str) -> list[Incident]:
     """Of the run's directory; where it is gone, those that its promotion was recorded with."""
     found = read_incidents(ledger.directory / FULL_RUNS / plan)
-    recorded = ledger.result("promotion", plan) or {}
+    recorded = ledger.result(ResultKind.PROMOTION, plan) or {}
     return found or [Incident.from_dict(values) for values in recorded.get("incidents", ())]

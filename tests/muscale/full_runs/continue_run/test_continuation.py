@@ -24,6 +24,7 @@ from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.data.tokenizer import FileTokenizer, TokenizerSettings
 from proxy_models.training.numerics import Numerics
@@ -83,7 +84,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     plan = register(replace(plan, n_tokens=STEPS * BATCH), ledger)
     numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
     train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))
-    ledger.record_result("promotion", plan.key, {"plan": plan.key})
+    ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})
     yield Case(directory, config, ledger, corpus, numerics, plan)
     ledger.close()
 

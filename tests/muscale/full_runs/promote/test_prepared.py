@@ -18,6 +18,7 @@ from muscale import StageError, Study, StudyFileError
 from muscale.full_runs.promote.prepared import prepare, read, train_here
 from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import FULL_RUNS, RESULT
+from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_secrets import PLANTED, holding, telling
 
@@ -71,7 +72,7 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
 
     promotion = promote(plan, study.config, study.ledger, study.numerics, **known)  # type: ignore[arg-type]
     assert (promotion.loss, promotion.world_size) == (result["loss"], 2)
-    assert study.ledger.result("promotion", plan.key) is not None
+    assert study.ledger.result(ResultKind.PROMOTION, plan.key) is not None
 
 
 def test_a_file_that_is_no_prepared_run_is_refused_in_words(tmp_path: Path) -> None:

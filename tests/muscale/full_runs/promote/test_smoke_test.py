@@ -15,7 +15,6 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.promotion import promote
 from muscale.full_runs.promote.smoke_test import (
-    RECORD,
     Schedule,
     SmokeTest,
     beginning,
@@ -29,6 +28,7 @@ from muscale.plans.gate import Gate, disk_line, transfer_line
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
+from muscale.store.tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -154,7 +154,7 @@ def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_begi
     assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
     assert found.estimated_bytes == memory_of(plan, config).total
     assert ledger.forecast(plan.key) == before
-    kept = ledger.latest_result(RECORD)
+    kept = ledger.latest_result(ResultKind.SMOKE_TEST)
     assert kept is not None
     assert SmokeTest.from_dict(kept["payload"]) == found
     assert list((ledger.directory / FULL_RUNS / plan.key).iterdir()) == []

@@ -14,8 +14,9 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig, StudyFileError
-from muscale.full_runs.records.alarms import SENT, Alarm, find_alarms, known_alarms, post, raise_alarms
-from muscale.store.ledger import Ledger, find
+from muscale.full_runs.records.alarms import Alarm, find_alarms, known_alarms, post, raise_alarms
+from muscale.store.ledger import Ledger
+from muscale.store.tables import ResultKind
 
 SECRET = "s3cret-path"
 
@@ -121,7 +122,7 @@ def test_a_webhook_that_fails_is_told_without_its_url(
     assert failure
     lines = raise_alarms(ledger, alarms("above", "above", "above"), webhook="WATCH_HOOK")
     assert lines[1].startswith("webhook WATCH_HOOK can't be notified: ")
-    kept = json.dumps([row["payload"] for row in ledger.read(find, "results", {"stage": SENT})])
+    kept = json.dumps([row["payload"] for row in ledger.results(ResultKind.ALARM_WEBHOOK)])
     assert SECRET not in f"{lines}{kept}{failure}"
 
 
