@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from muscale.errors import StageError, first_line
 from muscale.importers.imported_space import ImportedSpace, listed, place_of, space_from, stepped
-from muscale.settings.strict import MOST_TOLD, shown
+from muscale.settings.strict import short_repr
 from muscale.store.read_only import connect, fault_of
 from search_spaces import Distribution, Fixed, Integer, LogUniform, SpaceError, Uniform
 
@@ -86,9 +86,9 @@ def open_study(source: str) -> OptunaStudy:
         storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=only_read, skip_table_creation=True)
         names = [str(summary.study_name) for summary in optuna.get_all_study_summaries(storage)]
         if not name and len(names) != 1:
-            raise StageError(f"optuna: {text}: holds {len(names)} studies, add #name: {_listed(names)}")
+            raise StageError(f"optuna: {text}: holds {len(names)} studies, add #name: {', '.join(names)}")
         if name and name not in names:
-            raise StageError(f"optuna: {text}: no study {name!r}; there are {_listed(names)}")
+            raise StageError(f"optuna: {text}: no study {name!r}; there are {', '.join(names)}")
         study = optuna.load_study(study_name=name or names[0], storage=storage)
         if len(study.directions) > 1:
             raise StageError(f"optuna: {source}: a study of {len(study.directions)} objectives; one is minimised here")
@@ -112,22 +112,18 @@ def _readable(text: str) -> Iterator[None]:
         raise StageError(f"optuna: {text}: can't be read: {told or type(error).__name__}") from error
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_TOLD]) + (f" and {len(names) - MOST_TOLD:,} more" if len(names) > MOST_TOLD else "")
-
-
 def _require_plain(trials: Sequence[FrozenTrial]) -> None:
     """Refuse names and values that Optuna passes on as they stand in the file."""
     for trial in trials:
         for name, value in trial.params.items():
             if not isinstance(name, str):
-                raise ValueError(f"trial {trial.number}: a parameter's name must be text, got {shown(name)}")
+                raise ValueError(f"trial {trial.number}: a parameter's name must be text, got {short_repr(name)}")
             if not isinstance(value, str | int | float | None):
                 raise ValueError(
-                    f"trial {trial.number}, {name}: must be text, a number, true or false, got {shown(value)}"
+                    f"trial {trial.number}, {name}: must be text, a number, true or false, got {short_repr(value)}"
                 )
         if trial.value is not None and not isinstance(trial.value, int | float):
-            raise ValueError(f"trial {trial.number}: a value must be a number, got {shown(trial.value)}")
+            raise ValueError(f"trial {trial.number}: a value must be a number, got {short_repr(trial.value)}")
 
 
 def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> ImportedSpace:

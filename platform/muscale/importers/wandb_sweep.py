@@ -10,13 +10,11 @@ from typing import Any
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
 from muscale.importers.imported_space import ImportedSpace, listed, space_from, stepped
+from muscale.settings.strict import short_repr
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Prior, SpaceError, Uniform
 
-MOST_BYTES = 1_000_000
-MOST_NODES = 10_000
-"""Of a file with every alias written out: a few lines of aliases of aliases stand for billions."""
 TAILS = 4.0
-"""Standard deviations at which a normal is cut off: a space has bounds (assumed)."""
+"""Standard deviations at which a normal is cut off, since a space has bounds (assumed)."""
 SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
@@ -24,34 +22,29 @@ _RUNGS = 4  # where the file doesn't tell: the study file's default
 
 
 def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
-    """What the file says; nothing in it is run.
+    """The search that a sweep file describes; nothing in it is run.
 
     Args:
         path: Of the file.
-        names: Of parameters that are called otherwise here.
+        names: Our name of each parameter that is called otherwise here.
 
     Raises:
         StageError: Naming the file, the key, the rule and the value.
     """
-    try:
-        return _read(path, names)
-    except RecursionError:
-        raise StageError(f"import-space: {path}: its tables lie too deep in one another") from None
-
-
-def _read(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     tree = _load(path)
     parameters = tree.get("parameters")
     if not isinstance(parameters, dict) or not parameters:
         raise StageError(
-            f"import-space: {path}: parameters: a table of parameters is required, got {_short(parameters)}"
+            f"import-space: {path}: parameters: a table of parameters is required, got {short_repr(parameters)}"
         )
     notes: list[str] = []
     space = space_from(str(path), dict(_flat(path, parameters, "", notes)), names)
     settings: dict[str, Any] = {}
     method = tree.get("method")
     if not isinstance(method, str) or method not in SEARCHERS:
-        raise StageError(f"import-space: {path}: method: must be one of {', '.join(SEARCHERS)}, got {_short(method)}")
+        raise StageError(
+            f"import-space: {path}: method: must be one of {', '.join(SEARCHERS)}, got {short_repr(method)}"
+        )
     settings["searcher"] = SEARCHERS[method]
     if method == "bayes":
         notes.append("method bayes: searcher gp, a Gaussian process too; auto learns from other scales as well")
@@ -63,7 +56,7 @@ def _read(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     notes.append("set sweep.n_tokens: a trial's tokens here, which the file does not tell")
     metric = tree.get("metric")
     if isinstance(metric, dict) and metric.get("goal", "minimize") != "minimize":
-        notes.append(f"metric.goal {_short(metric.get('goal'))}: the held-out loss is minimised here")
+        notes.append(f"metric.goal {short_repr(metric.get('goal'))}: the held-out loss is minimised here")
     if others := [name for name in tree if name not in _KNOWN]:
         notes.append(f"no counterpart: {', '.join(map(str, others))}")
     return ImportedSpace(source=str(path), space=space, settings=settings, notes=tuple(notes))
@@ -75,39 +68,14 @@ def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise StageError(f"import-space: {path}: no such file")
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise StageError(f"import-space: {path}: must be at most {MOST_BYTES:,} bytes, got {size:,}")
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StageError(f"import-space: {path}: {format_read_error(error)}") from error
-    # What a tag promises and its text does not hold (!!int x, !!timestamp x) is raised as it comes.
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise StageError(f"import-space: {path}: can't be read as YAML: {_first_line(error)}") from error
-    if _size(tree, {}, set()) > MOST_NODES:
-        raise StageError(
-            f"import-space: {path}: must have at most {MOST_NODES:,} values with its aliases written out, and none that "
-            "holds itself"
-        )
     if not isinstance(tree, dict):
-        raise StageError(f"import-space: {path}: must be a table with method and parameters, got {_short(tree)}")
+        raise StageError(f"import-space: {path}: must be a table with method and parameters, got {short_repr(tree)}")
     return tree
-
-
-def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """Values in a tree with shared parts, each part counted once and added as often as it stands there."""
-    if not isinstance(node, dict | list):
-        return 1
-    if id(node) in above:
-        return MOST_NODES + 1
-    if id(node) not in known:
-        parts = [*node.values()] if isinstance(node, dict) else node
-        known[id(node)] = min(MOST_NODES + 1, 1 + sum(_size(part, known, above | {id(node)}) for part in parts))
-    return known[id(node)]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _first_line(error: Exception) -> str:
@@ -120,7 +88,7 @@ def _flat(path: Path, parameters: dict[str, Any], before: str, notes: list[str])
     for name, table in parameters.items():
         key = f"{before}{name}"
         if not isinstance(table, dict):
-            raise StageError(f"import-space: {path}: parameters.{key}: must be a table, got {_short(table)}")
+            raise StageError(f"import-space: {path}: parameters.{key}: must be a table, got {short_repr(table)}")
         if isinstance(nested := table.get("parameters"), dict):
             found += _flat(path, nested, f"{key}.", notes)
             continue
@@ -128,7 +96,7 @@ def _flat(path: Path, parameters: dict[str, Any], before: str, notes: list[str])
             distribution, note = _distribution(table)
         except (SpaceError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"missing {error}" if isinstance(error, KeyError) else str(error)
-            raise StageError(f"import-space: {path}: parameters.{key}: {why}, got {_short(table)}") from error
+            raise StageError(f"import-space: {path}: parameters.{key}: {why}, got {short_repr(table)}") from error
         if note:
             notes.append(f"{key}: {note}")
         found.append((key, distribution))
@@ -247,11 +215,11 @@ def _scheduler(path: Path, table: Any, notes: list[str]) -> dict[str, Any]:
     if table is None:
         return {"scheduler": "none"}
     if not isinstance(table, dict) or table.get("type") != "hyperband":
-        raise StageError(f"import-space: {path}: early_terminate: type must be hyperband, got {_short(table)}")
+        raise StageError(f"import-space: {path}: early_terminate: type must be hyperband, got {short_repr(table)}")
     eta, brackets = table.get("eta", 3), table.get("s")
     if isinstance(eta, bool) or not isinstance(eta, int | float) or not 1 < eta <= _MOST_ETA:
         raise StageError(
-            f"import-space: {path}: early_terminate.eta: must be above 1, and at most {_MOST_ETA:g}, got {_short(eta)}"
+            f"import-space: {path}: early_terminate.eta: must be above 1, and at most {_MOST_ETA:g}, got {short_repr(eta)}"
         )
     settings = {"scheduler": "asha", "reduction_factor": float(eta)}
     settings["rungs"] = brackets + 1 if type(brackets) is int and 0 < brackets < _MOST_BRACKETS else _RUNGS

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from muscale.errors import StudyDirectoryError
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.settings.strict import shown
+from muscale.settings.strict import short_repr
 from muscale.store.ledger import Ledger, find
 from muscale.store.read_only import Read, open_read_only
 from muscale.store.tables import ResultKind
@@ -148,6 +148,6 @@ def _row(study: str, ended: dict[str, Any], forecasts: Mapping[str, Any]) -> dic
             isinstance(value, float) and not math.isfinite(value)
         ):
             raise ValueError(
-                f"{name}: must be {'a finite number' if wanted is float else wanted.__name__}, got {shown(value)}"
+                f"{name}: must be {'a finite number' if wanted is float else wanted.__name__}, got {short_repr(value)}"
             )
     return row

@@ -23,7 +23,7 @@ from muscale.plans.planning import Plan, format_decision
 from muscale.settings.config import ResourceSettings, StudyConfig
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings
-from muscale.settings.strict import StrictTable, lists_to_tuples, shown
+from muscale.settings.strict import StrictTable, lists_to_tuples, short_repr
 from muscale.settings.toml_file import read_toml
 from muscale.store.differing import first_difference
 from muscale.store.ledger import Ledger
@@ -152,7 +152,7 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
     registered = ledger.forecast(key) if isinstance(key, str) else None
     if registered is None:
         raise StageError(
-            f"{path}: plan: must be one that this study registered, got {shown(key)}; `muscale plan` writes such a file"
+            f"{path}: plan: must be one that this study registered, got {short_repr(key)}; `muscale plan` writes such a file"
         )
     written = _written(ledger, registered["plan"])
     origin = _origin(found, written)
@@ -240,7 +240,7 @@ def _of_the_run(origin: _Contents, plan: Plan) -> _Contents:
 def _table_of(found: _Contents, path: Path) -> _Contents:
     table = found.get(EDITABLE, {})
     if not isinstance(table, dict):
-        raise StageError(f"{path}: {EDITABLE}: must be a table, got {shown(table)}")
+        raise StageError(f"{path}: {EDITABLE}: must be a table, got {short_repr(table)}")
     return table
 
 
@@ -274,9 +274,9 @@ def _settings(kind: type[StrictTable], values: _Contents, path: Path) -> Any:
         detail = error.errors()[0]
         key = ".".join(map(str, (EDITABLE, *detail["loc"])))
         if detail["type"] == "extra_forbidden":
-            raise StageError(f"{path}: {key}: unknown key (value {shown(detail['input'])})") from error
+            raise StageError(f"{path}: {key}: unknown key (value {short_repr(detail['input'])})") from error
         raise StageError(
-            f"{path}: {key}: {detail['msg'].removeprefix('Value error, ')}, got {shown(detail['input'])}"
+            f"{path}: {key}: {detail['msg'].removeprefix('Value error, ')}, got {short_repr(detail['input'])}"
         ) from error
 
 

@@ -22,10 +22,16 @@ from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.plan import PlanSettings
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.shape import Shape
-from muscale.settings.strict import PositiveOrInfinite, explained, lists_to_tuples, require_parts, told
+from muscale.settings.strict import (
+    FAULTY,
+    PositiveOrInfinite,
+    format_errors,
+    lists_to_tuples,
+    require_whole_or_fraction,
+)
 from muscale.settings.strict import StrictTable as _Table
 from muscale.settings.sweep import SweepSettings
-from muscale.settings.toml_file import MOST_DEPTH, inline, parse_toml, read_toml
+from muscale.settings.toml_file import inline, parse_toml, read_toml
 from muscale.settings.tracking import TrackingSettings
 from muscale.settings.transfer import TransferSettings
 from proxy_models.architecture.config import ModelConfig, ModelFamily
@@ -85,7 +91,7 @@ class ResourceSettings(_Table):
 
     @pydantic.model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        require_parts("resources", self, ("cpus_per_worker", "gpus_per_worker"))
+        require_whole_or_fraction("resources", self, ("cpus_per_worker", "gpus_per_worker"))
         return self
 
     @property
@@ -227,11 +233,10 @@ class StudyConfig(_Table):
         try:
             config = cls(**tables)
         except pydantic.ValidationError as error:
-            details = [dict(detail) for detail in error.errors() if detail["input"] is not _FAULTY]
-            raise StudyFileError(told([*problems, *explained(details, where, cls)])) from error
+            raise StudyFileError("\n".join([*problems, *format_errors(error, where, cls)])) from error
         problems += [f"{where}: {problem}" for problem in cross_field_errors(config)]
         if problems:
-            raise StudyFileError(told(problems))
+            raise StudyFileError("\n".join(problems))
         return config
 
     def numerics(self, corpus: Corpus) -> Numerics:
@@ -262,9 +267,6 @@ class StudyConfig(_Table):
         )
 
 
-_FAULTY: Any = object()  # stands for a table whose problems were told already
-
-
 def _space(table: Any, where: str) -> Space:
     """The space of a table, or the ready-made one of a name, or one that is made already."""
     if isinstance(table, Space):
@@ -280,7 +282,7 @@ def _space(table: Any, where: str) -> Space:
 def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[str]) -> Any:
     """An instance of a library's dataclass from a table, with the same strictness as the rest of the file."""
     hints = get_type_hints(build)
-    table, told = dict(table), len(problems)
+    table, n_problems = dict(table), len(problems)
     for name, hint in hints.items():
         entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)
         if entry and isinstance(table.get(name), tuple):
@@ -290,8 +292,8 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
                 else value
                 for number, value in enumerate(table[name])
             )
-    if len(problems) > told:
-        return _FAULTY
+    if len(problems) > n_problems:
+        return FAULTY
     fields: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
         for field in dataclasses.fields(build)
@@ -302,10 +304,10 @@ def _build(build: type[Any], table: dict[str, Any], where: str, problems: list[s
             **{name: getattr(valid, name) for name in fields}
         )  # 4 for a float is 4.0: equal settings, equal keys
     except pydantic.ValidationError as error:
-        problems += explained([dict(detail) for detail in error.errors()], where, list(fields), separator=".")
+        problems += format_errors(error, where, list(fields), separator=".")
     except ValueError as error:
         problems.append(f"{where}: {error}")
-    return _FAULTY
+    return FAULTY
 
 
 def as_set(overrides: Overrides) -> tuple[str, ...]:
@@ -313,10 +315,10 @@ def as_set(overrides: Overrides) -> tuple[str, ...]:
     if not isinstance(overrides, Mapping):
         return tuple(overrides)
     plain = {key: value.to_dict() if isinstance(value, Space) else value for key, value in overrides.items()}
-    return tuple(f"{key}={_told(value)}" for key, value in plain.items())
+    return tuple(f"{key}={_as_toml(value)}" for key, value in plain.items())
 
 
-def _told(value: Any) -> str:
+def _as_toml(value: Any) -> str:
     try:
         return inline(value).as_string()
     except (TypeError, ValueError):  # None, say, for which TOML has no word
@@ -335,8 +337,6 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 def _override(values: dict[str, Any], key: str, value: Any) -> None:
     *tables, name = key.split(".")
-    if len(tables) > MOST_DEPTH:
-        raise StudyFileError(f"--set {key[:40]}…: tables must lie at most {MOST_DEPTH} deep in one another")
     table = values
     for part in tables:
         table = table.setdefault(part, {})

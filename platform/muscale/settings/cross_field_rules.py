@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from muscale.settings.config import CheckSettings, StudyConfig
     from muscale.settings.promote import PromoteSettings
 
-MOST_TOKENS = 2**63
-"""Whole numbers of the ledger have so many bits, one of them the sign."""
 _FIXED_IN_A_SWEEP = (
     "batch_doublings",
     "batch_ramp_tokens",
@@ -66,9 +64,6 @@ def cross_field_errors(config: StudyConfig) -> list[str]:
     lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
     smallest_rung = config.rung_tokens()[0]
     for key, n_tokens in [("sweep.n_tokens", float(config.sweep.n_tokens)), *lengths]:
-        if n_tokens >= MOST_TOKENS:
-            problems.append(f"{key}: a run must have fewer than 2^63 tokens, got one of {n_tokens:.3g}")
-            continue
         try:
             chain(h, h.whole_batches(n_tokens))
         except ValueError as error:

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.spikes import SpikePolicy
-from muscale.settings.strict import StrictTable, require_parts
+from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.training.guard import GuardSettings
 
@@ -66,7 +66,7 @@ class PromoteSettings(StrictTable):
 
     @pydantic.model_validator(mode="after")
     def _evaluation_fits(self) -> Self:
-        require_parts("promote", self, ("evaluator_cpus", "evaluator_gpus"))
+        require_whole_or_fraction("promote", self, ("evaluator_cpus", "evaluator_gpus"))
         if self.evaluation == "sync":
             for name in ("prompts", "evaluator_gpus"):
                 if value := getattr(self, name):

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.errors import StudyFileError
 from muscale.formatting import format_read_error
 from muscale.settings.corpus import CorpusSettings
-from muscale.settings.strict import StrictTable, explained, lists_to_tuples, told
+from muscale.settings.strict import StrictTable, format_errors, lists_to_tuples
 from muscale.settings.toml_file import read_toml
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.continued import ContinuedSchedule
@@ -86,8 +86,7 @@ class StageFile(StrictTable):
         try:
             stage = cls(**lists_to_tuples(values))
         except pydantic.ValidationError as error:
-            details = [dict(detail) for detail in error.errors()]
-            raise StudyFileError(told(explained(details, str(path), cls))) from error
+            raise StudyFileError("\n".join(format_errors(error, str(path), cls))) from error
         if stage.own_corpus and (problems := stage.own_corpus.cross_field_errors(vocab_size)):
             raise StudyFileError("\n".join(f"{path}: {problem}" for problem in problems))
         return stage

@@ -1,4 +1,4 @@
-"""The base of every table of a file of settings, and what is said of one that is wrong."""
+"""The base of every table of settings, and the messages about a table that is wrong."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-MOST_TOLD = 20
-"""Problems of one file that a message names."""
-_SHOWN = 200  # characters of a value
+_LONGEST = 200  # characters of a value in a message
+FAULTY: Any = object()
+"""Takes the place of a table whose errors are listed already."""
 PositiveOrInfinite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=True)]
-"""Where inf means: without bound."""
+"""inf: without bound."""
 
 
 class StrictTable(BaseModel):
@@ -23,43 +23,44 @@ class StrictTable(BaseModel):
     )
 
 
-def told(problems: Sequence[str]) -> str:
-    """The first problems, a line each, and how many more there are."""
-    more = [f"and {len(problems) - MOST_TOLD:,} more"] if len(problems) > MOST_TOLD else []
-    return "\n".join([*problems[:MOST_TOLD], *more])
-
-
-def explained(
-    details: Sequence[dict[str, Any]], where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": "
-) -> list[str]:
-    """`explain` for several; of those that nobody will read only that they are there."""
-    seen = [explain(detail, where, allowed, separator) for detail in details[: MOST_TOLD + 1]]
-    return seen + [f"{where}{separator}{len(details)} problems"] * (len(details) - len(seen))
-
-
-def shown(value: object) -> str:
-    """A value as Python writes it, its beginning if it is long."""
+def short_repr(value: object) -> str:
+    """A value as Python writes it, cut off where it is long."""
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def explain(detail: dict[str, Any], where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": ") -> str:
-    """One line for one of pydantic's errors: file, key, rule, value; `allowed` are the tables, or the keys, that there may be."""
-    key = ".".join(str(part) for part in detail["loc"])
+def format_errors(
+    error: ValidationError, where: str, allowed: type[BaseModel] | Sequence[str], separator: str = ": "
+) -> list[str]:
+    """A line for each of pydantic's errors, except those about `FAULTY` values.
+
+    Args:
+        error: What pydantic raised.
+        where: The file, or the file and the table.
+        allowed: The model of the tables that may be there, or the allowed keys.
+        separator: Between `where` and the key.
+    """
+    details = [dict(detail) for detail in error.errors() if detail["input"] is not FAULTY]
+    return [_format_error(detail, where, allowed, separator) for detail in details]
+
+
+def _format_error(detail: dict[str, Any], where: str, allowed: type[BaseModel] | Sequence[str], separator: str) -> str:
+    """File, key, rule and value of one error."""
+    key = ".".join(map(str, detail["loc"]))
     value = detail["input"]
     if detail["type"] == "extra_forbidden":
         *tables, name = detail["loc"]
         keys = _keys_at(allowed, tables) if isinstance(allowed, type) else allowed
-        return f"{where}{separator}{key}: unknown key (value {shown(value)}){_did_you_mean(str(name), keys)}"
+        return f"{where}{separator}{key}: unknown key (value {short_repr(value)}){_did_you_mean(str(name), keys)}"
     if detail["type"] == "missing":
         return f"{where}{separator}{key}: missing, a value is required"
     rule = "Input should be a list" if detail["type"] == "tuple_type" else detail["msg"].removeprefix("Value error, ")
     location = f"{where}{separator}{key}" if key else where
-    return f"{location}: {rule}, got {shown(value)}" if not isinstance(value, dict) else f"{location}: {rule}"
+    return f"{location}: {rule}, got {short_repr(value)}" if not isinstance(value, dict) else f"{location}: {rule}"
 
 
 def _keys_at(model: Any, tables: Sequence[str | int]) -> list[str]:
-    """The keys that are allowed in a table of the file."""
+    """The allowed keys of a table of the file."""
     for table in tables:
         if get_origin(model) in (dict, tuple):
             model = get_args(model)[0 if isinstance(table, int) else 1]
@@ -74,14 +75,14 @@ def _did_you_mean(key: str, allowed: Sequence[str]) -> str:
 
 
 def lists_to_tuples(value: Any) -> Any:
-    """A deep copy of TOML's values with tuples for its lists, as the settings are immutable."""
+    """A deep copy of TOML's values with tuples for lists, since settings are immutable."""
     if isinstance(value, Mapping):
         return {key: lists_to_tuples(entry) for key, entry in value.items()}
     return tuple(lists_to_tuples(entry) for entry in value) if isinstance(value, list) else value
 
 
-def require_parts(table: str, settings: BaseModel, names: Sequence[str]) -> None:
-    """Refuse 1.5 of a resource: a task of Ray takes whole ones, or a part of one.
+def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[str]) -> None:
+    """Refuse 1.5 of a resource: Ray gives a task whole ones or a fraction of one.
 
     Args:
         table: Name of the settings' table.
@@ -92,5 +93,5 @@ def require_parts(table: str, settings: BaseModel, names: Sequence[str]) -> None
         ValueError: Naming the key, the rule and the value.
     """
     for name in names:
-        if (part := getattr(settings, name)) > 1 and part != int(part):
-            raise ValueError(f"{table}.{name} must be a whole number or a part of one, got {part}")
+        if (amount := getattr(settings, name)) > 1 and amount != int(amount):
+            raise ValueError(f"{table}.{name} must be a whole number or a fraction of one, got {amount}")

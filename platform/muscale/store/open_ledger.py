@@ -23,7 +23,6 @@ from muscale.store.ledger_actor import ActorStorage
 from muscale.store.postgresql import SCHEMA_NAME, PostgresStorage
 from muscale.store.storage import SqliteStorage
 
-_LONGEST_PATH = 4096  # bytes, of Linux; of a part of it 255
 _MARK_SECONDS = 10.0  # assumed: far longer than a rename takes
 _POLL_SECONDS = 0.05
 _RAYS_COPIES = "runtime_resources"  # the folder of a Ray session that working directories of jobs are unpacked in
@@ -73,25 +72,13 @@ def read_place(directory: Path) -> dict[str, Any] | None:
     wanted = {"actor": ("host", "path"), "postgresql": ("schema",)}
     try:
         place = dict(json.loads(path.read_text()))
-        if all(isinstance(place[key], str) and _is_plain(place[key]) for key in wanted[place["ledger"]]) and (
+        if all(isinstance(place[key], str) for key in wanted[place["ledger"]]) and (
             place["ledger"] != "postgresql" or SCHEMA_NAME.fullmatch(place["schema"])
         ):
             return place
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        place = {}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
     raise StudyDirectoryError(f"{path}: does not say where the ledger lies; restore it from a copy of the directory")
-
-
-def _is_plain(text: str) -> bool:
-    """Whether a file may be called so."""
-    try:
-        return (
-            "\0" not in text
-            and len(os.fsencode(text)) < _LONGEST_PATH
-            and all(len(os.fsencode(part)) <= 255 for part in Path(text).parts)
-        )
-    except UnicodeEncodeError:  # half a character, which JSON can say
-        return False
 
 
 def _storage(place: dict[str, Any]) -> ActorStorage | PostgresStorage:

@@ -110,51 +110,41 @@ def test_unknown_names_are_told_with_the_one_that_may_be_meant(tmp_path: Path) -
     assert dict(nested.space) == {"beta1": Ordinal(values=(0.8, 0.9))}
 
 
-BOMB = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
-    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("method: bayes\nparameters: {x: {min: 2, max: 1}}", r"sweep\.yaml: parameters\.x: .*low < high"),
+        ("method: bayes\nparameters: {x: {min: 2, max: 1}}", r"parameters\.x: "),
+        ("method: bayes\nparameters: {x: {distribution: zipf}}", r"parameters\.x: .*constant"),
+        ("method: bayes\nparameters: {x: {distribution: uniform, min: 1}}", r"parameters\.x: .*'max'"),
+        ("method: annealing\nparameters: {x: {value: 1}}", "method: .*'annealing'"),
+        ("method: bayes", "parameters: .*None"),
+        ("method: bayes\nparameters: {x: 3}", r"parameters\.x: .*3"),
+        ("method: [", "YAML"),
+        ("- 1", "parameters"),
+        ("!!python/object/apply:os.system ['true']", "YAML"),
+        ("method: bayes\nparameters: {x: {value: 1}}\nearly_terminate: {type: median}", "early_terminate: .*median"),
         (
-            "method: bayes\nparameters: {x: {distribution: zipf}}",
-            r"parameters\.x: distribution must be one of constant",
-        ),
-        ("method: bayes\nparameters: {x: {distribution: uniform, min: 1}}", r"parameters\.x: missing 'max'"),
-        (
-            "method: annealing\nparameters: {x: {value: 1}}",
-            "method: must be one of grid, random, bayes, got 'annealing'",
-        ),
-        ("method: bayes", "parameters: a table of parameters is required, got None"),
-        ("method: bayes\nparameters: {x: 3}", r"parameters\.x: must be a table, got 3"),
-        ("method: [", "can't be read as YAML"),
-        ("- 1", "must be a table with method and parameters"),
-        ("!!python/object/apply:os.system ['true']", "can't be read as YAML"),
-        (f"{BOMB}\nmethod: bayes\nparameters: {{x: {{values: *a11}}}}", "at most 10,000 values with its aliases"),
-        ("&a\nmethod: bayes\nparameters: *a", "none that holds itself"),
-        (
-            "method: bayes\nparameters: {x: {min: 0.1, max: 0.2}}\nearly_terminate: {type: median}",
-            "type must be hyperband",
+            "method: grid\nparameters: {x: {value: 1}}\nearly_terminate: {type: hyperband, eta: .inf}",
+            "early_terminate.eta: .*inf",
         ),
     ],
 )
-def test_a_faulty_file_is_refused_with_its_reason(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(StageError, match=told):
+def test_a_faulty_file_is_refused_with_its_key(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(StageError, match=rf"sweep\.yaml: .*{told}"):
         import_space(write(tmp_path, text))
 
 
-def test_a_wrong_path_or_name_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, SWEEP)
-    with pytest.raises(StageError, match=r"must end in \.yaml, .*got '\.txt'"):
-        import_space(str(tmp_path / "sweep.txt"))
-    with pytest.raises(StageError, match=r"none\.yaml: no such file"):
-        import_space(str(tmp_path / "none.yaml"))
-    with pytest.raises(StageError, match="--rename: write theirs=ours, got 'lr'"):
-        import_space(path, ["lr"])
-    with pytest.raises(StageError, match="--rename rate: no such parameter; there are lr, init_scale"):
-        import_space(path, ["rate=learning_rate"])
-    with pytest.raises(StageError, match="two parameters would have one name"):
-        import_space(path, ["lr=init_scale"])
+@pytest.mark.parametrize(
+    ("name", "rename", "told"),
+    [
+        ("sweep.txt", (), r"'\.txt'"),
+        ("none.yaml", (), r"none\.yaml"),
+        ("sweep.yaml", ["lr"], "--rename.*'lr'"),
+        ("sweep.yaml", ["rate=learning_rate"], "--rename rate.*init_scale"),
+        ("sweep.yaml", ["lr=init_scale"], "--rename"),
+    ],
+)
+def test_a_wrong_path_or_name_is_refused(tmp_path: Path, name: str, rename: list[str], told: str) -> None:
+    write(tmp_path, SWEEP)
+    with pytest.raises(StageError, match=told):
+        import_space(str(tmp_path / name), rename)

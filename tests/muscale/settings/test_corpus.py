@@ -63,45 +63,36 @@ def test_a_mixture_is_written_from_the_study_file(mixed: Path) -> None:
     json.dumps(study.config.to_dict())
 
 
+BOTH = "weights={words=1, lines=1}"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("corpus.sources.lines.weight=1.0", "corpus.sources.lines.weight: must not be stated beside corpus.stages"),
-        ("corpus.stages=[]", "corpus.sources.words.weight: missing, a value is required"),
-        ("corpus.sources.lines.pth=1", r"corpus.sources.lines.pth: unknown key \(value 1\); did you mean path\?"),
-        ("corpus.stages=[{weigths={words=1}}]", r"corpus.stages.0.weigths: unknown key .*; did you mean weights\?"),
+        ("corpus.sources.lines.weight=1.0", "corpus.sources.lines.weight: .*corpus.stages"),
+        ("corpus.stages=[]", "corpus.sources.words.weight: missing"),
+        ("corpus.sources.lines.pth=1", r"corpus.sources.lines.pth: .*value 1\).*path"),
+        ("corpus.stages=[{weigths={words=1}}]", "corpus.stages.0.weigths: .*weights"),
+        ("corpus.stages=[{weights={words=1}}]", "corpus.stages: .*lines, words, got words"),
+        (f"corpus.stages=[{{{BOTH}, until_tokens=5}}]", "corpus.stages: .*last"),
         (
-            "corpus.stages=[{weights={words=1}}]",
-            "corpus.stages: stage 0 must weigh the sources lines, words, got words",
+            f"corpus.stages=[{{{BOTH}, until_tokens=5}}, {{{BOTH}, until_fraction=0.5}}, {{{BOTH}}}]",
+            "corpus.stages: until_tokens and until_fraction",
         ),
-        (
-            "corpus.stages=[{weights={words=1, lines=-1}}]",
-            "corpus.stages.0.weights.lines: .*greater than or equal to 0",
-        ),
-        ("corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}]", "the last stage must have no end"),
-        ("corpus.stages=[{weights={words=1, lines=1}, until_fraction=1.0}]", "until_fraction: .*less than 1, got 1.0"),
-        (
-            "corpus.stages=[{weights={words=1, lines=1}, until_tokens=5}, "
-            "{weights={words=1, lines=1}, until_fraction=0.5}, {weights={words=1, lines=1}}]",
-            "corpus.stages: until_tokens and until_fraction exclude each other",
-        ),
-        ("model.vocab_size=256", "model.vocab_size: must be at least 257"),
+        ("model.vocab_size=256", "model.vocab_size: .*257"),
     ],
 )
-def test_a_faulty_mixture_is_told_with_key_rule_and_value(mixed: Path, override: str, message: str) -> None:
-    with pytest.raises(StudyFileError, match=message):
+def test_a_faulty_mixture_is_refused_with_its_key(mixed: Path, override: str, message: str) -> None:
+    with pytest.raises(StudyFileError, match=f"study.toml: {message}"):
         StudyConfig.read(mixed, [override])
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "corpus.sources.lines.path=nowhere",
-            "study.toml: corpus.sources.lines.path: .*nowhere: no such file or folder",
-        ),
-        ("corpus.tokenizer=lines.jsonl", "study.toml: corpus.tokenizer: .*lines.jsonl: not a tokenizer.json"),
-        ("corpus.tokenizer=small.json", "study.toml: model.vocab_size: must be at least the 310 ids of .* got 300"),
+        ("corpus.sources.lines.path=nowhere", "corpus.sources.lines.path: .*nowhere"),
+        ("corpus.tokenizer=lines.jsonl", "corpus.tokenizer: .*lines.jsonl"),
+        ("corpus.tokenizer=small.json", "model.vocab_size: .*310.* got 300"),
     ],
 )
 def test_files_are_looked_at_before_anything_is_written(mixed: Path, override: str, message: str) -> None:
@@ -109,7 +100,7 @@ def test_files_are_looked_at_before_anything_is_written(mixed: Path, override: s
         path.read_bytes() for path in sorted((mixed.parent / "text").iterdir())
     )
     (mixed.parent / "small.json").write_text(train_bpe([text], 310))
-    with pytest.raises(StageError, match=message):
+    with pytest.raises(StageError, match=f"study.toml: {message}"):
         Study.open(mixed, [override], quiet=True)
     assert not (mixed.parent / "corpus").exists()
 
@@ -135,7 +126,7 @@ def test_a_curriculum_is_checked_in_depth_too(mixed: Path) -> None:
 
 
 def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
-    with pytest.raises(StageError, match="held-out split of lines has only .* got 40000, shared by 2 sources"):
+    with pytest.raises(StageError, match="corpus.evaluation_tokens: .*lines.* got 40000"):
         _ = Study.open(mixed, ["corpus.evaluation_tokens=40000"], quiet=True).numerics
 
 

