@@ -80,10 +80,12 @@ class Target:
         try:
             self.read()
         except self.refusals as error:
-            assert str(error).strip(), "a refusal without a message"
-            assert set(self.file.parent.rglob("*")) == before, "files were left behind"
-            return False
-        return True
+            message = str(error)
+        else:
+            return True
+        assert message.strip(), "a refusal without a message"
+        assert set(self.file.parent.rglob("*")) == before, "files were left behind"
+        return False
 
 
 def planned_study(folder: Path) -> tuple[Path, StudyConfig, Ledger, Plan]:
@@ -138,9 +140,7 @@ def prepared_run(folder: Path) -> Target:
     _, config, ledger, plan = planned_study(folder)
     ledger.close()
     file = Path(prepared.prepare(plan, config, numerics_of(config), folder).path)
-    return Target(
-        file, lambda: prepared.read(file).numerics.key, (StageError, StudyFileError), [file.read_bytes()]
-    )
+    return Target(file, lambda: prepared.read(file).numerics.key, (StageError, StudyFileError), [file.read_bytes()])
 
 
 def wandb_sweep(folder: Path) -> Target:

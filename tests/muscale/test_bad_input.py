@@ -35,7 +35,7 @@ FIT = ("fit", "--n-params", "total", "--runs")
         (FIT, "a b.csv", LADDER.replace("loss", "losses"), "loss"),
         (FIT, "a b.csv", LADDER + "1,2,3,4,5\n", "table"),
         (FIT, "a b.csv", "", "table"),
-        (FIT, "a b.csv", None, "no such file"),
+        (FIT, "a b.csv", None, "directory"),
         (("import-space",), "sweep.yaml", "method: [a]\nparameters: {a: {value: 1}}", "method"),
         (("import-space",), "sweep.yaml", "method: !!python/object/apply:os.system [touch x]", "YAML"),
         (("import-space",), "sweep.yaml", None, "no such file"),
