@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, Literal, Self, get_args
+from typing import Literal, get_args
+
+from proxy_models.serialization import Serializable
 
 DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
 """Fields that are probabilities of being dropped in a training step."""
@@ -16,7 +18,7 @@ Positions = Literal["rotary", "learned", "alibi", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Serializable):
     """A pre-norm decoder and its variants; the defaults are the family of today's open models.
 
     Attributes:
@@ -178,10 +180,6 @@ class ModelConfig:
         products = self.n_matrix_entries + self.vocab_size * self.d_model
         return 6.0 * products + 12.0 * self.n_layers * self.context_length * self.d_model
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
@@ -217,12 +215,3 @@ class ModelFamily:
         while (above := self.at(width=next(widths), depth=depth)).n_params < n_params:
             below = above
         return min((below, above), key=lambda member: max(member.n_params / n_params, n_params / member.n_params))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The base shape as plain values."""
-        return self.base.to_dict()
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(base=ModelConfig(**values))

@@ -43,11 +43,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.serialization import Serializable
 
 Scheme = Literal["mup", "standard"]
 OptimizerName = Literal["adamw", "adam", "lion", "adafactor", "muon"]
@@ -143,7 +144,7 @@ class ForwardMultipliers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parametrization:
+class Parametrization(Serializable):
     """The table of one shape against its base.
 
     Attributes:
@@ -157,26 +158,6 @@ class Parametrization:
     optimizer: OptimizerName
     rules: Mapping[str, TensorRule]
     multipliers: ForwardMultipliers
-
-    def to_dict(self) -> dict[str, Any]:
-        """The table as plain values, for a checkpoint."""
-        rules = {name: {**asdict(rule), "tensor_class": rule.tensor_class.value} for name, rule in self.rules.items()}
-        return {
-            "scheme": self.scheme,
-            "optimizer": self.optimizer,
-            "rules": rules,
-            "multipliers": asdict(self.multipliers),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        rules = {
-            name: TensorRule(**{**rule, "tensor_class": TensorClass(rule["tensor_class"])})
-            for name, rule in values["rules"].items()
-        }
-        multipliers = ForwardMultipliers(**values["multipliers"])
-        return cls(scheme=values["scheme"], optimizer=values["optimizer"], rules=rules, multipliers=multipliers)
 
     def require(self, saved: Parametrization) -> None:
         """Refuse to go on from what was trained under another table.
@@ -329,7 +310,7 @@ def parametrize(
         ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
             optimizer has no rules, or none for the decay.
     """
-    for name in base.to_dict():
+    for name in (field.name for field in fields(base)):
         if name not in ("d_model", "n_layers") and getattr(config, name) != getattr(base, name):
             raise ValueError(
                 f"muP carries across width and depth only: {name} is {getattr(config, name)} "

@@ -13,17 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+from cattrs.gen import make_dict_unstructure_fn
 from numpy.typing import NDArray
+
+from proxy_models.serialization import Serializable, converter
 
 SLOTS = 10_000  # so that proportions of four decimals are exact
 MAX_EPOCHS = 4.0  # up to here repeated data is almost as good as new (Muennighoff et al., arXiv 2305.16264, section 5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class MixtureStage(Serializable):
     """A stretch of training with fixed proportions.
 
     Attributes:
@@ -74,11 +77,16 @@ class Stage:
         return {name: slots / SLOTS for name, slots in self.slots.items()}
 
 
+converter.register_unstructure_hook(
+    MixtureStage, make_dict_unstructure_fn(MixtureStage, converter, _cattrs_omit_if_default=True)
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Mixture(Serializable):
     """What a run is made of: one stage, or a curriculum of several."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[MixtureStage, ...]
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -104,7 +112,7 @@ class Mixture:
     @classmethod
     def constant(cls, weights: Mapping[str, float]) -> Self:
         """The same proportions all along."""
-        return cls(stages=(Stage(weights=dict(weights)),))
+        return cls(stages=(MixtureStage(weights=dict(weights)),))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,7 +134,7 @@ class Mixture:
             stages=tuple(
                 stage
                 if stage.until_fraction is None
-                else Stage(weights=stage.weights, until_tokens=max(1, round(stage.until_fraction * n_tokens)))
+                else MixtureStage(weights=stage.weights, until_tokens=max(1, round(stage.until_fraction * n_tokens)))
                 for stage in self.stages
             )
         )
@@ -153,22 +161,6 @@ class Mixture:
             starts=np.array(starts, dtype=np.int64),
             patterns=tuple(_pattern(stage, self.names, f"{seed}/{number}") for number, stage in enumerate(self.stages)),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "stages": [
-                {"weights": dict(stage.weights)}
-                | ({"until_tokens": stage.until_tokens} if stage.until_tokens is not None else {})
-                | ({"until_fraction": stage.until_fraction} if stage.until_fraction is not None else {})
-                for stage in self.stages
-            ]
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(stages=tuple(Stage(**stage) for stage in values["stages"]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,7 +204,7 @@ class Interleaving:
         return sources, within
 
 
-def _pattern(stage: Stage, names: tuple[str, ...], seed: str) -> NDArray[np.int64]:
+def _pattern(stage: MixtureStage, names: tuple[str, ...], seed: str) -> NDArray[np.int64]:
     """Each source's slots at even distances from an offset of its own, in the order of their places."""
     places, sources = [], []
     for number, name in enumerate(names):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -77,10 +77,6 @@ class TokenizerSettings:
             raise ValueError(f'path is needed for "file" and only there, got {self.path!r} for {self.kind!r}')
         if self.end_of_document is not None and self.kind != "file":
             raise ValueError(f'end_of_document is for "file", got {self.end_of_document!r} for {self.kind!r}')
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that are set, as plain values."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 BYTES = TokenizerSettings()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
+
+from cattrs.gen import make_dict_unstructure_fn, override
 
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.batch_ramp import MOST_DOUBLINGS
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.schedule import ScheduleName
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
+from proxy_models.serialization import Serializable, converter
 
 _OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
     "final_fraction": ("cosine", "exponential", "cosine_cycles"),
@@ -29,7 +32,7 @@ _OF_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hyperparameters:
+class Hyperparameters(Serializable):
     """Tuned at the base shape, transferable by the parametrization and the horizon law.
 
     Attributes:
@@ -92,7 +95,7 @@ class Hyperparameters:
     swap_optimizer: OptimizerName | None = None
     swap_fraction: float = 0.0
     swap_learning_rate: float = 0.0
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[HyperparameterStage, ...] = ()
 
     def __post_init__(self) -> None:
         positive = ("learning_rate", "batch_tokens", "init_scale", "weight_decay_tau", "eps", "clip_norm")
@@ -124,9 +127,8 @@ class Hyperparameters:
         self._validate_stages()
 
     def _validate_schedule(self) -> None:
-        object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
-        stages = tuple(stage if isinstance(stage, Stage) else Stage(**stage) for stage in self.stages)  # and tables
-        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        object.__setattr__(self, "stages", tuple(self.stages))
         if self.schedule not in get_args(ScheduleName):
             raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
         self._refuse_ignored("schedule", _OF_SCHEDULES, {self.schedule})
@@ -223,8 +225,8 @@ class Hyperparameters:
         as_here = {field.name: getattr(self, field.name) for field in fields(Recipe) if field.name not in resolved}
         return Recipe(**as_here, **resolved)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; no stages are left out, so that keys from before there were any still hold."""
-        plain = asdict(self)
-        del plain["stages"]
-        return plain | ({"stages": [stage.to_dict() for stage in self.stages]} if self.stages else {})
+
+# Hashes of values without stages are those of versions that had none.
+converter.register_unstructure_hook(
+    Hyperparameters, make_dict_unstructure_fn(Hyperparameters, converter, stages=override(omit_if_default=True))
+)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.batch_ramp import BatchRamp
+from proxy_models.serialization import Serializable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Serializable):
     """Absolute hyperparameters of one run at the base shape: nothing in it depends on what length was meant any more."""
 
     learning_rate: float
@@ -51,7 +51,3 @@ class Recipe:
     def weight_decay_tau(self, n_tokens: int) -> float:
         """B / (eta·lambda·D) of a run that ends at `n_tokens`."""
         return self.batch_tokens / (self.learning_rate * self.weight_decay * n_tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from proxy_models.serialization import converter
 
 ScheduleName = Literal[
     "wsd",  # warmup, constant, 1 - sqrt cooldown to zero
@@ -150,9 +152,6 @@ class StepDecay:
     milestones: tuple[int, ...]
     step_factor: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "milestones", tuple(self.milestones))  # JSON has lists only
-
     def factor(self, tokens: int, batch_tokens: int) -> float:
         """Factor on the rate."""
         passed = bisect.bisect_right(self.milestones, tokens)
@@ -212,15 +211,19 @@ Phase = (
     | Rewarmed
 )
 
-
-def phase_to_dict(phase: Phase) -> dict[str, Any]:
-    """The phase as plain values, its kind under "kind"."""
-    inner = {"phase": phase_to_dict(phase.phase)} if isinstance(phase, Rewarmed) else {}
-    return {"kind": type(phase).__name__, **asdict(phase), **inner}
+_KINDS: dict[str, type[Phase]] = {kind.__name__: kind for kind in get_args(Phase)}
 
 
-def phase_from_dict(values: dict[str, Any]) -> Phase:
-    """Rebuild what `phase_to_dict` wrote."""
-    kinds: dict[str, type[Phase]] = {kind.__name__: kind for kind in get_args(Phase)}
-    inner = {"phase": phase_from_dict(values["phase"])} if "phase" in values else {}
-    return kinds[values["kind"]](**{name: value for name, value in {**values, **inner}.items() if name != "kind"})
+def _to_dict(phase: Phase) -> dict[str, Any]:
+    return {"kind": type(phase).__name__, **converter.unstructure(phase)}
+
+
+def _from_dict(values: dict[str, Any], _: Any) -> Phase:
+    rest = dict(values)
+    if (kind := rest.pop("kind", None)) not in _KINDS:
+        raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+    return converter.structure(rest, _KINDS[kind])
+
+
+converter.register_unstructure_hook(Phase, _to_dict)
+converter.register_structure_hook(Phase, _from_dict)

@@ -23,10 +23,11 @@ from proxy_models.recipes.schedule import (
     ScheduleName,
     StepDecay,
 )
+from proxy_models.serialization import Serializable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class Segment(Serializable):
     """Training from `start` to `end` tokens under one recipe and one phase of the schedule."""
 
     recipe: Recipe

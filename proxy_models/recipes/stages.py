@@ -6,12 +6,15 @@ discovered), written so that a run of any size and length can follow it, too.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+
+from cattrs.gen import make_dict_unstructure_fn
+
+from proxy_models.serialization import Serializable, converter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class HyperparameterStage(Serializable):
     """Other values from a point on; what a stage leaves out stays as it was.
 
     Attributes:
@@ -41,10 +44,6 @@ class Stage:
         """The values that it gives, by name; the rate's is a factor."""
         return {name: value for name in CHANGEABLE if (value := getattr(self, name)) is not None}
 
-    def to_dict(self) -> dict[str, Any]:
-        """What it gives, as plain values."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
     def __str__(self) -> str:
         changes = self.changes
         factor = [f"learning_rate × {changes.pop('learning_rate'):.4g}"] if "learning_rate" in changes else []
@@ -53,5 +52,9 @@ class Stage:
         )
 
 
-CHANGEABLE = tuple(field.name for field in fields(Stage) if field.name != "after")
+CHANGEABLE = tuple(field.name for field in fields(HyperparameterStage) if field.name != "after")
 """What may change in mid-run without changing the function that the weights compute."""
+
+converter.register_unstructure_hook(
+    HyperparameterStage, make_dict_unstructure_fn(HyperparameterStage, converter, _cattrs_omit_if_default=True)
+)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
 from proxy_models.hashing import content_key
+from proxy_models.serialization import Serializable
 from proxy_models.training.guard import GuardSettings
 
 SEMANTICS = 1
@@ -17,7 +18,7 @@ a sum): results of another number are not reused. tests/muscale/golden.json hold
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
+class Numerics(Serializable):
     """All that determines the numbers of a training, except its segments.
 
     Attributes:
@@ -88,14 +89,3 @@ class Numerics:
     def key(self) -> str:
         """Hash of every field."""
         return content_key(self.to_dict())
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        shapes = {name: ModelConfig(**values[name]) for name in ("model", "base")}
-        guard = GuardSettings(**values["guard"]) if values.get("guard") else None
-        return cls(**{**values, **shapes, "guard": guard})

@@ -28,7 +28,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plans.planning import Plan
-from muscale.store.lineage import Chain, segment_to_dict
+from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.memory import training_memory
@@ -235,7 +235,7 @@ def _write_facts(run: Bundled, stepper: Stepper, folder: Path) -> None:
     multipliers = multipliers_of(numerics.parametrization(first.optimizer), first)
     _write(folder / parts.MODEL, {"numerics": numerics.to_dict(), "multipliers": asdict(multipliers)})
     _write(folder / parts.PARAMETRIZATION, stepper.parametrization.to_dict())
-    _write(folder / parts.SCHEDULE, [segment_to_dict(segment) for segment in segments])
+    _write(folder / parts.SCHEDULE, [segment.to_dict() for segment in segments])
     _write(folder / parts.STUDY, run.config)
     _write(folder / parts.SEEDS, _seeds(run))
     _write(folder / parts.LINEAGE, run.lineage)

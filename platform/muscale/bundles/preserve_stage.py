@@ -18,9 +18,10 @@ from muscale.full_runs.continue_run.continuation import NOT_FORECAST
 from muscale.full_runs.continue_run.lineage import find_stage, plain
 from muscale.full_runs.continue_run.train import Continued
 from muscale.layout import BUNDLES, FULL_RUNS
-from muscale.store.lineage import Chain, segment_from_dict
+from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def preserve_stage(study: Study, stage: str, *, average: int = 1) -> Bundle:
     if path.exists():
         return Bundle.open(path)
     done = Continued.from_dict(result)
-    segments = tuple(map(segment_from_dict, started["segments"]))
+    segments = tuple(map(Segment.from_dict, started["segments"]))
     registered = ledger.forecast(done.lineage[0].run)
     run = FinishedStage(
         study=study.config.name,

@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 
 from muscale.plans.planning import Plan
-from muscale.store.lineage import segment_to_dict
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.atomic_write import atomic_write
@@ -84,7 +83,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path) -> Path:
         "forward_multipliers": asdict(multipliers_of(_parametrization(plan, numerics, recipe), recipe)),
         "clip_norm": recipe.clip_norm,
         "betas": [recipe.beta1, recipe.beta2],
-        "segments": [segment_to_dict(segment) for segment in plan.segments],
+        "segments": [segment.to_dict() for segment in plan.segments],
         "tensors": json.loads(tensors.to_json(orient="records", double_precision=15)),
         "schedule": json.loads(schedule.to_json(orient="records", double_precision=15)),
     }

@@ -21,7 +21,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 from scaling.presentation import Result
@@ -111,8 +111,8 @@ class Plan(Result):
         """Rebuild what `to_dict` wrote."""
         return cls(
             **{name: values[name] for name in _PLAIN},
-            model=ModelConfig(**values["model"]),
-            hyperparameters=Hyperparameters(**values["hyperparameters"]),
+            model=ModelConfig.from_dict(values["model"]),
+            hyperparameters=Hyperparameters.from_dict(values["hyperparameters"]),
             forecast=Forecast.from_dict(values["forecast"]),
             decision=values.get("decision"),
             carried=tuple(HyperparameterProvenance.from_dict(one) for one in values.get("carried", ())),
@@ -144,7 +144,7 @@ class Plan(Result):
 def told(value: Any) -> str:
     """A hyperparameter's value as people read it, stages as they are or as plain values."""
     if isinstance(value, tuple | list):
-        return "; ".join(str(Stage(**entry) if isinstance(entry, dict) else entry) for entry in value)
+        return "; ".join(str(HyperparameterStage(**entry) if isinstance(entry, dict) else entry) for entry in value)
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 

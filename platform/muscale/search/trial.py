@@ -11,7 +11,7 @@ from muscale.store.lineage import Chain
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import Segment, chain, staged_branch
-from proxy_models.recipes.stages import CHANGEABLE, Stage
+from proxy_models.recipes.stages import CHANGEABLE, HyperparameterStage
 from proxy_models.training.numerics import Numerics
 
 
@@ -104,9 +104,11 @@ class TrialPlan:
         return Chain(numerics=numerics.for_run(self.run_tokens(self.top)), segments=segments)
 
 
-def _stage(start: Hyperparameters, before: Hyperparameters, after: Hyperparameters, share: float) -> Stage:
+def _stage(
+    start: Hyperparameters, before: Hyperparameters, after: Hyperparameters, share: float
+) -> HyperparameterStage:
     """The stage that turns `before` into `after`, in a run that began with `start`."""
     changes = {name: getattr(after, name) for name in CHANGEABLE if getattr(after, name) != getattr(before, name)}
     if rate := changes.get("learning_rate"):
         changes["learning_rate"] = rate / start.learning_rate
-    return Stage(after=share, **changes)
+    return HyperparameterStage(after=share, **changes)

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from muscale.settings.strict import StrictTable
 from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus, write_mixture
-from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import Kind, Source, TokenDtype, at_home
 from proxy_models.data.tokenizer import BYTE_ALPHABET, MIN_BPE_VOCAB, FileTokenizer, TokenizerSettings
 
@@ -160,7 +160,7 @@ def mixture(settings: CorpusSettings) -> Mixture | None:
         raise ValueError("until_tokens and until_fraction exclude each other, as runs have several lengths; got both")
     return Mixture(
         stages=tuple(
-            Stage(weights=s.weights, until_tokens=s.until_tokens, until_fraction=s.until_fraction)
+            MixtureStage(weights=s.weights, until_tokens=s.until_tokens, until_fraction=s.until_fraction)
             for s in settings.stages
         )
     )

@@ -14,26 +14,9 @@ from typing import Any
 
 from muscale.store.spike_handling import SpikeHandling
 from proxy_models.hashing import content_key
-from proxy_models.recipes.recipe import Recipe
-from proxy_models.recipes.schedule import Constant, phase_from_dict, phase_to_dict
+from proxy_models.recipes.schedule import Constant
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
-
-
-def segment_to_dict(segment: Segment) -> dict[str, Any]:
-    """The segment as plain values."""
-    return {
-        "recipe": segment.recipe.to_dict(),
-        "phase": phase_to_dict(segment.phase),
-        "start": segment.start,
-        "end": segment.end,
-    }
-
-
-def segment_from_dict(values: dict[str, Any]) -> Segment:
-    """Rebuild what `segment_to_dict` wrote."""
-    recipe, phase = Recipe(**values["recipe"]), phase_from_dict(values["phase"])
-    return Segment(recipe=recipe, phase=phase, start=values["start"], end=values["end"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +49,7 @@ class Chain:
         return replace(self, segments=self.segments[:-1]) if len(self.segments) > 1 else None
 
     def _last_to_dict(self) -> dict[str, Any]:
-        own = segment_to_dict(self.last)
+        own = self.last.to_dict()
         return (
             own | {"spike_handling": self.spike_handling.within(self.last.start, self.last.end)}
             if self.spike_handling

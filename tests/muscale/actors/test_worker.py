@@ -19,8 +19,7 @@ from proxy_models.data.corpus import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.recipes.schedule import phase_from_dict
-from proxy_models.recipes.segments import branch, chain, stem
+from proxy_models.recipes.segments import Segment, branch, chain, stem
 from proxy_models.training.numerics import Numerics
 
 BATCH = 128
@@ -145,7 +144,7 @@ def test_a_run_goes_over_a_swap_of_the_optimizer(worker: Worker, numerics: Numer
     assert [row["segment"]["recipe"]["optimizer"] for row in rows if row] == [
         s.recipe.optimizer for s in swapped.segments
     ]
-    assert [phase_from_dict(row["segment"]["phase"]) for row in rows if row] == [s.phase for s in swapped.segments]
+    assert [Segment.from_dict(row["segment"]) for row in rows if row] == list(swapped.segments)
 
 
 def test_the_losses_of_a_mixture_s_sources_are_recorded(

@@ -16,7 +16,7 @@ from muscale.plans.plan_export import export, schedule_table, tensor_table
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.decoder import Decoder
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.optimizer import initialize, make_optimizer
 from tests.muscale.planted_ladder import numerics_of, registered_plan
 
@@ -75,7 +75,7 @@ def test_the_schedule_has_every_step_with_its_factor(plan: tuple[Plan, Any]) -> 
 
 def test_a_long_schedule_is_thinned_and_a_changed_recipe_told_again(plan: tuple[Plan, Any]) -> None:
     made, numerics = plan
-    staged = replace(made.hyperparameters, stages=(Stage(after=0.5, learning_rate=0.5),))
+    staged = replace(made.hyperparameters, stages=(HyperparameterStage(after=0.5, learning_rate=0.5),))
     longer = replace(made, n_tokens=256 * 30_000, hyperparameters=staged)
     table = schedule_table(longer)
     assert 10_000 <= len(table) < 16_000

@@ -12,7 +12,7 @@ from muscale.plans.provenance import HyperparameterProvenance, carried
 from muscale.settings.explicit import REGULARIZERS, checked, model_with_explicit, with_explicit
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
 from search_spaces import TransferClass
 
 BASE = ModelConfig(d_model=32, n_layers=2, context_length=32)
@@ -95,7 +95,7 @@ def test_a_swap_s_values_are_listed_where_there_is_one() -> None:
 
 
 def test_stages_are_the_trial_s_where_they_were_searched_and_else_the_file_s() -> None:
-    staged = replace(TUNED, stages=(Stage(after=0.5, learning_rate=0.5),))
+    staged = replace(TUNED, stages=(HyperparameterStage(after=0.5, learning_rate=0.5),))
     assert by_name(staged, searched=frozenset({"stages"}))["stages"].source == "trial 3"
     assert by_name(staged)["stages"].source == "the study file"
     assert by_name(staged)["stages"].value == [{"after": 0.5, "learning_rate": 0.5}]

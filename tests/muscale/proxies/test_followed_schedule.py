@@ -24,10 +24,10 @@ from muscale.search.sweep import Sweep
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.trial import TrialPlan
 from muscale.store.ledger import Ledger, Outcome
-from muscale.store.lineage import Chain, segment_to_dict, stems
+from muscale.store.lineage import Chain, stems
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit
 from search_spaces import Config
@@ -74,7 +74,7 @@ def as_row(job: Job) -> dict[str, object]:
         seconds=1.0,
     )
     row = {**job.row(outcome), "loss": 2.0, "numerics": job.chain.numerics.to_dict()}
-    return dict(json.loads(json.dumps({**row, "segment": segment_to_dict(job.chain.last)})))
+    return dict(json.loads(json.dumps({**row, "segment": job.chain.last.to_dict()})))
 
 
 def test_the_winner_s_annealed_run_is_the_planned_run_of_the_sweep_s_best(
@@ -186,4 +186,4 @@ def test_what_runs_share_is_counted_once_and_stages_share_nothing(make_study: Ma
         config.hyperparameters.whole_batches(n) for stem in config.ladder.stems for n in ladder.stem_lengths(stem)
     ]
     assert staged["ladder"] == sum(lengths) > plain["ladder"]
-    assert Stage(after=0.5, learning_rate=0.5) in config.hyperparameters.stages
+    assert HyperparameterStage(after=0.5, learning_rate=0.5) in config.hyperparameters.stages

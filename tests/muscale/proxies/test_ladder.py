@@ -17,7 +17,7 @@ from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
 from muscale.search.config_history import path_of
 from muscale.search.trial import TrialPlan
-from muscale.store.lineage import segment_to_dict, stems
+from muscale.store.lineage import stems
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, fit, fit_horizon_law
 
@@ -244,7 +244,7 @@ def as_run(job: Job) -> dict[str, object]:
         "n_tokens": job.chain.last.end,
         "loss": 2.0,
         "numerics": job.chain.numerics.to_dict(),
-        "segment": segment_to_dict(job.chain.last),
+        "segment": job.chain.last.to_dict(),
         "hyperparameters": json.loads(json.dumps(job.hyperparameters.to_dict())),
     }
 

@@ -10,7 +10,7 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import ScheduleName
 from proxy_models.recipes.segments import chain
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
 from search_spaces import Config
 
@@ -60,7 +60,7 @@ def test_a_step_that_changes_nothing_begins_no_stage() -> None:
 
 
 def test_stages_of_a_study_lie_at_shares_of_its_trials_and_a_shorter_branch_says_where_they_were() -> None:
-    stages = (Stage(after=0.33, learning_rate=0.5), Stage(after=0.8, beta2=0.9))
+    stages = (HyperparameterStage(after=0.33, learning_rate=0.5), HyperparameterStage(after=0.8, beta2=0.9))
     defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, stages=stages)
     rungs = (40 * BATCH, 85 * BATCH)
     plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
@@ -75,4 +75,4 @@ def test_stages_of_a_study_lie_at_shares_of_its_trials_and_a_shorter_branch_says
         (40, whole.segments[1].recipe),
         (47, whole.segments[1].recipe),
     ]
-    assert plan.followed(path, 0).stages == (Stage(after=28 / 40, learning_rate=0.5),)
+    assert plan.followed(path, 0).stages == (HyperparameterStage(after=28 / 40, learning_rate=0.5),)

@@ -11,7 +11,7 @@ import pytest
 from muscale import Study, StudyConfig, StudyDirectoryError, StudyFileError
 from muscale.settings.config import as_set
 from muscale.settings.sweep import SweepSettings
-from proxy_models.recipes.stages import Stage
+from proxy_models.recipes.stages import HyperparameterStage
 from search_spaces import mup_adamw, ready_made
 
 MakeStudy = Callable[..., Path]
@@ -60,7 +60,10 @@ STAGES = "hyperparameters.stages=[{after=0.4, learning_rate=0.5}, {after=0.8, le
 
 def test_stages_are_read_and_written(make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study(), [STAGES])
-    stages = (Stage(after=0.4, learning_rate=0.5), Stage(after=0.8, learning_rate=1.0, beta2=0.98))
+    stages = (
+        HyperparameterStage(after=0.4, learning_rate=0.5),
+        HyperparameterStage(after=0.8, learning_rate=1.0, beta2=0.98),
+    )
     assert config.hyperparameters.stages == stages
     plain = json.loads(json.dumps(config.to_dict()))["hyperparameters"]
     assert plain["stages"] == [stage.to_dict() for stage in stages]

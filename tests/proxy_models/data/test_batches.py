@@ -19,7 +19,7 @@ from proxy_models.data.batches import (
     training_stream,
 )
 from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
-from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import Source
 
 CONTEXT = 8
@@ -158,8 +158,8 @@ def mixed(seed: int) -> MixtureStream:
     }
     mixture = Mixture(
         stages=(
-            Stage(weights={"a": 0.5, "b": 0.5, "c": 0}, until_tokens=8 * 90),
-            Stage(weights={"a": 0.2, "b": 0.3, "c": 0.5}),
+            MixtureStage(weights={"a": 0.5, "b": 0.5, "c": 0}, until_tokens=8 * 90),
+            MixtureStage(weights={"a": 0.2, "b": 0.3, "c": 0.5}),
         )
     )
     return MixtureStream(tokens=tokens, mixture=mixture, context_length=CONTEXT, seed=seed)
@@ -199,7 +199,10 @@ def mixed_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         for number in range(30):
             (root / name / f"{number}.txt").write_text(letter * 200)
     mixture = Mixture(
-        stages=(Stage(weights={"a": 1, "b": 0}, until_fraction=0.5), Stage(weights={"a": 0.25, "b": 0.75}))
+        stages=(
+            MixtureStage(weights={"a": 1, "b": 0}, until_fraction=0.5),
+            MixtureStage(weights={"a": 0.25, "b": 0.75}),
+        )
     )
     sources = {name: Source(path=str(root / name)) for name in ("a", "b")}
     return write_mixture(root / "tokens", sources, mixture)

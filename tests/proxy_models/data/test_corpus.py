@@ -21,7 +21,7 @@ from proxy_models.data.corpus import (
     write_mixture,
 )
 from proxy_models.data.documents import in_validation
-from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import Source
 from proxy_models.data.tokenizer import TokenizerSettings
 
@@ -437,8 +437,8 @@ def test_names_must_agree_and_name_folders(two_sources: dict[str, Source], tmp_p
 def test_epochs_are_counted_and_more_than_four_are_warned_of(two_sources: dict[str, Source], tmp_path: Path) -> None:
     mixture = Mixture(
         stages=(
-            Stage(weights={"files": 0.75, "lines": 0.25}, until_tokens=1000),
-            Stage(weights={"files": 0, "lines": 1}),
+            MixtureStage(weights={"files": 0.75, "lines": 0.25}, until_tokens=1000),
+            MixtureStage(weights={"files": 0, "lines": 1}),
         )
     )
     corpus = write_mixture(tmp_path / "mixed", two_sources, mixture)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy_models.data.mixture import SLOTS, Mixture, Stage
+from proxy_models.data.mixture import SLOTS, Mixture, MixtureStage
 
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=4).map(lambda w: {f"s{n}": x for n, x in enumerate(w)})
 
@@ -15,8 +15,8 @@ WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=4).map(lambda w: {f"
 def two_stages(end: int) -> Mixture:
     return Mixture(
         stages=(
-            Stage(weights={"a": 0.75, "b": 0.25, "c": 0.0}, until_tokens=end),
-            Stage(weights={"a": 0.25, "b": 0.25, "c": 0.5}),
+            MixtureStage(weights={"a": 0.75, "b": 0.25, "c": 0.0}, until_tokens=end),
+            MixtureStage(weights={"a": 0.25, "b": 0.25, "c": 0.5}),
         )
     )
 
@@ -57,18 +57,20 @@ def test_a_stage_ends_where_it_is_said() -> None:
 
 @given(weights=WEIGHTS)
 def test_slots_are_whole_and_within_one_of_the_weights(weights: dict[str, float]) -> None:
-    slots = Stage(weights=weights).slots
+    slots = MixtureStage(weights=weights).slots
     assert sum(slots.values()) == SLOTS
     total = sum(weights.values())
     assert all(abs(slots[name] - weight / total * SLOTS) < 1 for name, weight in weights.items())
 
 
 def test_decimal_weights_are_exact() -> None:
-    assert Stage(weights={"a": 0.7, "b": 0.25, "c": 0.05}).slots == {"a": 7000, "b": 2500, "c": 500}
+    assert MixtureStage(weights={"a": 0.7, "b": 0.25, "c": 0.05}).slots == {"a": 7000, "b": 2500, "c": 500}
 
 
 def test_fractions_are_resolved_for_a_run() -> None:
-    mixture = Mixture(stages=(Stage(weights={"a": 1, "b": 0}, until_fraction=0.25), Stage(weights={"a": 0, "b": 1})))
+    mixture = Mixture(
+        stages=(MixtureStage(weights={"a": 1, "b": 0}, until_fraction=0.25), MixtureStage(weights={"a": 0, "b": 1}))
+    )
     with pytest.raises(ValueError, match=r"until_fraction needs the run's length: call resolve\(n_tokens\) first"):
         mixture.interleave(8, 0)
     assert mixture.resolve(1000).stages[0].until_tokens == 250
@@ -84,25 +86,31 @@ def test_plain_values_go_there_and_back() -> None:
     assert Mixture.from_dict(two_stages(100).to_dict()) == two_stages(100)
 
 
-A, B = Stage(weights={"a": 1.0}), Stage(weights={"a": 1.0}, until_tokens=5)
+A, B = MixtureStage(weights={"a": 1.0}), MixtureStage(weights={"a": 1.0}, until_tokens=5)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Stage(weights={}), "must name at least one source, got none"),
-        (lambda: Stage(weights={"a": -1}), "the weight of a must be a number of at least 0, got -1"),
-        (lambda: Stage(weights={"a": float("nan")}), "the weight of a must be a number of at least 0, got nan"),
-        (lambda: Stage(weights={"a": 0}), "must not all be 0"),
-        (lambda: Stage(weights={"a": 1, "b": 1e-6}), "the weight of b must be at least 0.0001 of the sum, got 1e-06"),
-        (lambda: Stage(weights={"a": 1}, until_tokens=0), "until_tokens must be at least 1, got 0"),
-        (lambda: Stage(weights={"a": 1}, until_fraction=1.0), "until_fraction must lie between 0 and 1, got 1.0"),
-        (lambda: Stage(weights={"a": 1}, until_tokens=1, until_fraction=0.5), "exclude each other"),
+        (lambda: MixtureStage(weights={}), "must name at least one source, got none"),
+        (lambda: MixtureStage(weights={"a": -1}), "the weight of a must be a number of at least 0, got -1"),
+        (lambda: MixtureStage(weights={"a": float("nan")}), "the weight of a must be a number of at least 0, got nan"),
+        (lambda: MixtureStage(weights={"a": 0}), "must not all be 0"),
+        (
+            lambda: MixtureStage(weights={"a": 1, "b": 1e-6}),
+            "the weight of b must be at least 0.0001 of the sum, got 1e-06",
+        ),
+        (lambda: MixtureStage(weights={"a": 1}, until_tokens=0), "until_tokens must be at least 1, got 0"),
+        (
+            lambda: MixtureStage(weights={"a": 1}, until_fraction=1.0),
+            "until_fraction must lie between 0 and 1, got 1.0",
+        ),
+        (lambda: MixtureStage(weights={"a": 1}, until_tokens=1, until_fraction=0.5), "exclude each other"),
         (lambda: Mixture(stages=()), "at least one stage, got none"),
         (lambda: Mixture(stages=(A, A)), "a stage before the last must have an end.* got stage 0 of 2"),
         (lambda: Mixture(stages=(B,)), "the last stage must have no end.* got stage 0 of 1"),
         (lambda: Mixture(stages=(B, B, A)), r"stages must end one after another, got \[5, 5\]"),
-        (lambda: Mixture(stages=(B, Stage(weights={"b": 1}))), "same sources: stage 0 has a, stage 1 has b"),
+        (lambda: Mixture(stages=(B, MixtureStage(weights={"b": 1}))), "same sources: stage 0 has a, stage 1 has b"),
     ],
 )
 def test_a_contradictory_mixture_is_refused(build, message: str) -> None:  # type: ignore[no-untyped-def]

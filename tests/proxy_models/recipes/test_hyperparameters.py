@@ -212,9 +212,9 @@ def test_a_batch_ramp_is_resolved_into_whole_batches_and_leaves_the_segments_whe
 
 def test_hyperparameters_and_recipes_survive_json() -> None:
     values = hyperparameters(schedule="step", milestones=(0.5, 0.9), batch_doublings=1, batch_ramp_tokens=BATCH)
-    assert Hyperparameters(**json.loads(json.dumps(values.to_dict()))) == values
+    assert Hyperparameters.from_dict(json.loads(json.dumps(values.to_dict()))) == values
     recipe = values.resolve(100 * BATCH)
-    assert Recipe(**json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
 def test_the_shortest_run_still_cools_down() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import (
     Constant,
     Cooldown,
@@ -19,10 +20,9 @@ from proxy_models.recipes.schedule import (
     Phase,
     Rewarmed,
     StepDecay,
-    phase_from_dict,
-    phase_to_dict,
     warmup_factor,
 )
+from proxy_models.recipes.segments import Segment
 
 BATCH = 10
 PHASES: list[Phase] = [
@@ -119,4 +119,8 @@ def test_every_factor_is_a_share_of_the_peak_rate(phase: Phase, step: int) -> No
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: type(phase).__name__)
 def test_phases_survive_json(phase: Phase) -> None:
-    assert phase_from_dict(json.loads(json.dumps(phase_to_dict(phase)))) == phase
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH).resolve(400)
+    segment = Segment(recipe=recipe, phase=phase, start=200, end=300)
+    plain = json.loads(json.dumps(segment.to_dict()))
+    assert plain["phase"]["kind"] == type(phase).__name__
+    assert Segment.from_dict(plain) == segment

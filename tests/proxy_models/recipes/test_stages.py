@@ -11,10 +11,13 @@ from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant, ScheduleName
 from proxy_models.recipes.segments import chain
-from proxy_models.recipes.stages import CHANGEABLE, Stage
+from proxy_models.recipes.stages import CHANGEABLE, HyperparameterStage
 
 BATCH = 128
-STAGES = (Stage(after=0.4, learning_rate=0.5, beta2=0.98), Stage(after=0.8, learning_rate=2.0, weight_decay_tau=0.25))
+STAGES = (
+    HyperparameterStage(after=0.4, learning_rate=0.5, beta2=0.98),
+    HyperparameterStage(after=0.8, learning_rate=2.0, weight_decay_tau=0.25),
+)
 
 
 def staged(**values: Any) -> Hyperparameters:
@@ -50,7 +53,7 @@ def test_the_rate_s_course_is_carried_by_the_run_s_own_rate_and_length() -> None
 
 def test_stages_survive_json_and_none_leave_the_keys_as_they_were() -> None:
     values = staged()
-    assert Hyperparameters(**json.loads(json.dumps(values.to_dict()))) == values
+    assert Hyperparameters.from_dict(json.loads(json.dumps(values.to_dict()))) == values
     assert values.to_dict()["stages"][0] == {"after": 0.4, "learning_rate": 0.5, "beta2": 0.98}
     # The key that these had before there were stages.
     assert content_key(staged(stages=()).to_dict()) == "786e39a570df0f57"
@@ -65,7 +68,7 @@ def test_a_stage_tells_what_it_changes() -> None:
 def test_whatever_may_change_changes_the_recipe_from_there_on(name: str) -> None:
     change: Any = {name: 0.7}
     before, after, cooldown = (
-        segment.recipe for segment in chain(staged(stages=(Stage(after=0.5, **change),)), 100 * BATCH)
+        segment.recipe for segment in chain(staged(stages=(HyperparameterStage(after=0.5, **change),)), 100 * BATCH)
     )
     assert after == cooldown
     told = {key for key, value in after.to_dict().items() if value != before.to_dict()[key]}
@@ -75,7 +78,10 @@ def test_whatever_may_change_changes_the_recipe_from_there_on(name: str) -> None
 
 def test_a_run_too_short_for_its_stages_is_refused() -> None:
     with pytest.raises(ValueError, match=f"stages: {3 * BATCH} tokens before the cooldown are too few .* {BATCH}, "):
-        chain(staged(stages=(Stage(after=0.4, beta1=0.8), Stage(after=0.45, beta1=0.7))), 4 * BATCH)
+        chain(
+            staged(stages=(HyperparameterStage(after=0.4, beta1=0.8), HyperparameterStage(after=0.45, beta1=0.7))),
+            4 * BATCH,
+        )
     assert [segment.start // BATCH for segment in chain(staged(), 4 * BATCH)] == [0, 1, 2, 3]
 
 
@@ -85,8 +91,11 @@ def test_a_run_too_short_for_its_stages_is_refused() -> None:
         ({"stages": (STAGES[1], STAGES[0])}, r"stages must begin one after the other, got \[0.8, 0.4\]"),
         ({"stages": (STAGES[0], STAGES[0])}, r"one after the other, got \[0.4, 0.4\]"),
         ({"schedule": "linear"}, 'stages is a setting of wsd and .*: schedule "linear" would ignore'),
-        ({"stages": (Stage(after=0.5, beta2=1.5),)}, r"stages: beta2 must lie in \[0, 1\), got 1.5"),
-        ({"stages": (Stage(after=0.5, learning_rate=-1.0),)}, "stages: learning_rate must be positive, got -0.01"),
+        ({"stages": (HyperparameterStage(after=0.5, beta2=1.5),)}, r"stages: beta2 must lie in \[0, 1\), got 1.5"),
+        (
+            {"stages": (HyperparameterStage(after=0.5, learning_rate=-1.0),)},
+            "stages: learning_rate must be positive, got -0.01",
+        ),
         ({"optimizer": "adafactor"}, 'stages: beta2 is .*: optimizer "adafactor" would ignore 0.98'),
         (
             {"swap_optimizer": "lion", "swap_fraction": 0.5, "swap_learning_rate": 0.001},
@@ -102,6 +111,6 @@ def test_stages_that_can_not_be_followed_are_refused(change: dict[str, Any], rul
 @pytest.mark.parametrize("after", [0.0, 1.0, -0.5, float("nan")])
 def test_a_stage_begins_within_the_stable_part_and_changes_something(after: float) -> None:
     with pytest.raises(ValueError, match=rf"in \(0, 1\), got {after}"):
-        Stage(after=after, beta1=0.8)
+        HyperparameterStage(after=after, beta1=0.8)
     with pytest.raises(ValueError, match=r"the stage after 0.5 changes nothing: give one of learning_rate, "):
-        Stage(after=0.5)
+        HyperparameterStage(after=0.5)

@@ -25,7 +25,7 @@ from muscale.settings.corpus import CorpusSettings
 from muscale.settings.spikes import SpikePolicy
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
-from muscale.store.lineage import Chain, input_key, segment_to_dict
+from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import continued
@@ -63,7 +63,7 @@ class Continuation(Result):
     @cached_property
     def key(self) -> str:
         """Hash of the parent's run and tokens, and of everything that the stage computes."""
-        segments = [segment_to_dict(segment) for segment in self.segments]
+        segments = [segment.to_dict() for segment in self.segments]
         parent = [self.parent.run, self.parent.tokens]
         mended = asdict(self.on_spike) if self.on_spike else None
         return input_key("continue", parent, self.numerics.to_dict(), segments, self.position, mended)
@@ -122,7 +122,7 @@ class Continuation(Result):
         return {
             "name": self.name,
             "numerics": self.numerics.to_dict(),
-            "segments": [segment_to_dict(segment) for segment in self.segments],
+            "segments": [segment.to_dict() for segment in self.segments],
             "folder": str(self.corpus.folder.relative_to(self.directory)),
             "position": self.position,
             "lineage": plain(self.parent.lineage),

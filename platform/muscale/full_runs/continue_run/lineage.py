@@ -13,7 +13,7 @@ from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.stage_file import ParentSettings
 from muscale.store.ledger import Ledger
-from muscale.store.lineage import Chain, segment_from_dict
+from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
@@ -122,7 +122,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
     segments: tuple[Segment, ...]
     if started:
         numerics = Numerics.from_dict(started["numerics"])
-        segments = tuple(map(segment_from_dict, started["segments"]))
+        segments = tuple(map(Segment.from_dict, started["segments"]))
         name, position = started["name"], started["position"]
         corpus = Corpus.open(directory / started["folder"])
         before = tuple(LineageSegment(**stretch) for stretch in started["lineage"])

@@ -19,11 +19,11 @@ from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus, write_mixture
-from proxy_models.data.mixture import Mixture, Stage
+from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain, stem
-from proxy_models.recipes.stages import Stage as Change
+from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.guard import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.step import Stepper
@@ -175,8 +175,8 @@ def test_the_stages_of_a_schedule_are_the_lean_loop_s_sharded_and_resumed_where_
 ) -> None:
     # The first one splits the optimizer's groups, the second one begins where the run is resumed.
     stages = (
-        Change(after=6 / 14, learning_rate=0.5, embedding_rate=2.0, beta2=0.8, clip_norm=0.5),
-        Change(after=12 / 14, learning_rate=1.5, weight_decay_tau=0.1, embedding_rate=1.0),
+        HyperparameterStage(after=6 / 14, learning_rate=0.5, embedding_rate=2.0, beta2=0.8, clip_norm=0.5),
+        HyperparameterStage(after=12 / 14, learning_rate=1.5, weight_decay_tau=0.1, embedding_rate=1.0),
     )
     values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, optimizer=optimizer, stages=stages)
     guard = GuardSettings(action="rewind", window=8, snapshot_every=4)
@@ -306,8 +306,8 @@ def near_and_far(folder: Path, mixture: Mixture) -> Corpus:
 def test_a_curriculum_by_fractions_is_followed_by_both_loops_and_resumes(
     run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Stage(weights={"near": 1, "far": 0}, until_fraction=0.75)
-    mixed = near_and_far(tmp_path, Mixture(stages=(first, Stage(weights={"near": 0, "far": 1}))))
+    first = MixtureStage(weights={"near": 1, "far": 0}, until_fraction=0.75)
+    mixed = near_and_far(tmp_path, Mixture(stages=(first, MixtureStage(weights={"near": 0, "far": 1}))))
     seen: list[set[str]] = []
     step = Stepper.step
 
@@ -332,8 +332,8 @@ def test_a_curriculum_by_fractions_is_followed_by_both_loops_and_resumes(
 
 
 def test_a_curriculum_by_fractions_needs_the_run_s_length(run: FullRun, tmp_path: Path) -> None:
-    first = Stage(weights={"near": 1, "far": 0}, until_fraction=0.75)
-    mixed = near_and_far(tmp_path, Mixture(stages=(first, Stage(weights={"near": 0, "far": 1}))))
+    first = MixtureStage(weights={"near": 1, "far": 0}, until_fraction=0.75)
+    mixed = near_and_far(tmp_path, Mixture(stages=(first, MixtureStage(weights={"near": 0, "far": 1}))))
     unaware = replace(run, numerics=replace(run.numerics, corpus_key=mixed.key), corpus=mixed.folder)
     with pytest.raises(ValueError, match="stages end at fractions of the run: run_tokens must be given"):
         train(unaware)

@@ -1,0 +1,53 @@
+"""The one converter of this package: dataclasses to plain values for JSON and for hashes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import cattrs
+from cattrs.v import format_exception
+
+converter = cattrs.Converter(forbid_extra_keys=True)
+_ACCEPTED: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+
+
+def _unchanged(value: Any, kind: type) -> Any:
+    """Return a value of the type as it is: 3 must not become 3.0, as hashes tell the two apart."""
+    if kind not in _ACCEPTED:  # an enumeration of one of them
+        return kind(value)
+    if not isinstance(value, _ACCEPTED[kind]) or isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+for _kind in _ACCEPTED:
+    converter.register_structure_hook(_kind, _unchanged)
+
+
+class Serializable:
+    """A dataclass that the converter writes and reads field by field."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `from_dict` makes an equal object of them."""
+        plain: dict[str, Any] = converter.unstructure(self)
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: Naming each place, its rule and the value there.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"must be a table, got {values!r}")
+        try:
+            return converter.structure(values, cls)
+        except cattrs.BaseValidationError as error:
+            raise ValueError("; ".join(cattrs.transform_error(error, format_exception=_describe))) from error
+
+
+def _describe(error: BaseException, kind: type | None) -> str:
+    has_words = not isinstance(error, KeyError | cattrs.ForbiddenExtraKeysError)
+    return str(error) if has_words else format_exception(error, kind)
