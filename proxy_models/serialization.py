@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, Self
 
 import cattrs
@@ -14,8 +15,6 @@ _ACCEPTED: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (i
 
 def _unchanged(value: Any, kind: type) -> Any:
     """Return a value of the type as it is: 3 must not become 3.0, as hashes tell the two apart."""
-    if kind not in _ACCEPTED:  # an enumeration of one of them
-        return kind(value)
     if not isinstance(value, _ACCEPTED[kind]) or isinstance(value, bool) != (kind is bool):
         raise ValueError(f"must be of type {kind.__name__}, got {value!r}")
     return value
@@ -23,6 +22,9 @@ def _unchanged(value: Any, kind: type) -> Any:
 
 for _kind in _ACCEPTED:
     converter.register_structure_hook(_kind, _unchanged)
+# As a member is a string, cattrs would leave it as it is, and `torch.load` would refuse a checkpoint that names its class.
+converter.register_unstructure_hook(StrEnum, lambda member: member.value)
+converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
 
 
 class Serializable:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, ClassVar, Self, TypeAlias, TypeGuard
 
 import numpy as np
 
 from search_spaces.condition import Condition
-from search_spaces.errors import SpaceError, unknown
+from search_spaces.errors import SpaceError
 from search_spaces.prior import Density, Prior
+from search_spaces.serialization import plain, read
 from search_spaces.weights import Weights
 
 Scalar: TypeAlias = bool | int | float | str
@@ -144,20 +145,9 @@ class Distribution(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for TOML or JSON; `from_dict` makes an equal distribution of them."""
-        table: dict[str, Any] = {"distribution": self.kind}
-        for key in self._keys():
-            match getattr(self, key):
-                case None:
-                    pass
-                case Prior() | Condition() as part:
-                    table[key] = part.to_dict()
-                case tuple() as values:
-                    table[key] = list(values)
-                case Weights() as weights:
-                    table[key] = dict(weights)
-                case value:
-                    table[key] = value
-        return table
+        when = {"when": self.when.to_dict()} if self.when else {}
+        own = {key: plain(value) for key in self._keys() if (value := getattr(self, key)) is not None}
+        return {"distribution": self.kind, **own, **when}
 
     @classmethod
     def _keys(cls) -> list[str]:
@@ -176,19 +166,11 @@ class Distribution(ABC):
         kind = values.pop("distribution", None)
         if kind != cls.kind:
             raise SpaceError(f'needs distribution = "{cls.kind}", got {kind!r}')
-        for key in values:
-            if key not in (known := cls._keys()):
-                raise SpaceError(unknown(f"key of {cls.kind}", key, known))
-        required = [
-            field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING
-        ]
-        if missing := [key for key in required if key not in values]:
-            raise SpaceError(f"{cls.kind} needs {' and '.join(missing)}")
         if "prior" in values:
-            values["prior"] = Prior.from_dict(values["prior"])
+            values["prior"] = read(Prior, values["prior"], "a prior")
         if "when" in values:
             values["when"] = Condition.from_dict(values["when"])
-        return cls(**values)
+        return read(cls, values, cls.kind)
 
     def __str__(self) -> str:
         prior = f", {self.prior}" if self.prior else ""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
 
-from search_spaces.errors import SpaceError, unknown
+from search_spaces.errors import SpaceError
 from search_spaces.prior import is_finite
+from search_spaces.serialization import plain, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,6 @@ class Range:
         number = float(value)
         return (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
 
-    def to_dict(self) -> dict[str, float]:
-        """The bounds that there are."""
-        return {name: value for name in ("low", "high") if (value := getattr(self, name)) is not None}
-
     def __str__(self) -> str:
         if self.high is None:
             return f">= {self.low:g}"
@@ -61,10 +58,6 @@ class OneOf:
     def holds(self, value: object) -> bool:
         """Whether `value` is one of them; true is not 1."""
         return any(same(value, known) for known in self.values)
-
-    def to_dict(self) -> list[Any]:
-        """The values."""
-        return list(self.values)
 
     def __str__(self) -> str:
         return "= " + " | ".join(map(str, self.values))
@@ -91,19 +84,18 @@ class Condition:
             raise SpaceError(f"when needs a table from names to lists of values or ranges, got {table!r}")
         parents = []
         for name, entry in table.items():
-            if isinstance(entry, Mapping):
-                for key in entry:
-                    if key not in ("low", "high"):
-                        raise SpaceError(unknown(f"key of when.{name}", key, ("low", "high")))
             try:
-                parents.append((name, Range(**entry) if isinstance(entry, Mapping) else OneOf(values=entry)))
+                is_range = isinstance(entry, Mapping)
+                parents.append((name, read(Range, entry, "a range") if is_range else OneOf(values=entry)))
             except SpaceError as error:
                 raise SpaceError(f"when.{name}: {error}") from error
         return cls(parents=tuple(parents))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` makes an equal condition of them."""
-        return {name: allowed.to_dict() for name, allowed in self.parents}
+        return {
+            name: plain(allowed.values if isinstance(allowed, OneOf) else allowed) for name, allowed in self.parents
+        }
 
     def holds(self, config: Mapping[str, object]) -> bool:
         """Whether every parent is in `config` with an allowed value."""

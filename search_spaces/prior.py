@@ -15,11 +15,10 @@ from functools import cached_property
 from itertools import accumulate
 from numbers import Real
 from statistics import NormalDist
-from typing import Any, Self
 
 from scipy.special import betaincinv, betaln
 
-from search_spaces.errors import SpaceError, unknown
+from search_spaces.errors import SpaceError
 from search_spaces.weights import Weights
 
 WIDEST = 1000.0
@@ -29,7 +28,7 @@ _TINY = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """A belief about the best value.
+    """A belief about the best value; a table writes it as `{centre = 0.004, spread = 1}`.
 
     Attributes:
         centre: The likeliest value, which must lie in the support; of a simplex the mean weights.
@@ -51,27 +50,6 @@ class Prior:
         if not is_finite(self.spread) or self.spread <= 0:
             raise SpaceError(f"a prior needs a positive, finite spread, got {self.spread!r}")
         object.__setattr__(self, "spread", float(self.spread))
-
-    @classmethod
-    def from_dict(cls, table: object) -> Self:
-        """The prior that a table such as `{centre = 0.004, spread = 1}` describes.
-
-        Raises:
-            SpaceError: If a key is unknown or missing, or the spread is not positive.
-        """
-        if not isinstance(table, Mapping):
-            raise SpaceError(f"a prior needs a table with centre and spread, got {table!r}")
-        for key in table:
-            if key not in ("centre", "spread"):
-                raise SpaceError(unknown("key of a prior", key, ("centre", "spread")))
-        if missing := [key for key in ("centre", "spread") if key not in table]:
-            raise SpaceError(f"a prior needs {' and '.join(missing)}")
-        return cls(**table)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; `from_dict` makes an equal prior of them."""
-        centre = dict(self.centre) if isinstance(self.centre, Weights) else self.centre
-        return {"centre": centre, "spread": self.spread}
 
     def __str__(self) -> str:
         return f"around {self.centre} ± {self.spread:g}"

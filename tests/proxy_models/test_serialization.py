@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
 from proxy_models.training.numerics import Numerics
@@ -49,3 +50,9 @@ def test_an_unknown_phase_is_refused(phase: Any) -> None:
     (first, *_) = chain(Hyperparameters(learning_rate=0.01, batch_tokens=1024), 100 * 1024)
     with pytest.raises(ValueError, match="phase"):
         Segment.from_dict({**first.to_dict(), "phase": phase})
+
+
+def test_an_enumeration_s_member_becomes_a_string_and_no_more() -> None:
+    plain = NUMERICS.parametrization("adamw").to_dict()
+    assert {type(rule["tensor_class"]) for rule in plain["rules"].values()} == {str}
+    assert Parametrization.from_dict(plain) == NUMERICS.parametrization("adamw")

@@ -102,7 +102,7 @@ def one(when: Any) -> dict[str, Any]:
         (one({"optimizer": [["adamw"]]}), "when.optimizer: a condition takes text, numbers and true or false"),
         (one({}), "when needs a table from names to lists of values or ranges, got {}"),
         (one(["optimizer"]), "when needs a table"),
-        (one({"n_layers": {"min": 3}}), "unknown key of when.n_layers 'min'; known: low, high"),
+        (one({"n_layers": {"min": 3}}), "when.n_layers: unknown key of a range 'min'; known: low, high"),
         (one({"n_layers": {}}), "when.n_layers: a range needs low or high"),
         (one({"n_layers": {"low": "3"}}), "when.n_layers: a range needs a finite number as low, got '3'"),
         (one({"n_layers": {"low": 9}}), "x: when needs n_layers >= 9, which is never: 1 … 8"),
