@@ -1,8 +1,6 @@
 """How results show themselves: one base class, and numbers written the same way everywhere."""
 
 import html
-import math
-from typing import Any
 
 
 class Result:
@@ -26,8 +24,3 @@ def lines(rows: dict[str, str]) -> str:
     """Label and text per line, the texts aligned."""
     width = max(map(len, rows)) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in rows.items())
-
-
-def jsonable(data: dict[str, Any]) -> dict[str, Any]:
-    """The same dictionary with null for numbers that JSON has no word for (an unknown error is infinite here)."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}

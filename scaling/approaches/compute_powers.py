@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
-from scaling.presentation import Result, lines, span
+from scaling.presentation import lines, span
+from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -29,7 +30,7 @@ Powers = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ComputePowers(Result):
+class ComputePowers(JsonResult):
     """Two powers of compute.
 
     Attributes:
@@ -58,8 +59,8 @@ class ComputePowers(Result):
     n_params_convention: str
     loss_unit: str
     draws: Array = field(repr=False)
-    points: pd.DataFrame = field(repr=False)
-    rows: pd.DataFrame = field(repr=False)
+    points: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
+    rows: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
     bias: dict[str, float]
     warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -107,32 +108,6 @@ class ComputePowers(Result):
         from scaling.approaches.figures import draw_powers, powers_data
 
         return draw_powers(powers_data(self, level), self.n_params_convention, self.warnings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        points = self.points.astype(object).where(self.points.notna(), None)
-        return {
-            "approach": self.approach,
-            **{name: getattr(self, name) for name in (*PARAMETERS, "compute_ref", "n_params_convention", "loss_unit")},
-            "draws": self.draws.tolist(),
-            "points": points.to_dict("list"),
-            "rows": self.rows.to_dict("list"),
-            "bias": self.bias,
-            "warnings": list(self.warnings),
-            "assumptions": list(self.assumptions),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ComputePowers:
-        """The inverse of `to_dict`."""
-        restored = {
-            "draws": np.asarray(data["draws"], np.float64),
-            "points": pd.DataFrame(data["points"]),
-            "rows": pd.DataFrame(data["rows"]),
-            "warnings": tuple(data["warnings"]),
-            "assumptions": tuple(data["assumptions"]),
-        }
-        return cls(**(data | restored))
 
     def __str__(self) -> str:
         """Exponents with 90 % intervals, N* and D* at the middle of the runs, the points and the status."""

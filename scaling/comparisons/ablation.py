@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
 
 from scaling.checks import losses, require_columns
 from scaling.errors import ScalingError
-from scaling.presentation import Result, jsonable, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, OrInfinite, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -21,7 +22,7 @@ AS_IT_IS = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ablation(Result):
+class Ablation(JsonResult):
     """Changes of the loss, each against the runs of the same seeds as they are.
 
     Attributes:
@@ -33,33 +34,19 @@ class Ablation(Result):
         level: of the intervals, one by one: of ten about one misses by chance.
     """
 
-    table: pd.DataFrame = field(repr=False)
     loss: float
-    noise: float
+    noise: OrInfinite
     dof: int
     level: float
+    table: Annotated[pd.DataFrame, TableLayout("records", nulls={"low": -math.inf, "high": math.inf})] = field(
+        repr=False
+    )
 
     def plot(self) -> go.Figure:
         """The changes with their intervals, the dearest component first."""
         from scaling.comparisons.figures import ablation_data, draw_ablation
 
         return draw_ablation(ablation_data(self), self.level)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it, an unknown end as null."""
-        plain = {name: getattr(self, name) for name in ("loss", "noise", "dof", "level")}
-        return jsonable(plain) | {"table": [jsonable(row) for row in self.table.to_dict("records")]}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Ablation:
-        """The inverse of `to_dict`."""
-        table = pd.DataFrame(data["table"])
-        for name, missing in (("low", -math.inf), ("high", math.inf)):
-            table[name] = table[name].astype(np.float64).fillna(missing)
-        table["change"] = table["change"].astype(np.float64)
-        table["loss"] = table["loss"].astype(np.float64)
-        noise = math.inf if data["noise"] is None else data["noise"]
-        return cls(table=table, loss=data["loss"], noise=noise, dof=data["dof"], level=data["level"])
 
     def __str__(self) -> str:
         """The table, and what the intervals rest on."""

@@ -12,7 +12,7 @@ distribution for each rho, mixed by how well each rho explains the means.
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,8 @@ from scaling.arrays import Array
 from scaling.checks import losses, require_columns, seeds
 from scaling.comparisons.noise import TwoWay, fit_two_way
 from scaling.errors import ScalingError
-from scaling.presentation import Result, jsonable, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, OrNan, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -51,7 +52,7 @@ UNKNOWN = {"low": -math.inf, "high": math.inf, "difference_low": -math.inf, "dif
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Finalists(Result):
+class Finalists(JsonResult):
     """The leading trials with intervals, the winner, and those that can't be told from it.
 
     Attributes:
@@ -72,14 +73,14 @@ class Finalists(Result):
         reasons: what is missing or doubtful.
     """
 
-    trials: pd.DataFrame = field(repr=False)
     winner: Any
-    near_tie: tuple[Any, ...]
     level: float
-    noise: float
+    noise: OrNan
     dof: float
     n_seeds: int
+    near_tie: tuple[Any, ...]
     reasons: tuple[str, ...]
+    trials: Annotated[pd.DataFrame, TableLayout("records", index="trial", nulls=UNKNOWN)] = field(repr=False)
 
     @property
     def verdict(self) -> Literal["clear", "near-tie", "not known"]:
@@ -121,27 +122,6 @@ class Finalists(Result):
         from scaling.comparisons.figures import draw_finalists, finalists_data
 
         return draw_finalists(finalists_data(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready (trials must be JSON types): null for what is not known."""
-        table = [jsonable(record) for record in self.trials.reset_index().to_dict("records")]
-        known = {name: getattr(self, name) for name in ("winner", "level", "noise", "dof", "n_seeds")}
-        return jsonable(known) | {"near_tie": list(self.near_tie), "reasons": list(self.reasons), "trials": table}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Finalists":
-        """The inverse of `to_dict`."""
-        records = [
-            {name: UNKNOWN.get(name, math.nan) if value is None else value for name, value in record.items()}
-            for record in data["trials"]
-        ]
-        restored = {
-            "trials": pd.DataFrame(records).set_index("trial"),
-            "near_tie": tuple(data["near_tie"]),
-            "reasons": tuple(data["reasons"]),
-            "noise": math.nan if data["noise"] is None else data["noise"],
-        }
-        return cls(**(data | restored))
 
     def __str__(self) -> str:
         """The trials, the winner, the noise, the verdict."""

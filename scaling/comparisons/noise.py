@@ -8,8 +8,7 @@ alike and cancels between them. Only what is left, the error, blurs which one is
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,8 @@ from scaling.arrays import Array
 from scaling.checks import losses, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import MAX_EXCESS
-from scaling.presentation import Result, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, OrNan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ def fit_two_way(settings: NDArray[np.int64], seeds: NDArray[np.int64], y: Array)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeedNoise(Result):
+class SeedNoise(JsonResult):
     """Standard deviations of log loss between seeds.
 
     Attributes:
@@ -81,7 +81,7 @@ class SeedNoise(Result):
         n_settings, n_runs: what was used.
     """
 
-    sd: float
+    sd: OrNan
     dof: int
     total: float
     total_dof: int
@@ -92,15 +92,6 @@ class SeedNoise(Result):
     def prior(self) -> tuple[float, float]:
         """(sd, dof) as `compare_finalists(noise=…)` takes it: of the paired noise, of the total one if it is not known."""
         return (self.sd, self.dof) if self.dof else (self.total, self.total_dof)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: null if the paired noise is not known."""
-        return asdict(self) | {"sd": self.sd if self.dof else None}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "SeedNoise":
-        """The inverse of `to_dict`."""
-        return cls(**(data | {"sd": math.nan if data["sd"] is None else data["sd"]}))
 
     def __str__(self) -> str:
         """Both noises with their degrees of freedom."""

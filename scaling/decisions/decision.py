@@ -10,6 +10,7 @@ from scaling.fits.forecast import Forecast
 from scaling.forms.law import Law, compute_flops
 from scaling.forms.spending import FLOPS_PER_PARAM_SERVED
 from scaling.presentation import Result, counted, lines, span
+from scaling.serialization import TableLayout, converter
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,30 +100,17 @@ class Decision(Result):
         return replace(self, budget=budget)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: numbers, intervals, band, and what was assumed."""
-        return {
-            "n_params": float(self.n_params),
-            "n_tokens": float(self.n_tokens),
-            "loss": float(self.loss),
-            "training_flops": self.training_flops,
-            "serving_flops": self.serving_flops,
-            "epochs": self.epochs,
-            "target_loss": self.target_loss,
-            "budget_flops": self.budget.compute_flops,
-            "gpu_hours": self.cost.gpu_hours,
-            "dollars": self.cost.dollars,
-            "days": self.cost.days,
-            "law": self.law.to_dict(),
-            "near": self.near.to_dict("records"),
-            "tolerance": self.tolerance,
-            "level": self.level,
-            "intervals": None if self.intervals is None else _finite(self.intervals),
-            "size_by_fit": None if self.size_by_fit is None else self.size_by_fit.to_dict(),
-            "forecast": None if self.forecast is None else self.forecast.to_dict(),
-            "limits": list(self.limits),
-            "doubts": list(self.doubts),
-            "assumptions": list(self.assumptions),
-        }
+        """JSON-ready: numbers, cost, band, intervals, and what was assumed."""
+        numbers = ("n_params", "n_tokens", "loss", "training_flops", "serving_flops", "epochs", "target_loss")
+        cost = ("gpu_hours", "dollars", "days")
+        rest = ("size_by_fit", "forecast", "limits", "doubts", "assumptions")
+        return (
+            {name: converter.unstructure(getattr(self, name)) for name in numbers}
+            | {"budget_flops": self.budget.compute_flops, **{name: getattr(self.cost, name) for name in cost}}
+            | {name: converter.unstructure(getattr(self, name)) for name in ("law", "near", "tolerance", "level")}
+            | {"intervals": None if self.intervals is None else TableLayout("index").to_json(self.intervals)}
+            | {name: converter.unstructure(getattr(self, name)) for name in rest}
+        )
 
     def __str__(self) -> str:
         """Size, tokens, loss, cost, band, and everything assumed."""
@@ -158,11 +146,3 @@ class Decision(Result):
         device = self.budget.accelerator
         priced = (f"{device}: share of the peak and price are assumed unless you set them",) if device else ()
         return "\n- ".join([f"{lines(rows)}\nassumed", *self.assumptions, *priced])
-
-
-def _finite(intervals: pd.DataFrame) -> dict[str, dict[str, float | None]]:
-    """By quantity, null for an end at infinity."""
-    return {
-        str(name): {key: float(value) if abs(value) < float("inf") else None for key, value in row.items()}
-        for name, row in intervals.to_dict("index").items()
-    }

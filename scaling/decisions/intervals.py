@@ -10,8 +10,8 @@ from scaling.arrays import Array
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
-from scaling.forms.form import Values
 from scaling.forms.powers import Joint
+from scaling.forms.problem import Values
 from scaling.forms.spending import QUANTITIES, Spending
 
 

@@ -7,7 +7,7 @@ public pools it reached a given error with about half of the FLOPs that a choice
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -22,14 +22,15 @@ from scaling.fits.fitting import doubts_about_rows
 from scaling.fits.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
 from scaling.fits.result import ScalingFit
 from scaling.forms.law import compute_flops
-from scaling.presentation import Result, counted, lines
+from scaling.presentation import counted, lines
+from scaling.serialization import JsonResult, TableLayout
 
 WORTH = 0.02
 """Assumed: a run that takes less than this share off the variance that is left is not worth its place in a queue."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NextRuns(Result):
+class NextRuns(JsonResult):
     """Runs to make next, in the order in which they were chosen.
 
     Attributes:
@@ -41,7 +42,7 @@ class NextRuns(Result):
         reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
     """
 
-    runs: pd.DataFrame = field(repr=False)
+    runs: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
     now: Forecast
     stopped: str
     reasons: tuple[str, ...]
@@ -60,25 +61,6 @@ class NextRuns(Result):
     def width_then(self) -> float:
         """The same, as expected after them."""
         return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it (the index and further columns of candidates must be JSON types)."""
-        return {
-            "runs": self.runs.to_dict("tight"),
-            "now": self.now.to_dict(),
-            "stopped": self.stopped,
-            "reasons": list(self.reasons),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "NextRuns":
-        """The inverse of `to_dict`."""
-        restored = {
-            "runs": pd.DataFrame.from_dict(data["runs"], orient="tight"),
-            "now": Forecast.from_dict(data["now"]),
-            "reasons": tuple(data["reasons"]),
-        }
-        return cls(**(data | restored))
 
     def __str__(self) -> str:
         """The target, the runs, and what they do to its interval."""

@@ -13,8 +13,7 @@ fitted by `fit` itself: give it as `loss`, and its unit as `loss_unit`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -24,7 +23,8 @@ from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.minimizers.bootstrap import widening
-from scaling.presentation import Result, lines, span
+from scaling.presentation import lines, span
+from scaling.serialization import JsonResult
 from scaling.weights import stem_weights
 
 PARAMETERS = ("floor", "ceiling", "midpoint", "width")
@@ -39,7 +39,7 @@ _WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # of the losses' spa
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DownstreamLaw(Result):
+class DownstreamLaw(JsonResult):
     """A sigmoid of loss.
 
     Attributes:
@@ -97,18 +97,6 @@ class DownstreamLaw(Result):
         scattered = values[..., None] + self.residual * np.random.default_rng(seed).standard_normal((*values.shape, 20))
         low, high = np.quantile(scattered, [(1 - level) / 2, (1 + level) / 2])
         return float(np.clip(low, 0, self.most)), float(np.clip(high, 0, self.most))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        plain = asdict(self)
-        lists = {name: list(plain[name]) for name in ("held", "loss_range", "warnings")}
-        return plain | lists | {"draws": self.draws.tolist()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> DownstreamLaw:
-        """The inverse of `to_dict`."""
-        tuples = {name: tuple(data[name]) for name in ("held", "loss_range", "warnings")}
-        return cls(**(data | tuples | {"draws": np.asarray(data["draws"], np.float64)}))
 
     def __str__(self) -> str:
         """The four numbers with 90 % intervals, the data and the status."""

@@ -20,15 +20,15 @@ from scaling.fits.fitting import fit
 from scaling.fits.forecast import Forecast, interval_factor
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_table, to_nats
-from scaling.forms.form import Form
-from scaling.forms.law import NATS
-from scaling.presentation import Result, counted, lines
+from scaling.forms.law import NATS, Form
+from scaling.presentation import counted, lines
+from scaling.serialization import JsonResult
 
 _PER_DRAW = 20  # errors of the loss's forecast that each refit of the sigmoid is met with
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TaskForecast(Result):
+class TaskForecast(JsonResult):
     """The metric of a run that was not made.
 
     Attributes:
@@ -47,16 +47,6 @@ class TaskForecast(Result):
     loss: Forecast
     reasons: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        plain = {name: getattr(self, name) for name in ("metric", "value", "low", "high", "level")}
-        return plain | {"loss": self.loss.to_dict(), "reasons": list(self.reasons)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> TaskForecast:
-        """The inverse of `to_dict`."""
-        return cls(**(data | {"loss": Forecast.from_dict(data["loss"]), "reasons": tuple(data["reasons"])}))
-
     def __str__(self) -> str:
         """The metric, its interval, the loss that it comes from, and the doubts."""
         return lines(
@@ -71,7 +61,7 @@ class TaskForecast(Result):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TwoStep(Result):
+class TwoStep(JsonResult):
     """N, D → task loss → metric.
 
     Attributes:
@@ -109,15 +99,6 @@ class TwoStep(Result):
             loss=ahead,
             reasons=tuple(reasons),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        return {"loss": self.loss.to_dict(), "task": self.task.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> TwoStep:
-        """The inverse of `to_dict`; a form of one's own must be given."""
-        return cls(loss=ScalingFit.from_dict(data["loss"], form), task=DownstreamLaw.from_dict(data["task"]))
 
     def __str__(self) -> str:
         """Both steps."""

@@ -22,9 +22,9 @@ from scaling.drawing import (
     stacked,
 )
 from scaling.fits.forecast import Forecast
-from scaling.forms.form import Form, Values
-from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law, compute_flops
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
+from scaling.forms.problem import Values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

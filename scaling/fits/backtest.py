@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +22,8 @@ from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_table, require_convention
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
 from scaling.forms.law import compute_flops
-from scaling.presentation import Result, counted
+from scaling.presentation import counted
+from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,7 +37,7 @@ TOP = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Backtest(Result):
+class Backtest(JsonResult):
     """Forecasts of runs that the fit had not seen.
 
     Attributes:
@@ -47,7 +48,7 @@ class Backtest(Result):
         loss_unit: of the losses.
     """
 
-    predictions: pd.DataFrame = field(repr=False)
+    predictions: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
     too_few: dict[float, str]
     n_params_convention: str
     loss_unit: str
@@ -90,20 +91,6 @@ class Backtest(Result):
         from scaling.fits.law_figures import backtest_data, draw_backtest
 
         return draw_backtest(backtest_data(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        return {
-            "predictions": self.predictions.to_dict("list"),
-            "too_few": [*self.too_few.items()],
-            "n_params_convention": self.n_params_convention,
-            "loss_unit": self.loss_unit,
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Backtest:
-        """The inverse of `to_dict`."""
-        return cls(**(data | {"predictions": pd.DataFrame(data["predictions"]), "too_few": dict(data["too_few"])}))
 
     def __str__(self) -> str:
         """The table, what could not be cut, and the units."""

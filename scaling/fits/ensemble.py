@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.forms.form import Problem, Values
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
+from scaling.forms.problem import Problem, Values
 from scaling.minimizers.bootstrap import free_columns, refit, widening
 from scaling.minimizers.newton import Prior, minimize
 from scaling.minimizers.screening import screened

@@ -20,8 +20,8 @@ from scaling.errors import TooFewRunsError
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Runs, Table, check_runs, naming, read_table, require_convention
 from scaling.forms import ALL_FORMS, Chinchilla
-from scaling.forms.form import Form, Problem
-from scaling.forms.law import NATS, Law
+from scaling.forms.law import NATS, Form, Law
+from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, refit, widening
 from scaling.minimizers.minima import minima
 from scaling.minimizers.multistart import N_STARTS as N_MULTISTARTS

@@ -17,8 +17,8 @@ out; `tests/benchmarks/forecast.py` holds them against every ladder that it has,
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,7 +26,8 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.forms.law import NATS, Law, compute_flops
-from scaling.presentation import Result, counted, lines
+from scaling.presentation import counted, lines
+from scaling.serialization import JsonResult
 
 if TYPE_CHECKING:
     from scaling.fits.ensemble import Ensemble
@@ -45,7 +46,7 @@ DEFAULT = "forecast"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast(Result):
+class Forecast(JsonResult):
     """The predicted final loss of one run.
 
     Attributes:
@@ -84,15 +85,6 @@ class Forecast(Result):
     def compute_flops(self) -> float:
         """C = 6·N·D."""
         return float(compute_flops(self.n_params, self.n_tokens))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it exactly."""
-        return asdict(self) | {"reasons": list(self.reasons)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Forecast":
-        """The inverse of `to_dict`."""
-        return cls(**(data | {"reasons": tuple(data["reasons"])}))
 
     def __str__(self) -> str:
         """Loss, interval, where it lies and whether that is supported."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pandas as pd
@@ -30,12 +30,13 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.profile_trace import Quantity, Trace
-from scaling.forms.form import Form, Problem
-from scaling.forms.law import params_exponent
+from scaling.forms.law import Form, params_exponent
+from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, refit, share_seen
 from scaling.minimizers.minima import minima
 from scaling.minimizers.newton import objective
-from scaling.presentation import Result, counted, lines
+from scaling.presentation import counted, lines
+from scaling.serialization import JsonResult, OrInfinite, TableLayout
 from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _BEYOND = 1.3  # of the root at which the tracing ends, for a figure
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Profile(Result):
+class Profile(JsonResult):
     """The profile of one quantity.
 
     Attributes:
@@ -70,12 +71,12 @@ class Profile(Result):
     estimate: float
     level: float
     low: float
-    high: float
+    high: OrInfinite
     scale: float
     dof: int
     n_params_convention: str
     loss_unit: str
-    table: pd.DataFrame = field(repr=False)
+    table: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
 
     @property
     def is_open(self) -> bool:
@@ -92,28 +93,6 @@ class Profile(Result):
         from scaling.fits.profile_figures import draw_profile, profile_data
 
         return draw_profile(profile_data(self), self.loss_unit)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        return {
-            "name": self.name,
-            "at": dict(self.at),
-            "estimate": self.estimate,
-            "level": self.level,
-            "low": self.low,
-            "high": self.high if math.isfinite(self.high) else None,
-            "scale": self.scale,
-            "dof": self.dof,
-            "n_params_convention": self.n_params_convention,
-            "loss_unit": self.loss_unit,
-            "table": self.table.to_dict("list"),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Profile:
-        """The inverse of `to_dict`."""
-        high = math.inf if data["high"] is None else data["high"]
-        return cls(**(data | {"high": high, "table": pd.DataFrame(data["table"])}))
 
     def __str__(self) -> str:
         """Estimate, interval, and how the threshold was set."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.forms.form import Problem
+from scaling.forms.problem import Problem
 from scaling.minimizers.newton import minimize, objective
 
 MAX_STEPS = 24

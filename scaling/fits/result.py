@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pandas as pd
@@ -14,10 +14,9 @@ from scaling.errors import ScalingError
 from scaling.fits.caveats import caveats
 from scaling.fits.ensemble import Ensemble, fit_ensemble
 from scaling.fits.forecast import Forecast, forecast
-from scaling.forms import form_named
-from scaling.forms.form import Form
 from scaling.forms.law import Law, compute_flops, params_exponent
-from scaling.presentation import Result, counted, lines, span
+from scaling.presentation import counted, lines, span
+from scaling.serialization import JsonResult, TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ScalingFit(Result):
+class ScalingFit(JsonResult):
     """A loss law, the runs that it was fitted to, and how far both can be trusted.
 
     Attributes:
@@ -45,8 +44,8 @@ class ScalingFit(Result):
     law: Law
     objective: float
     delta: float
-    rows: pd.DataFrame = field(repr=False)
-    left_out: pd.DataFrame = field(repr=False)
+    rows: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
+    left_out: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
     draws: Array = field(repr=False)
     seed: int
     warnings: tuple[str, ...]
@@ -231,33 +230,6 @@ class ScalingFit(Result):
 
         return draw_variants(variants_data(self, target), self.loss_unit)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, draws included; `from_dict` restores it exactly (index and stems must be JSON types)."""
-        return {
-            "law": self.law.to_dict(),
-            "objective": self.objective,
-            "delta": self.delta,
-            "rows": self.rows.to_dict("tight"),
-            "left_out": self.left_out.astype(object).where(self.left_out.notna(), None).to_dict("tight"),
-            "draws": self.draws.tolist(),
-            "seed": self.seed,
-            "warnings": list(self.warnings),
-            "assumptions": list(self.assumptions),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], form: Form | None = None) -> "ScalingFit":
-        """The inverse of `to_dict`; a form of one's own must be given."""
-        restored = {
-            "law": Law.from_dict(data["law"], form or form_named(data["law"]["form"])),
-            "rows": _table(data["rows"]),
-            "left_out": _table(data["left_out"]),
-            "draws": np.asarray(data["draws"], np.float64),
-            "warnings": tuple(data["warnings"]),
-            "assumptions": tuple(data["assumptions"]),
-        }
-        return cls(**(data | restored))
-
     def __str__(self) -> str:
         """Parameters with 90 % intervals, the data behind them, and the status."""
         table = self.intervals(0.9).map("{:.5g}".format).to_string()
@@ -275,10 +247,3 @@ class ScalingFit(Result):
             }
         )
         return f"L(N, D) = {self.law.form.formula}, {self.loss_unit}\n{table}\n{about}"
-
-
-def _table(data: dict[str, Any]) -> pd.DataFrame:
-    """Rows from JSON, where an empty table has lost its types."""
-    table = pd.DataFrame.from_dict(data, orient="tight")
-    types = {"n_params": np.float64, "n_tokens": np.float64, "loss": np.float64, "reason": "str"}
-    return table.astype({column: kind for column, kind in types.items() if column in table})

@@ -1,8 +1,9 @@
 """Forms of the loss law: frozen values with formula, parameters, bounds and source."""
 
-from scaling.forms.form import Form
+from scaling.forms.law import Form
 from scaling.forms.powers import Chinchilla, Joint, Kaplan, TiedChinchilla
 from scaling.forms.repeated import RepeatedData
+from scaling.serialization import converter
 
 FORMS: dict[str, type[Form]] = {form.name: form for form in (Chinchilla, TiedChinchilla, Joint, Kaplan)}
 """Forms of a loss in N and D that come with the library, by name."""
@@ -23,11 +24,18 @@ __all__ = [
 
 
 def form_named(name: str) -> Form:
-    """The library's form of this name.
+    """The form of this name: the library's, or one of the caller's own that was defined before.
 
     Raises:
-        ValueError: it has none.
+        ValueError: no form has it.
     """
-    if name not in ALL_FORMS:
-        raise ValueError(f"form must be given: {name!r} is none of {', '.join(ALL_FORMS)}")
-    return ALL_FORMS[name]()
+    known = Form.own | ALL_FORMS
+    if name not in known:
+        raise ValueError(
+            f"form must be one of {', '.join(known)}, got {name!r}; define a form of your own before its law is read"
+        )
+    return known[name]()
+
+
+converter.register_unstructure_hook(Form, lambda form: form.name)
+converter.register_structure_hook(Form, lambda name, _: form_named(name))

@@ -1,19 +1,37 @@
-"""A loss law with its numbers, and the best way to spend compute under it. Fits live elsewhere."""
+"""A form of the loss law, the law that it becomes with numbers, and the best way to spend compute under it.
+
+A `Form` is a frozen value without fitted numbers: formula, parameters, bounds, source, and the loss for numbers given.
+`Form.law(E=…, A=…)` is the form with numbers. A form of one's own is a small subclass:
+
+    class Quadratic(Form):
+        name, formula, source = "mine", "E + A/N^alpha", "my notes"
+        parameters = {"E": (0.5, 4), "A": (1, 1e6), "alpha": (0.05, 2)}
+
+        def loss(self, values, rows):
+            return values["E"] + values["A"] * rows["n_params"] ** -values["alpha"]
+
+It is fitted in the logarithms of its parameters, from many starts between their bounds, with exact derivatives: `loss` is
+evaluated at complex numbers (Squire and Trapp 1998), so it is to be written in numpy's analytic functions. The forms
+shipped here have starts and derivatives of their own, which are faster.
+"""
+
+from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.arrays import Array
 from scaling.checks import positive
+from scaling.forms.problem import LogParameters, Problem, Values
 from scaling.presentation import Result, counted
-
-if TYPE_CHECKING:
-    from scaling.forms.form import Form, Values
+from scaling.serialization import JsonResult
 
 NATS = "nats per token"
 """The unit of losses where none is stated."""
@@ -37,7 +55,97 @@ def compute_flops(n_params: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float6
     return np.asarray(FLOPS_PER_PARAM_TOKEN * n_params * n_tokens, np.float64)[()]
 
 
-def params_exponent(form: "Form", values: "Values") -> Any:
+class Form(ABC):
+    """A law's formula.
+
+    Attributes:
+        name: by which a saved fit names it.
+        formula: as one would write it.
+        source: paper and section.
+        parameters: lowest and highest value of each, both above 0, by name.
+        columns: of a run, which the loss depends on.
+    """
+
+    name: ClassVar[str]
+    formula: ClassVar[str]
+    source: ClassVar[str]
+    parameters: ClassVar[Mapping[str, tuple[float, float]]]
+    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens")
+    own: ClassVar[dict[str, type[Form]]] = {}
+    """Forms defined outside the library too, by which saved laws are read."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a form of one's own that lacks what a fit needs, where it is written.
+
+        Raises:
+            TypeError: name, formula or parameters are missing.
+            ValueError: a bound is not finite and above 0, or is not below the other.
+        """
+        super().__init_subclass__(**options)
+        if missing := [name for name in ("name", "formula", "parameters") if not hasattr(cls, name)]:
+            raise TypeError(f"form {cls.__name__} must have name, formula and parameters: {', '.join(missing)} missing")
+        # A form with fields may have them tell its parameters.
+        for name, (low, high) in cls.parameters.items() if isinstance(cls.parameters, Mapping) else ():
+            positive(f"bounds of {name} in form {cls.__name__}", [low, high])
+            if not low < high:
+                raise ValueError(f"bounds of {name} in form {cls.__name__} must rise, got ({low!r}, {high!r})")
+        if isinstance(cls.name, str):
+            Form.own[cls.name] = cls
+
+    @abstractmethod
+    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
+        """Expected loss, of the broadcast shape of the values and the columns."""
+
+    def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
+        """The form bound to K runs, as it is fitted.
+
+        Args:
+            rows: its columns, [K] each.
+            log_loss: of the runs, [K].
+        """
+        lower, upper = np.log(np.array(list(self.parameters.values()), np.float64)).T
+        return LogParameters(loss=self.loss, names=(*self.parameters,), rows=rows, lower=lower, upper=upper)
+
+    def powers(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
+        """(a, p, b, q) if the loss grows with a·N^−p + b·D^−q and depends on nothing else: it is least where that is."""
+        return None
+
+    def columns_of(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
+        """The form's columns in float64.
+
+        Raises:
+            ValueError: a column is missing, is none of the form's, or holds a value that is not finite and above 0.
+        """
+        wanted, depends = {*self.columns}, f"{self.name} depends on {', '.join(self.columns)}"
+        if missing := wanted - rows.keys():
+            raise ValueError(f"{depends}: {', '.join(sorted(missing))} missing")
+        if unknown := rows.keys() - wanted - {"n_params", "n_tokens"}:
+            raise ValueError(f"{depends}, got {', '.join(sorted(unknown))} too")
+        columns = {name: positive(name, column) for name, column in rows.items()}
+        return {name: columns[name] for name in self.columns}
+
+    def stacked(self, parameters: Array) -> dict[str, Array]:
+        """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
+        return dict(zip(self.parameters, parameters.T[:, :, None], strict=True))
+
+    def law(self, **values: float) -> Law:
+        """The form with numbers.
+
+        Raises:
+            ValueError: a parameter is missing, unknown, not finite or negative.
+        """
+        return Law(form=self, parameters=values)
+
+    def __eq__(self, other: object) -> bool:
+        """Forms are values: one class, one form, unless it has fields."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        """Of its class and name."""
+        return hash((type(self), self.name))
+
+
+def params_exponent(form: Form, values: Values) -> Any:
     """Exponent a of the optimum N ∝ C^a, q / (p + q) for terms N^−p and D^−q; None where it is no power of C."""
     powers = form.powers(values)
     return powers[3] / (powers[1] + powers[3]) if powers else None
@@ -76,7 +184,7 @@ class Allocation(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law(Result):
+class Law(JsonResult):
     """A form with numbers, e.g. `Chinchilla().law(E=1.8, A=400, B=2000, alpha=.34, beta=.37)`.
 
     Attributes:
@@ -89,7 +197,7 @@ class Law(Result):
         ValueError: a parameter is missing or unknown, negative or not finite, or (E excepted) zero.
     """
 
-    form: "Form"
+    form: Form
     parameters: Mapping[str, float]
     n_params_convention: str = ""
     loss_unit: str = NATS
@@ -168,16 +276,6 @@ class Law(Result):
         """The optimum at each budget: columns compute_flops, n_params, n_tokens, loss."""
         names = ["compute_flops", "n_params", "n_tokens", "loss"]
         return pd.DataFrame([asdict(self.allocate(float(flops), **columns)) for flops in compute_flops], columns=names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The form's name, the numbers and their units."""
-        plain = {"n_params_convention": self.n_params_convention, "loss_unit": self.loss_unit}
-        return {"form": self.form.name, "parameters": dict(self.parameters), **plain}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], form: "Form") -> "Law":
-        """The inverse of `to_dict`; `forms.form_named` knows the library's forms."""
-        return cls(**(data | {"form": form}))
 
     def __str__(self) -> str:
         """The equation, its numbers, the loss's unit and what N counts."""

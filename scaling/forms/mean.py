@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from scaling.forms.form import Form, Values
-
-if TYPE_CHECKING:
-    from scaling.forms.law import Law
+from scaling.forms.law import Form, Law
+from scaling.forms.problem import Values
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.forms.form import Form, Problem, Restricted, Values
+from scaling.forms.law import Form
+from scaling.forms.problem import Problem, Restricted, Values
 
 EXPONENT_BOUNDS = (0.01, 3.0)
 """Exponents are sought in this range; published ones lie within .07–.8, so an estimate on a bound says nothing."""

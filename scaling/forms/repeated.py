@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.forms.form import Form, Problem, Values
+from scaling.forms.law import Form
 from scaling.forms.powers import _POSITIVE, EXPONENT_BOUNDS, Chinchilla, SumOfPowers
+from scaling.forms.problem import Problem, Values
 
 REPEAT_BOUNDS = (0.1, 1e4)
 """Of rd_star and rn_star: below, a second epoch is worth next to nothing; above, thousands are worth as many new ones."""

@@ -16,8 +16,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.arrays import Array
-from scaling.forms.form import Form, Values
-from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Form
+from scaling.forms.problem import Values
 
 FLOPS_PER_PARAM_SERVED = 2.0
 """FLOPs per parameter and token of a forward pass (Kaplan et al. 2001.08361, sec. 2.1)."""

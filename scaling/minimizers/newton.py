@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.forms.form import Problem
+from scaling.forms.problem import Problem
 
 MAX_STEPS = 200
 TOLERANCE, ROUGHLY = 1e-12, 1e-3

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
-from scaling.forms.form import Problem
+from scaling.forms.problem import Problem
 from scaling.minimizers.newton import Prior, objective
 
 MANY_ROWS, SCREENED_ROWS = 2000, 100

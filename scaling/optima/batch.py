@@ -7,7 +7,7 @@ batch of the lowest loss at equal tokens, not the largest that is still efficien
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,7 @@ from scaling.checks import losses, names, numbers, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.tokens_law import TokensLaw, optima_table
+from scaling.serialization import TableLayout
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -46,7 +47,7 @@ class BatchLaw(TokensLaw):
     SIGN: ClassVar[int] = 1
     SCATTER: ClassVar[float] = BATCH_SCATTER
 
-    cells: pd.DataFrame = field(repr=False)
+    cells: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
 
     def batch_tokens(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
         """The best batch in tokens at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
@@ -57,12 +58,6 @@ class BatchLaw(TokensLaw):
         from scaling.optima.figures import batch_data, draw_batch
 
         return draw_batch(batch_data(self))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        cells = pd.DataFrame(data["cells"])
-        return super().from_dict(data | {"cells": cells.assign(**cells[["loss", "log2_rate"]].astype(np.float64))})
 
 
 def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR) -> BatchLaw:

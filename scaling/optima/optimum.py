@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from scaling.arrays import Array
 from scaling.checks import losses as read_losses
 from scaling.checks import numbers
 from scaling.errors import ScalingError
-from scaling.presentation import Result, jsonable, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, OrInfinite, OrNan
 
 MIN_RATES = 4
 MIN_RUNS = 5
@@ -33,7 +34,7 @@ MIN_SIGNIFICANCE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimum(Result):
+class Optimum(JsonResult):
     """The minimum of log loss = log_loss + curvature/2 · (log2 rate − log2_rate)².
 
     Attributes:
@@ -52,10 +53,10 @@ class Optimum(Result):
     """
 
     log2_rate: float
-    sensitivity: float
-    curvature: float
+    sensitivity: OrInfinite
+    curvature: OrNan
     log_loss: float
-    noise: float
+    noise: OrNan
     dof: int
     tested: tuple[float, float]
     used: tuple[float, float]
@@ -91,17 +92,6 @@ class Optimum(Result):
         """Predicted relative loss given up at `rate`: exp(curvature/2 · octaves²) − 1; NaN if no minimum was found."""
         octaves = np.log2(np.asarray(rate, np.float64)) - self.log2_rate
         return np.asarray(np.expm1(self.curvature / 2 * octaves**2))[()]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: null for an unknown error."""
-        return jsonable(asdict(self) | {"tested": list(self.tested), "used": list(self.used)})
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Optimum":
-        """The inverse of `to_dict`."""
-        unknown = {"sensitivity": math.inf, "noise": math.nan, "curvature": math.nan}
-        known = {name: unknown.get(name) if value is None else value for name, value in data.items()}
-        return cls(**(known | {"tested": tuple(data["tested"]), "used": tuple(data["used"])}))
 
     def __str__(self) -> str:
         """Rate, error, curvature, loss, status."""

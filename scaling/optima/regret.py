@@ -11,7 +11,6 @@ cross terms.
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,14 +20,15 @@ from scaling.arrays import Array
 from scaling.checks import losses, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.optima.optimum import MAX_EXCESS
-from scaling.presentation import Result, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult
 
 MIN_DOF = 5
 """Degrees of freedom that must be left, or the noise is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RegretSurface(Result):
+class RegretSurface(JsonResult):
     """A sum of parabolas; only differences between points mean something.
 
     Attributes:
@@ -67,11 +67,6 @@ class RegretSurface(Result):
         x = points[list(self.coordinates)].to_numpy(np.float64) - self.centre
         at = np.array([reference[name] for name in self.coordinates]) - self.centre
         return np.hstack([x - at, x**2 - at**2])
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        arrays = {name: getattr(self, name).tolist() for name in ("centre", "slopes", "half_curvatures", "covariance")}
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | arrays
 
     def __str__(self) -> str:
         """Slope and curvature of each coordinate, noise, size."""

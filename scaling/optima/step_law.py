@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.checks import numbers, positive, require_columns
 from scaling.errors import ScalingError
-from scaling.presentation import Result, lines, span
+from scaling.presentation import lines, span
+from scaling.serialization import JsonResult, TableLayout
 
 MAX_CORRELATION = 0.95
 """Of log N and log D over the cells, above which their exponents can't be told apart (assumed)."""
@@ -28,7 +29,7 @@ _ROUNDING = 1e-12  # of a correlation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepLaw(Result):
+class StepLaw(JsonResult):
     """One power law of N and D.
 
     Attributes:
@@ -48,13 +49,13 @@ class StepLaw(Result):
     coefficient: float
     params_exponent: float
     tokens_exponent: float
-    covariance: Array = field(repr=False)
-    centre: tuple[float, float]
     scatter: float
+    centre: tuple[float, float]
     n_params_range: tuple[float, float]
     n_tokens_range: tuple[float, float]
-    cells: pd.DataFrame = field(repr=False)
     warnings: tuple[str, ...]
+    covariance: Array = field(repr=False)
+    cells: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
 
     @property
     def status(self) -> str:
@@ -105,23 +106,6 @@ class StepLaw(Result):
         from scipy.special import stdtrit
 
         return float(stdtrit(len(self.cells) - len(self.covariance), (1 + level) / 2))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        plain = ("of", "coefficient", "params_exponent", "tokens_exponent", "scatter")
-        return {
-            **{name: getattr(self, name) for name in plain},
-            **{name: list(getattr(self, name)) for name in ("centre", "n_params_range", "n_tokens_range", "warnings")},
-            "covariance": self.covariance.tolist(),
-            "cells": self.cells.to_dict("list"),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> StepLaw:
-        """The inverse of `to_dict`."""
-        tuples = {name: tuple(data[name]) for name in ("centre", "n_params_range", "n_tokens_range", "warnings")}
-        restored = {"covariance": np.asarray(data["covariance"], np.float64), "cells": pd.DataFrame(data["cells"])}
-        return cls(**(data | tuples | restored))
 
     def __str__(self) -> str:
         """The law with 90 % intervals, its cells and the status."""

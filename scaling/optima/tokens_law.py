@@ -5,9 +5,9 @@ For optima of groups g (widths, say) at token budgets D:   log2 value = offset_g
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,8 @@ from scaling.arrays import Array
 from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum
-from scaling.presentation import Result, jsonable, lines, span
+from scaling.presentation import lines, span
+from scaling.serialization import JsonResult, TableLayout
 
 MAX_DECADES_BEYOND = 2.0
 """A law is followed so many decades of tokens beyond the tuned budgets and held constant from there (assumed)."""
@@ -27,7 +28,7 @@ MIN_SPAN = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TokensLaw(Result):
+class TokensLaw(JsonResult):
     """A power law of the tokens, fitted through optima.
 
     Attributes:
@@ -60,7 +61,7 @@ class TokensLaw(Result):
     covariance: tuple[tuple[float, float], tuple[float, float]]
     curvature: float
     n_tokens_range: tuple[float, float]
-    optima: pd.DataFrame = field(repr=False)
+    optima: Annotated[pd.DataFrame, TableLayout("records", nulls={"stderr": math.inf})] = field(repr=False)
     offsets: dict[str, float]
     warnings: tuple[str, ...]
 
@@ -104,28 +105,6 @@ class TokensLaw(Result):
         """Predicted relative loss given up at (value, n_tokens), broadcast: what `fit` wants in the column `regret`."""
         octaves = np.log2(positive(self.NAME, value) / self.best(n_tokens))
         return np.asarray(np.expm1(self.curvature / 2 * octaves**2))[()]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        data |= {name: _records(table) for name, table in data.items() if isinstance(table, pd.DataFrame)}
-        return data | {"covariance": [list(row) for row in self.covariance], "warnings": list(self.warnings)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        optima, value = pd.DataFrame(data["optima"]), f"log2_{cls.NAME}"
-        restored = {
-            "optima": optima.assign(
-                stderr=optima["stderr"].astype(np.float64).fillna(math.inf),
-                **optima[[value, "curvature"]].astype(np.float64),
-            ),
-            "prior": data["prior"] and tuple(data["prior"]),
-            "covariance": tuple(map(tuple, data["covariance"])),
-            "n_tokens_range": tuple(data["n_tokens_range"]),
-            "warnings": tuple(data["warnings"]),
-        }
-        return cls(**(data | restored))
 
     def __str__(self) -> str:
         """Exponent used and raw, the value at the reference, the data, the status."""
@@ -270,7 +249,3 @@ def _doubts(
             f"the data's exponent {raw:.2f} contradicts the prior {prior[0]:g} ± {prior[1]:g}: {contradicted}"
         )
     return doubts
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [jsonable({str(k): v for k, v in row.items()}) for row in table.to_dict("records")]

@@ -6,15 +6,17 @@ The same is asked of any other hyperparameter whose scale is positive: its optim
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 
 from scaling.checks import losses, numbers, require_columns, seeds
 from scaling.errors import ScalingError
 from scaling.optima.optimum import Optimum, fit_optimum
-from scaling.presentation import Result, jsonable, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, OrInfinite, OrMinusInfinite, OrNan, TableLayout, converter
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,7 +38,7 @@ LARGER = {"width": "wider", "depth": "deeper"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Transfer(Result):
+class Transfer(JsonResult):
     """Whether the optimum moves with the size, and what it costs to carry the smallest size's value to the largest.
 
     Attributes:
@@ -58,14 +60,14 @@ class Transfer(Result):
 
     along: str
     over: str
-    rows: pd.DataFrame = field(repr=False)
-    optima: dict[float, Optimum]
     drift_octaves: float
-    interval: tuple[float, float]
-    regret_carried: float
+    regret_carried: OrNan
     larger_is_better: bool
     verdict: Judgement
+    interval: tuple[OrMinusInfinite, OrInfinite]
     reasons: tuple[str, ...]
+    optima: dict[float, Optimum]
+    rows: Annotated[pd.DataFrame, TableLayout("list")] = field(repr=False)
 
     @property
     def passed(self) -> bool:
@@ -90,37 +92,6 @@ class Transfer(Result):
 
         return draw_transfer(transfer_data(self), along=self.along, over=self.over)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, rows included, so that what was judged can be drawn again; `from_dict` restores it."""
-        names = ("along", "over", "drift_octaves", "regret_carried", "larger_is_better", "verdict")
-        rows = self.rows.astype(object).where(self.rows.notna(), None)
-        return {
-            **jsonable({name: getattr(self, name) for name in names}),
-            "interval": [x if math.isfinite(x) else None for x in self.interval],
-            "reasons": list(self.reasons),
-            "optima": [{self.along: size, **optimum.to_dict()} for size, optimum in self.optima.items()],
-            "rows": rows.to_dict("list"),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Transfer":
-        """The inverse of `to_dict`."""
-        along: str = data["along"]
-        low, high = data["interval"]
-        rows = pd.DataFrame(data["rows"])
-        floats = [along, data["over"], "loss"]
-        restored = {
-            "rows": rows.assign(**rows[floats].astype(np.float64)),
-            "optima": {
-                float(row[along]): Optimum.from_dict({name: value for name, value in row.items() if name != along})
-                for row in data["optima"]
-            },
-            "interval": (-math.inf if low is None else low, math.inf if high is None else high),
-            "regret_carried": math.nan if data["regret_carried"] is None else data["regret_carried"],
-            "reasons": tuple(data["reasons"]),
-        }
-        return cls(**(data | restored))
-
     def __str__(self) -> str:
         """The optima, the drift with its interval, the cost, the verdict."""
         low, high = self.interval
@@ -133,6 +104,22 @@ class Transfer(Result):
             }
         )
         return f"{self.table().to_string(float_format='{:.4g}'.format)}\n{about}"
+
+
+def _to_json(transfer: Transfer) -> dict[str, Any]:
+    fields = _fields_to_json(transfer)
+    return fields | {"optima": [{transfer.along: size, **optimum} for size, optimum in fields["optima"]]}
+
+
+def _from_json(data: dict[str, Any], _: type) -> Transfer:
+    optima = [(row[data["along"]], row) for row in data["optima"]]
+    return _fields_from_json(data | {"optima": optima}, Transfer)
+
+
+_fields_to_json = make_dict_unstructure_fn(Transfer, converter)
+_fields_from_json = make_dict_structure_fn(Transfer, converter)
+converter.register_unstructure_hook(Transfer, _to_json)
+converter.register_structure_hook(Transfer, _from_json)
 
 
 def larger(along: str) -> str:

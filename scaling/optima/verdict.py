@@ -14,7 +14,8 @@ from scaling.optima.batch import BatchLaw, fit_batch_law
 from scaling.optima.evidence import COLUMNS, runs_to_decide
 from scaling.optima.horizon import HorizonLaw, fit_horizon_law
 from scaling.optima.transfer import MAX_DRIFT, Judgement, Transfer, fit_transfer
-from scaling.presentation import Result, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -23,7 +24,7 @@ LAWS = ("horizon law", "batch law")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Verdict(Result):
+class Verdict(JsonResult):
     """Whether what is tuned small holds when large.
 
     Attributes:
@@ -36,9 +37,11 @@ class Verdict(Result):
         missing: why a transfer or a law has no answer, by its name, such as `rate along depth` or `horizon law`.
     """
 
-    transfers: tuple[Transfer, ...]
+    DERIVED = ("verdict", "reasons", "drift_octaves", "interval", "wider_is_better", "next_runs", "options")
+
     n_tokens: float
     horizons: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
     horizon: HorizonLaw | None = None
     batch: BatchLaw | None = None
     missing: dict[str, str]
@@ -120,40 +123,6 @@ class Verdict(Result):
         from scaling.optima.figures import draw_drifts, drift_data
 
         return draw_drifts(drift_data(self), MAX_DRIFT)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with what follows from it; `from_dict` restores it."""
-        low, high = (x if math.isfinite(x) else None for x in self.interval)
-        drift = self.drift_octaves
-        following = self.next_runs.astype(object)
-        return {
-            "verdict": self.verdict,
-            "reasons": list(self.reasons),
-            "drift_octaves": drift if math.isfinite(drift) else None,
-            "interval": [low, high],
-            "wider_is_better": self.wider_is_better,
-            "next_runs": following.where(following.notna(), None).to_dict("records"),
-            "options": self.options,
-            "n_tokens": self.n_tokens,
-            "horizons": list(self.horizons),
-            "transfers": [transfer.to_dict() for transfer in self.transfers],
-            "horizon": self.horizon and self.horizon.to_dict(),
-            "batch": self.batch and self.batch.to_dict(),
-            "missing": dict(self.missing),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Verdict":
-        """The inverse of `to_dict`."""
-        return cls(
-            transfers=tuple(map(Transfer.from_dict, data["transfers"])),
-            n_tokens=data["n_tokens"],
-            # Earlier versions wrote none: there the longest of all was taken for each.
-            horizons=tuple(data.get("horizons", [data["n_tokens"]] * len(data["transfers"]))),
-            horizon=data["horizon"] and HorizonLaw.from_dict(data["horizon"]),
-            batch=data["batch"] and BatchLaw.from_dict(data["batch"]),
-            missing=dict(data["missing"]),
-        )
 
     def __str__(self) -> str:
         """Every transfer, the laws in a line each, the verdict, and what to run to decide."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -29,8 +29,9 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
-from scaling.presentation import Result, lines, span
+from scaling.presentation import lines, span
 from scaling.schedules.schedule_curve import Curve, peak_and_depth
+from scaling.serialization import JsonResult
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "L0": (1e-3, 1e3),
@@ -60,7 +61,7 @@ three, above; the last loss may lie before the end), and a least rate, as a part
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleLaw(Result):
+class ScheduleLaw(JsonResult):
     """The law of one model's curves.
 
     Attributes:
@@ -164,16 +165,6 @@ class ScheduleLaw(Result):
             orient="index",
             columns=["mean_relative_error", "worst_relative_error", "r_squared", "error_at_end"],
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` restores it."""
-        data = asdict(self)
-        return data | {name: list(data[name]) for name in ("runs", "steps", "peaks", "warnings")}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ScheduleLaw:
-        """The inverse of `to_dict`."""
-        return cls(**(data | {name: tuple(data[name]) for name in ("runs", "steps", "peaks", "warnings")}))
 
     def __str__(self) -> str:
         """The numbers, what they were fitted to, and the status."""

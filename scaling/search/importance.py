@@ -15,7 +15,7 @@ which forgets the order of what lies above.)
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,8 @@ from scaling.arrays import Array
 from scaling.checks import losses, numbers, require_columns
 from scaling.checks import names as names_of
 from scaling.errors import ScalingError
-from scaling.presentation import Result, lines
+from scaling.presentation import lines
+from scaling.serialization import JsonResult, TableLayout
 from scaling.weights import stem_weights
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ PARABOLA = np.array([[1 / 3, 0.0], [0.0, 4 / 45]])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Importance(Result):
+class Importance(JsonResult):
     """Shares of the variance of log loss, with what is known of them.
 
     Attributes:
@@ -52,12 +53,12 @@ class Importance(Result):
         n_trials, n_diverged: trials used, and rows left out as their run diverged.
     """
 
-    table: pd.DataFrame = field(repr=False)
     rest: float
     level: float
     within: float
     n_trials: int
     n_diverged: int
+    table: Annotated[pd.DataFrame, TableLayout("records", index="hyperparameter")] = field(repr=False)
 
     @property
     def told(self) -> list[str]:
@@ -75,16 +76,6 @@ class Importance(Result):
         from scaling.search.figures import draw_importance, importance_data
 
         return draw_importance(importance_data(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        known = {name: getattr(self, name) for name in ("rest", "level", "within", "n_trials", "n_diverged")}
-        return known | {"table": self.table.reset_index().to_dict("records")}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Importance":
-        """The inverse of `to_dict`."""
-        return cls(**(data | {"table": pd.DataFrame(data["table"]).set_index("hyperparameter")}))
 
     def __str__(self) -> str:
         """Share and interval of each hyperparameter, the rest, the status."""

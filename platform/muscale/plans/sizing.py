@@ -14,7 +14,7 @@ from proxy_models.architecture.config import ModelConfig, ModelFamily
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
 from scaling import Decision, Form, Law, ScalingError, ScalingFit, decide
-from scaling.forms.form import Values
+from scaling.forms.problem import Values
 from scaling.forms.repeated import REPEAT_BOUNDS
 
 REACH = 30.0

@@ -144,4 +144,3 @@ def test_the_mean_is_a_law_of_its_own(ladder: Ladder) -> None:
     best = found.law.allocate(1e21)
     assert best.loss == pytest.approx(np.exp(float(found.log_loss(best.n_params, best.n_tokens))), rel=1e-12)
     assert decide(found.law, loss=best.loss).total_flops == pytest.approx(1e21, rel=1e-6)
-    assert Law.from_dict(found.law.to_dict(), form=found.law.form) == found.law

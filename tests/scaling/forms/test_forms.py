@@ -11,10 +11,10 @@ from scipy.optimize import minimize_scalar
 
 from scaling import Chinchilla, Form, Joint, Kaplan, Law, ScalingError, TiedChinchilla, decide, fit
 from scaling.arrays import Array
-from scaling.forms import FORMS, form_named
-from scaling.forms.form import Problem
+from scaling.forms import FORMS
 from scaling.forms.mean import MeanOf, mean_of
 from scaling.forms.powers import GRID
+from scaling.forms.problem import Problem
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -178,11 +178,12 @@ def test_the_search_for_a_form_of_ones_own_begins_everywhere_between_its_bounds(
     np.testing.assert_allclose(np.exp([problem.lower, problem.upper]).T, [*law.form.parameters.values()])
 
 
-def test_a_saved_form_of_ones_own_wants_the_form() -> None:
+def test_a_saved_form_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Form.own, "own", Own)
     saved = PLANTED[-1].to_dict()
-    with pytest.raises(ValueError, match="form must be given: 'own' is none of chinchilla, tied, joint, kaplan"):
-        form_named(saved["form"])
-    assert Law.from_dict(saved, Own()) == PLANTED[-1]
+    assert Law.from_dict(saved) == PLANTED[-1]
+    with pytest.raises(ValueError, match="got 'other'"):
+        Law.from_dict(saved | {"form": "other"})
 
 
 def test_a_law_wants_exactly_its_parameters() -> None:

@@ -50,7 +50,7 @@ def test_bad_budget(planted: Law) -> None:
 
 
 def test_round_trip(planted: Law) -> None:
-    assert Law.from_dict(planted.to_dict(), Chinchilla()) == planted
+    assert Law.from_dict(planted.to_dict()) == planted
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scaling import Chinchilla, Joint
-from scaling.forms.form import Problem
+from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, share_seen, widening
 from scaling.weights import stem_weights
 

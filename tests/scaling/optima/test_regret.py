@@ -92,4 +92,4 @@ def test_it_prints_and_serialises() -> None:
     assert "60 runs in 3 groups" in str(surface)
     curvature, error = 2 * surface.half_curvatures[0], 2 * np.sqrt(surface.covariance[2, 2])
     assert f"curvature {curvature:+.2%} ± {error:.2%} of the loss" in str(surface)
-    assert surface.to_dict()["coordinates"] == ("rate", "init")
+    assert surface.to_dict()["coordinates"] == ["rate", "init"]

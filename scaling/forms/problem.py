@@ -1,128 +1,22 @@
-"""What a form of the loss law is, and what the fitter needs to know of it.
-
-A `Form` is a frozen value without fitted numbers: formula, parameters, bounds, source, and the loss for numbers given.
-`Form.law(E=…, A=…)` is the form with numbers. A form of one's own is a small subclass:
-
-    class Quadratic(Form):
-        name, formula, source = "mine", "E + A/N^alpha", "my notes"
-        parameters = {"E": (0.5, 4), "A": (1, 1e6), "alpha": (0.05, 2)}
-
-        def loss(self, values, rows):
-            return values["E"] + values["A"] * rows["n_params"] ** -values["alpha"]
-
-It is fitted in the logarithms of its parameters, from many starts between their bounds, with exact derivatives: `loss` is
-evaluated at complex numbers (Squire and Trapp 1998), so it is to be written in numpy's analytic functions. The forms
-shipped here have starts and derivatives of their own, which are faster.
-"""
+"""A form of the loss law bound to runs, in the coordinates in which it is fitted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import positive
-
-if TYPE_CHECKING:
-    from scaling.forms.law import Law
 
 Values = Mapping[str, Any]
 """Numbers of the parameters by name, scalars or arrays that broadcast against the columns."""
-N_SCREENED, N_STARTS = 512, 8
+N_SCREENED = 512
 _STEP = 1e-5  # of the central differences of exact first derivatives, in log coordinates of order one
 _COMPLEX_STEP = 1e-30
-
-
-class Form(ABC):
-    """A law's formula.
-
-    Attributes:
-        name: by which a saved fit names it.
-        formula: as one would write it.
-        source: paper and section.
-        parameters: lowest and highest value of each, both above 0, by name.
-        columns: of a run, which the loss depends on.
-    """
-
-    name: ClassVar[str]
-    formula: ClassVar[str]
-    source: ClassVar[str]
-    parameters: ClassVar[Mapping[str, tuple[float, float]]]
-    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens")
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a form of one's own that lacks what a fit needs, where it is written.
-
-        Raises:
-            TypeError: name, formula or parameters are missing.
-            ValueError: a bound is not finite and above 0, or is not below the other.
-        """
-        super().__init_subclass__(**options)
-        if missing := [name for name in ("name", "formula", "parameters") if not hasattr(cls, name)]:
-            raise TypeError(f"form {cls.__name__} must have name, formula and parameters: {', '.join(missing)} missing")
-        # A form with fields may have them tell its parameters.
-        for name, (low, high) in cls.parameters.items() if isinstance(cls.parameters, Mapping) else ():
-            positive(f"bounds of {name} in form {cls.__name__}", [low, high])
-            if not low < high:
-                raise ValueError(f"bounds of {name} in form {cls.__name__} must rise, got ({low!r}, {high!r})")
-
-    @abstractmethod
-    def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
-        """Expected loss, of the broadcast shape of the values and the columns."""
-
-    def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """The form bound to K runs, as it is fitted.
-
-        Args:
-            rows: its columns, [K] each.
-            log_loss: of the runs, [K].
-        """
-        return LogParameters.of(self, rows)
-
-    def powers(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
-        """(a, p, b, q) if the loss grows with a·N^−p + b·D^−q and depends on nothing else: it is least where that is."""
-        return None
-
-    def columns_of(self, rows: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """The form's columns in float64.
-
-        Raises:
-            ValueError: a column is missing, is none of the form's, or holds a value that is not finite and above 0.
-        """
-        wanted, depends = {*self.columns}, f"{self.name} depends on {', '.join(self.columns)}"
-        if missing := wanted - rows.keys():
-            raise ValueError(f"{depends}: {', '.join(sorted(missing))} missing")
-        if unknown := rows.keys() - wanted - {"n_params", "n_tokens"}:
-            raise ValueError(f"{depends}, got {', '.join(sorted(unknown))} too")
-        columns = {name: positive(name, column) for name, column in rows.items()}
-        return {name: columns[name] for name in self.columns}
-
-    def stacked(self, parameters: Array) -> dict[str, Array]:
-        """J parameter vectors, [J, n] in the form's order, as columns [J, 1] by name."""
-        return dict(zip(self.parameters, parameters.T[:, :, None], strict=True))
-
-    def law(self, **values: float) -> Law:
-        """The form with numbers.
-
-        Raises:
-            ValueError: a parameter is missing, unknown, not finite or negative.
-        """
-        from scaling.forms.law import Law
-
-        return Law(form=self, parameters=values)
-
-    def __eq__(self, other: object) -> bool:
-        """Forms are values: one class, one form, unless it has fields."""
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        """Of its class and name."""
-        return hash((type(self), self.name))
 
 
 class Problem(ABC):
@@ -167,21 +61,17 @@ class LogParameters(Problem):
     """Any form in the logarithms of its parameters; derivatives by complex steps, exact to rounding.
 
     Attributes:
-        form: the form.
+        loss: of the form, from values and columns.
+        names: of its parameters.
         rows: its columns, [K] each.
         lower, upper: logarithms of the bounds, [P].
     """
 
-    form: Form
+    loss: Callable[[Values, Mapping[str, Any]], Any]
+    names: tuple[str, ...]
     rows: Mapping[str, Array]
     lower: Array
     upper: Array
-
-    @classmethod
-    def of(cls, form: Form, rows: Mapping[str, Array]) -> LogParameters:
-        """The problem of a form at K points."""
-        lower, upper = np.log(np.array(list(form.parameters.values()), np.float64)).T
-        return cls(form=form, rows=rows, lower=lower, upper=upper)
 
     def log_loss(self, theta: Array) -> Array:
         """Log loss [J, K] for theta [J, P]; infinite, far from every loss, where the form's own is not above 0."""
@@ -216,8 +106,8 @@ class LogParameters(Problem):
         return np.asarray(np.exp(theta))
 
     def _loss(self, theta: NDArray[Any]) -> NDArray[Any]:
-        values = dict(zip(self.form.parameters, np.exp(theta).T[:, :, None], strict=True))
-        return np.asarray(self.form.loss(values, self.rows))
+        values = dict(zip(self.names, np.exp(theta).T[:, :, None], strict=True))
+        return np.asarray(self.loss(values, self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)
