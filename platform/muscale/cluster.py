@@ -19,7 +19,7 @@ import psutil
 
 from muscale.errors import StageError, first_line
 from muscale.interrupts import defer_sigint
-from muscale.settings.config import ResourceSettings
+from muscale.settings.tables import ResourceSettings
 
 _log = logging.getLogger(__name__)
 _LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.open_ledger import open_ledger

@@ -102,7 +102,7 @@ def make_study(tmp_path: Path) -> Callable[[str], Path]:
 def ray_cluster() -> Iterator[None]:
     """One Ray on this machine for all tests that need one."""
     from muscale.cluster import cluster
-    from muscale.settings.config import ResourceSettings
+    from muscale.settings.tables import ResourceSettings
 
     with cluster(ResourceSettings()):
         yield

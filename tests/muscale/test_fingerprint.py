@@ -15,7 +15,7 @@ from muscale.actors.jobs import Job, finish
 from muscale.errors import MuscaleError, PackageMismatchError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.layout import CORPUS, LEDGER
-from muscale.settings.config import ResourceSettings, StorageSettings
+from muscale.settings.tables import ResourceSettings, StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from muscale.search.sweep import Sweep
-from muscale.settings.tracking import TrackingSettings
+from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.sources import Trials
@@ -175,7 +175,7 @@ from muscale.tracking import wandb_tracker
 wandb_tracker._LIGHT |= {"init_timeout": 2.0, "finish_timeout": 2.0}
 from muscale.tracking.tracked import Row, TrackedRun
 from muscale.tracking.trackers import make_mirror
-from muscale.settings.tracking import TrackingSettings
+from muscale.settings.tables import TrackingSettings
 logging.basicConfig()
 row = Row(at=1, values={"tokens": 1, "val_loss": 2.0})
 run = TrackedRun(key="k1", name="n", kind="trial", group="g", config={}, rows={"a": [row]})

@@ -19,7 +19,7 @@ from muscale import Promotion, Study, StudyConfig, StudyFileError
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.monitoring.band import register_band
 from muscale.plans.planning import Plan
-from muscale.settings.tracking import TrackingSettings
+from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from muscale.tracking import mirror as mirroring

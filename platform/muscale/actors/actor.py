@@ -6,7 +6,7 @@ import torch
 
 from muscale.actors.worker import Worker
 from muscale.fingerprint import require_same_package
-from muscale.settings.config import ResourceSettings
+from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
 

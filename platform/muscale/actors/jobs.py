@@ -15,7 +15,7 @@ from muscale.errors import StageError, last_line
 from muscale.fingerprint import package_fingerprint
 from muscale.layout import CORPUS
 from muscale.progress import Display
-from muscale.settings.config import ResourceSettings
+from muscale.settings.tables import ResourceSettings
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain, stems

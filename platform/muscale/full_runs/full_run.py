@@ -9,7 +9,7 @@ from typing import Self
 
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import SpikePolicy
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.compilation import Compile

@@ -17,7 +17,7 @@ from muscale.store.postgresql import URL_VARIABLE, shown, url_from_environment
 from muscale.store.storage import NETWORK_FILE_SYSTEMS, file_system
 
 if TYPE_CHECKING:
-    from muscale.settings.config import StorageSettings
+    from muscale.settings.tables import StorageSettings
 
 LITTLE_BYTES, TOO_LITTLE_BYTES = 10e9, 0.2e9  # assumed: some checkpoints of a small full run, and not even a quickstart
 _ANSWER_SECONDS = 5

@@ -20,10 +20,11 @@ from muscale.errors import StageError
 from muscale.formatting import format_read_error
 from muscale.layout import PLANS
 from muscale.plans.planning import Plan, format_decision
-from muscale.settings.config import ResourceSettings, StudyConfig
+from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import StrictTable, lists_to_tuples, short_repr
+from muscale.settings.tables import ResourceSettings
 from muscale.settings.toml_file import read_toml
 from muscale.store.differing import first_difference
 from muscale.store.ledger import Ledger

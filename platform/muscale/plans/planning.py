@@ -11,7 +11,7 @@ from muscale.plans.provenance import HyperparameterProvenance, carried
 from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
 from muscale.settings.config import StudyConfig
-from muscale.settings.explicit import REGULARIZERS, model_with_explicit, with_explicit
+from muscale.settings.plan import REGULARIZERS, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import forecasts

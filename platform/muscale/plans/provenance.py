@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
-from muscale.settings.explicit import REGULARIZERS
+from muscale.settings.plan import REGULARIZERS
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, TransferClass

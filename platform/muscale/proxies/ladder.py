@@ -15,7 +15,8 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.search.prior_runs import differs_in
-from muscale.settings.config import Stem, StudyConfig
+from muscale.settings.config import StudyConfig
+from muscale.settings.tables import Stem
 from muscale.store.lineage import Chain
 from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters

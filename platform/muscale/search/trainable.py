@@ -10,7 +10,7 @@ from muscale.actors.actor import make_worker
 from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.trial import TrialPlan
 from muscale.search.tune_adapter import LEG, METRIC
-from muscale.settings.config import ResourceSettings
+from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger, Outcome
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from muscale.errors import StageError
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob
-from muscale.settings.config import ResourceSettings
+from muscale.settings.tables import ResourceSettings
 
 _TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

@@ -1,22 +1,18 @@
-"""What no single key of a study file can tell: settings that are right alone and can't be together."""
+"""Rules across several keys of a study file: settings that are valid alone and not together."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from muscale.settings.explicit import model_with_explicit, with_explicit
-from muscale.settings.plan import BUDGETS
-from muscale.settings.shape import Shape
+from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
+from muscale.settings.promote import PromoteSettings
+from muscale.settings.tables import CheckSettings, StudyTables
 from proxy_models.coordinates.sizes import require_seeds, require_sizes
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from search_spaces import Choice, Fixed, Ordinal, Space
-
-if TYPE_CHECKING:
-    from muscale.settings.config import CheckSettings, StudyConfig
-    from muscale.settings.promote import PromoteSettings
 
 _FIXED_IN_A_SWEEP = (
     "batch_doublings",
@@ -28,17 +24,17 @@ _FIXED_IN_A_SWEEP = (
 _NO_SWAP = "a swap of the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted from them"
 
 
-def cross_field_errors(config: StudyConfig) -> list[str]:
-    """What no single key can tell: one line each."""
+def cross_field_errors(config: StudyTables) -> list[str]:
+    """The broken rules, a line each: `table.key: rule, got value`."""
     h, model = config.hyperparameters, config.model
     problems = config.corpus.cross_field_errors(model.vocab_size)
-    if impossible := list(_no_batches(config)):
-        return problems + impossible  # all else is counted in batches
-    problems += _batch_contradictions(config)
-    problems += _elastic_contradictions(config.promote)
+    if invalid := list(_invalid_batches(config)):
+        return problems + invalid  # everything else is counted in batches
+    problems += _batch_errors(config)
+    problems += _elastic_errors(config.promote)
     if config.promote.precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
-    problems += _check_contradictions(config.check)
+    problems += _check_errors(config.check)
     for key, values in _given(config, "zero_readout").items():
         if model.tied and True in values:
             problems.append(
@@ -99,15 +95,15 @@ def cross_field_errors(config: StudyConfig) -> list[str]:
     largest = max(6.0 * s.of(config.family).n_params * s.n_tokens for s in config.ladder.stems) if not problems else 0
     if (budget := config.plan.budget).compute_flops <= largest:
         key = next(name for name in BUDGETS if getattr(config.plan, name) is not None)
-        told = f", which is {budget.terms}" if budget.terms else ""
+        equal = f", which is {budget.terms}" if budget.terms else ""
         problems.append(
-            f"plan.{key}: must exceed the largest ladder run's {largest:.3g} FLOPs, got {budget.compute_flops:.3g}{told}"
+            f"plan.{key}: must exceed the largest ladder run's {largest:.3g} FLOPs, got {budget.compute_flops:.3g}{equal}"
         )
     return problems
 
 
-def _no_batches(config: StudyConfig) -> Iterator[str]:
-    """Which values of the sweep's batch are no numbers of tokens."""
+def _invalid_batches(config: StudyTables) -> Iterator[str]:
+    """Values of the sweep's batch that are not numbers of tokens."""
     match config.sweep.space.get("batch_tokens"):
         case Choice(values=values) | Ordinal(values=values):
             offered = values
@@ -120,8 +116,8 @@ def _no_batches(config: StudyConfig) -> Iterator[str]:
             yield f"sweep.space.batch_tokens: a batch must be a whole number of tokens, at least 1, got {value!r}"
 
 
-def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
-    """Why the runs can't have the study's batch, or those that its sweep searches."""
+def _batch_errors(config: StudyTables) -> Iterator[str]:
+    """Reasons against the study's batch, or the batches that its sweep searches."""
     h, context, promote = config.hyperparameters, config.model.context_length, config.promote
     batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
     if searched := config.sweep.space.get("batch_tokens"):
@@ -143,8 +139,8 @@ def _batch_contradictions(config: StudyConfig) -> Iterator[str]:
         yield from (f"promote.workers: {reason}" for reason in reasons)
 
 
-def _elastic_contradictions(promote: PromoteSettings) -> Iterator[str]:
-    """Why a full run can't go on with fewer workers, if it may have to."""
+def _elastic_errors(promote: PromoteSettings) -> Iterator[str]:
+    """Reasons why a full run could not continue on promote.workers_min workers."""
     least = promote.workers_min
     if least is None or least == promote.workers:
         return
@@ -156,7 +152,7 @@ def _elastic_contradictions(promote: PromoteSettings) -> Iterator[str]:
         )
 
 
-def _check_contradictions(check: CheckSettings) -> list[str]:
+def _check_errors(check: CheckSettings) -> list[str]:
     rules: list[tuple[str, Callable[[], None]]] = [
         ("check.widths", lambda: require_sizes("width", check.widths)),
         ("check.seeds", lambda: require_seeds(check.seeds)),
@@ -173,7 +169,7 @@ def _check_contradictions(check: CheckSettings) -> list[str]:
 
 
 def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
-    """Why a hyperparameter can't take what its space offers, if it can't: its bounds, or each of its choices."""
+    """Reasons why a hyperparameter can't take its space's bounds, or each of its choices."""
     for value in space[name].grid(2):  # both bounds, or every value
         given: dict[str, Any] = {name: value}
         try:
@@ -185,7 +181,7 @@ def _unsearchable(h: Hyperparameters, name: str, space: Space) -> list[str]:
     return []
 
 
-def _given(config: StudyConfig, name: str) -> dict[str, tuple[Any, ...]]:
+def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:
     """The values of a hyperparameter without an order, by the key of the file that gives them."""
     given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
     match config.sweep.space.get(name):

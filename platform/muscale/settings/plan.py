@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_type_hints
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muscale.settings.explicit import checked
-from muscale.settings.shape import Shape
 from muscale.settings.strict import StrictTable
+from proxy_models.architecture.config import DROPPED, ModelConfig, ModelFamily
+from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Accelerator, Budget, accelerator
+from search_spaces import TransferClass, transferability
 
 BUDGETS = ("compute_flops", "gpu_hours", "dollars", "days")
 _OF_DEVICE = ("mfu", "peak_flops", "dollars_per_hour")
+REGULARIZERS = (*DROPPED, "label_smoothing", "z_loss")
+"""Settings of the model without a transfer rule; 0 turns one off."""
+
+
+class Shape(StrictTable):
+    """The width and depth of a member of the study's family."""
+
+    width: PositiveInt
+    depth: PositiveInt | None = None  # none: the base's
+
+    def of(self, family: ModelFamily) -> ModelConfig:
+        """The member of the family with this shape.
+
+        Raises:
+            ValueError: If the shape breaks a rule of `ModelConfig`.
+        """
+        return family.at(width=self.width, depth=self.depth)
+
+    def __str__(self) -> str:
+        return f"width {self.width}" + (f", depth {self.depth}" if self.depth else "")
 
 
 class PlanSettings(StrictTable):
@@ -24,7 +46,9 @@ class PlanSettings(StrictTable):
     gpu_hours: PositiveFloat | None = None
     dollars: PositiveFloat | None = None
     days: PositiveFloat | None = None  # on n_devices
-    accelerator: str | None = None  # a name of scaling.ACCELERATORS; with compute_flops it only tells hours and dollars
+    accelerator: str | None = (
+        None  # a name of scaling.ACCELERATORS; with compute_flops it only converts to hours and dollars
+    )
     n_devices: PositiveInt | None = None
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # in place of the accelerator's: share of the peak
     peak_flops: PositiveFloat | None = None  # likewise, dense FLOP/s of one device
@@ -34,34 +58,34 @@ class PlanSettings(StrictTable):
     )
     max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; else as many as are worth their compute
     shapes: tuple[Shape, ...] = ()  # the full run has one of them; none: any width, at the base's depth
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes so near to the best are told
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss: sizes this close to the best are listed
     level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # of the forecast's interval
     explicit: dict[str, Any] = Field(
         default_factory=dict
-    )  # hyperparameters of the full run alone, stated and not carried
+    )  # hyperparameters of the full run alone, in place of transferred ones
 
     @pydantic.field_validator("explicit")
     @classmethod
-    def _is_stated(cls, explicit: dict[str, Any]) -> dict[str, Any]:
-        return checked(explicit)
+    def _is_valid(cls, explicit: dict[str, Any]) -> dict[str, Any]:
+        return validate_explicit(explicit)
 
     @pydantic.model_validator(mode="after")
     def _is_one_budget(self) -> Self:
         given = {name: value for name in BUDGETS if (value := getattr(self, name)) is not None}
         if len(given) != 1:
-            told = " and ".join(f"{name} = {value:g}" for name, value in given.items())
-            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}, got {told or 'none'}")
+            found = " and ".join(f"{name} = {value:g}" for name, value in given.items())
+            raise ValueError(f"give exactly one of {', '.join(BUDGETS)}, got {found or 'none'}")
         wanting = [name for name in ("gpu_hours", "dollars", "days", *_OF_DEVICE, "n_devices") if getattr(self, name)]
         if self.accelerator is None and wanting:
             raise ValueError(f"{wanting[0]} needs plan.accelerator, the name of the device, got none")
         if self.days is not None and self.n_devices is None:
             raise ValueError(f"days needs plan.n_devices, how many of them, got days = {self.days:g} alone")
-        _ = self.budget  # names an accelerator that is not known, and what is not finite
+        _ = self.budget  # raises for an unknown accelerator or a budget that is not finite
         return self
 
     @property
     def device(self) -> Accelerator | None:
-        """The accelerator with what the study file says otherwise of it."""
+        """The accelerator, with the values that the study file replaces."""
         if self.accelerator is None:
             return None
         known = accelerator(self.accelerator)
@@ -72,7 +96,7 @@ class PlanSettings(StrictTable):
 
     @property
     def budget(self) -> Budget:
-        """What may be spent, in FLOPs, on the device if one is named."""
+        """The budget in FLOPs, on the device if one is named."""
         device = self.device
         if self.compute_flops is not None or device is None:
             return Budget(compute_flops=self.compute_flops or 0.0, accelerator=device, n_devices=self.n_devices)
@@ -90,3 +114,36 @@ class PlanSettings(StrictTable):
         """
         Budget(compute_flops=compute_flops)
         return self.model_copy(update=dict.fromkeys(BUDGETS) | {"compute_flops": float(compute_flops)})
+
+
+def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of [plan.explicit], each with its hyperparameter's type.
+
+    Raises:
+        ValueError: Naming the key, the rule and the value.
+    """
+    hints = get_type_hints(Hyperparameters) | dict.fromkeys(REGULARIZERS, float)
+    found = {}
+    for name, value in explicit.items():
+        if name not in hints or name == "stages":
+            known = ", ".join(sorted(set(hints) - {"stages"}))
+            raise ValueError(f"explicit.{name}: not a value that a full run can state; those are {known}")
+        if (known_as := transferability(name)).transfer is TransferClass.MUST_MATCH:
+            raise ValueError(
+                f"explicit.{name}: must be the proxies' own, or nothing tuned on them holds ({known_as.reason}), got {value!r}"
+            )
+        try:
+            found[name] = pydantic.TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except pydantic.ValidationError as error:
+            raise ValueError(f"explicit.{name}: {error.errors()[0]['msg']}, got {value!r}") from error
+    return found
+
+
+def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any]) -> Hyperparameters:
+    """The hyperparameters with the explicit ones."""
+    return replace(hyperparameters, **{name: v for name, v in explicit.items() if name not in REGULARIZERS})
+
+
+def model_with_explicit(model: ModelConfig, explicit: Mapping[str, Any]) -> ModelConfig:
+    """The model with the explicit regularizers."""
+    return replace(model, **{name: v for name, v in explicit.items() if name in REGULARIZERS})

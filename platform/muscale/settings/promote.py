@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.parallelism import Parallelism
-from muscale.settings.spikes import SpikePolicy
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.training.guard import GuardSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikePolicy:
+    """Response to a spike: a step whose loss or gradient norm the guard finds out of the ordinary, or which is not finite.
+
+    Attributes:
+        action: "skip" leaves the batch out; "rollback" returns to the last checkpoint and leaves the batch out on the way, as
+            was done for PaLM by hand (Chowdhery et al., arXiv 2204.02311, section 5.1).
+        max_interventions: In the whole run; one more spike ends it as diverged.
+        margin_tokens: Also left out before and after the batch; "rollback" only, rounded up to whole batches.
+        rewarm_tokens: Length of a linear warmup of the rate after a rollback; 0: none.
+    """
+
+    action: Literal["skip", "rollback"]
+    max_interventions: int = 3
+    margin_tokens: int = 0
+    rewarm_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.action not in ("skip", "rollback"):
+            raise ValueError(f'action must be "skip" or "rollback", got {self.action!r}')
+        for name in ("max_interventions", "margin_tokens", "rewarm_tokens"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
 
 
 class PromoteSettings(StrictTable):

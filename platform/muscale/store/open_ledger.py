@@ -17,7 +17,7 @@ from typing import Any
 
 from muscale.errors import StudyDirectoryError
 from muscale.layout import LEDGER, LEDGER_PLACE
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.postgresql import SCHEMA_NAME, PostgresStorage

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from muscale import json_lines
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import SpikePolicy
 
 INCIDENTS = "incidents.jsonl"  # in a run's directory
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from muscale.errors import StudyFileError
 from muscale.layout import TRACKING
-from muscale.settings.tracking import TrackingSettings
+from muscale.settings.tables import TrackingSettings
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.mlflow_tracker import MlflowTracker
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker

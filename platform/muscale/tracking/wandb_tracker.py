@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from muscale.settings.tracking import TrackingSettings
+from muscale.settings.tables import TrackingSettings
 from muscale.tracking.tracked import Row, TrackedRun, Tracker
 
 SECONDS = 20.0

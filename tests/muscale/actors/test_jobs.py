@@ -60,7 +60,7 @@ def test_a_ray_of_our_own_lets_nobody_in_without_its_token(variables: dict[str, 
 LEAVES = """
 import logging, sys, psutil
 from muscale import cluster
-from muscale.settings.config import ResourceSettings
+from muscale.settings.tables import ResourceSettings
 
 logging.basicConfig()
 cluster._LEAVING_SECONDS, own = 4.0, sys.argv[1] == "own"

@@ -14,7 +14,7 @@ from muscale.machine import doctor, storage_checks
 from muscale.machine.findings import Diagnosis, Finding
 from muscale.machine.handshake import Handshake, shake_hands
 from muscale.machine.storage_checks import storage_findings
-from muscale.settings.config import ResourceSettings, StorageSettings
+from muscale.settings.tables import ResourceSettings, StorageSettings
 from tests.muscale.command_lines import muscale
 from tests.muscale.conftest import PostgresServer
 

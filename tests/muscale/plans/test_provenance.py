@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from muscale.plans.provenance import HyperparameterProvenance, carried
-from muscale.settings.explicit import REGULARIZERS, checked, model_with_explicit, with_explicit
+from muscale.settings.plan import REGULARIZERS, model_with_explicit, validate_explicit, with_explicit
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.stages import HyperparameterStage
@@ -129,7 +129,7 @@ def test_a_carried_value_survives_json() -> None:
 
 
 def test_stated_values_go_to_training_or_to_the_model() -> None:
-    explicit = checked({"learning_rate": 0.004, "mlp_dropout": 0.1, "z_loss": 0.0001})
+    explicit = validate_explicit({"learning_rate": 0.004, "mlp_dropout": 0.1, "z_loss": 0.0001})
     assert explicit == {"learning_rate": 0.004, "mlp_dropout": 0.1, "z_loss": 0.0001}
     assert with_explicit(TUNED, explicit) == replace(TUNED, learning_rate=0.004)
     assert model_with_explicit(BASE, explicit) == replace(BASE, mlp_dropout=0.1, z_loss=0.0001)
@@ -150,4 +150,4 @@ def test_stated_values_go_to_training_or_to_the_model() -> None:
 )
 def test_what_a_full_run_can_t_state_is_refused(explicit: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        checked(explicit)
+        validate_explicit(explicit)

@@ -23,8 +23,8 @@ from muscale.search.record import Record
 from muscale.search.schedulers import GoOn, Start
 from muscale.search.tune_adapter import LEG, METRIC
 from muscale.search.tune_run import run_engine
-from muscale.settings.config import ResourceSettings
 from muscale.settings.sweep import SweepSettings
+from muscale.settings.tables import ResourceSettings
 from search_spaces import LogUniform, Space
 
 MakeEngine = Callable[..., Engine]

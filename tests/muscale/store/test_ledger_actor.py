@@ -12,7 +12,7 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale.errors import LeaseLostError
 from muscale.layout import CORPUS, LEDGER_PLACE
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, check_token
 from muscale.store.ledger_actor import ActorStorage

@@ -12,7 +12,7 @@ import pytest
 
 from muscale import StudyDirectoryError
 from muscale.layout import LEDGER_PLACE
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store import open_ledger as opening
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.open_ledger import open_ledger

@@ -14,7 +14,7 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import LEDGER, LEDGER_PLACE
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, check_token
 from muscale.store.open_ledger import open_ledger
@@ -26,7 +26,7 @@ POSTGRESQL = StorageSettings(ledger="postgresql")
 ADD_RUNGS = """
 import sys
 from pathlib import Path
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store.open_ledger import open_ledger
 ledger = open_ledger(StorageSettings(ledger="postgresql"), Path(sys.argv[1]), "s")
 for trial in range(int(sys.argv[2]), int(sys.argv[3])):

@@ -14,7 +14,7 @@ import pytest
 from muscale import StudyDirectoryError
 from muscale.layout import LEDGER, LEDGER_PLACE
 from muscale.search.prior_runs import runs_of
-from muscale.settings.config import StorageSettings
+from muscale.settings.tables import StorageSettings
 from muscale.store.ledger import Ledger, find
 from muscale.store.open_ledger import open_ledger
 from muscale.store.read_only import connect, fault_of, open_read_only, read_only_uri

@@ -22,7 +22,7 @@ from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.corpus import CorpusSettings
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import SpikePolicy
 from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key

@@ -24,8 +24,8 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records import recovery
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import EVALUATIONS
-from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
+from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus, CorpusError
 
 _LOOK_SECONDS = 1.0  # between two looks for a new checkpoint

@@ -16,8 +16,8 @@ from muscale.full_runs.records import recovery
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import FAILURE, RESULT
-from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
+from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
 from proxy_models.atomic_write import atomic_write
 

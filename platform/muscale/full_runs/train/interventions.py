@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import SpikePolicy
 from muscale.store.spike_handling import Incident
 from proxy_models.recipes.batch_ramp import BatchRamp
 from proxy_models.recipes.schedule import warmup_factor

@@ -21,8 +21,8 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.async_evaluation import _Evaluator, _Reservation, async_evaluation_of
 from muscale.full_runs.train.module import train
 from muscale.layout import EVALUATIONS
-from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
+from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.data.sources import Source
 from tests.muscale.forked_ranks import BATCH, small_corpus, small_run

@@ -10,8 +10,8 @@ import pytest
 
 from muscale.full_runs.promote.launch import largest_fitting, launch
 from muscale.layout import RESULT
-from muscale.settings.config import ResourceSettings
 from muscale.settings.promote import PromoteSettings
+from muscale.settings.tables import ResourceSettings
 from tests.muscale.forked_ranks import small_corpus, small_run
 
 

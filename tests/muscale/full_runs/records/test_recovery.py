@@ -25,9 +25,8 @@ from muscale.full_runs.records.preemption import NOTICE
 from muscale.full_runs.train import module, sharding
 from muscale.full_runs.train.module import FullRunModule, train
 from muscale.layout import EVALUATIONS, RESULT
-from muscale.settings.config import ResourceSettings
-from muscale.settings.promote import PromoteSettings
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import PromoteSettings, SpikePolicy
+from muscale.settings.tables import ResourceSettings
 from muscale.store.spike_handling import read_incidents
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import TokenStream

@@ -14,8 +14,7 @@ from muscale.full_runs.records.goodput import Goodput, measure, record_attempt
 from muscale.full_runs.records.recovery import Failure, describe, failures, is_retryable, kind_of, train_with_retries
 from muscale.full_runs.train.interventions import Interventions
 from muscale.layout import EVALUATIONS, METRICS
-from muscale.settings.promote import PromoteSettings
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.store.spike_handling import Incident, read_incidents, record_incident
 from proxy_models.recipes.batch_ramp import BatchRamp
 

@@ -15,7 +15,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.continued import continued

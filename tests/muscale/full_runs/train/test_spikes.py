@@ -14,7 +14,7 @@ from muscale import StageError, StudyConfig
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.planning import Plan, make_plan, register
-from muscale.settings.spikes import SpikePolicy
+from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident, SpikeHandling
