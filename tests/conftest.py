@@ -1,6 +1,7 @@
 """What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 
@@ -27,19 +28,23 @@ settings.load_profile(
 
 
 class Shares(LoadScopeScheduling):  # type: ignore[misc]
-    """Where several processes run the tests, files that need a Ray go to one, those that need a pool of ranks to one."""
+    """Where several processes run the tests, each takes whole files; those that need a pool of ranks go to one of them.
+
+    Each process starts a Ray of its own for the first file that needs one, and keeps it.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return shared_by(nodeid.partition("::")[0])
 
 
-@cache
 def shared_by(file: str) -> str:
     """What the tests of a file share with those of others, else the file itself."""
-    text = (Path(__file__).parents[1] / file).read_text()
-    if "mark.cluster" in text or "ray_cluster" in text:
-        return "ray"
-    return "ranks" if "gloo_ranks" in text else file
+    return "ranks" if "gloo_ranks" in _text(file) else file
+
+
+@cache
+def _text(file: str) -> str:
+    return (Path(__file__).parents[1] / file).read_text()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -48,8 +53,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those with a Ray first: they take longest."""
-    items.sort(key=lambda item: shared_by(item.nodeid.partition("::")[0]) != "ray")
+    """Those with a Ray first: they take longest, and the small ones even out the end."""
+    items.sort(key=lambda item: not re.search("mark.cluster|ray_cluster", _text(item.nodeid.partition("::")[0])))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
