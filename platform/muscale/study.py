@@ -394,27 +394,27 @@ class Study(Result):
         self.band(plan)
         return seen
 
-    def continue_run(self, stage: str | Path) -> Continued:
-        """Go on from a checkpoint of a full run as a stage file says, and tell the losses before and after.
+    def continue_run(self, file: str | Path) -> Continued:
+        """Train from a checkpoint of a full run as a continuation file says; has the losses before and after.
 
         Args:
-            stage: The path of the stage file.
+            file: Path of the continuation file.
 
         Raises:
             StudyFileError: If the file can't be used.
-            StageError: If there is no such checkpoint, the stage can't go on from it so, or its training failed.
+            StageError: If there is no such checkpoint, it can't be continued like this, or the training failed.
             PreemptedError: As `promote`.
         """
-        from muscale.full_runs.continue_run.train import train_stage
+        from muscale.full_runs.continue_run.train import train_continuation
 
-        planned = self.continuation(stage)
+        planned = self.continuation(file)
         metrics = planned.folder / METRICS
         with self.display.stage("continue") as update, following(metrics, planned.n_tokens, update):
-            return train_stage(planned, self.config, self.ledger)
+            return train_continuation(planned, self.config, self.ledger)
 
-    def continuation(self, stage: str | Path) -> Continuation:
-        """What `continue_run` would train; writes the stage's corpus if it is new, and trains nothing."""
-        from muscale.full_runs.continue_run.continuation import plan_stage
+    def continuation(self, file: str | Path) -> Continuation:
+        """The training that `continue_run` would do; writes its corpus if it is new, and trains nothing."""
+        from muscale.full_runs.continue_run.continuation import plan_continuation
 
         own = replace(self.numerics, guard=self.config.promote.guard)
         with self.display.stage("corpus") as update:
@@ -422,8 +422,8 @@ class Study(Result):
             def on_progress(done: int, total: int) -> None:
                 update(done, total, "bytes read")
 
-            return plan_stage(
-                Path(stage), self.config, self.ledger, self.corpus, lambda plan: plan.chain(own), on_progress
+            return plan_continuation(
+                Path(file), self.config, self.ledger, self.corpus, lambda plan: plan.chain(own), on_progress
             )
 
     def watch(self, losses: str | Path | pd.DataFrame | LossSource | None = None, plan: str | None = None) -> RunStatus:
@@ -586,21 +586,21 @@ class Study(Result):
             jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
         return len(self.ledger.outcomes(job.chain for job in jobs)) == len({job.chain.key for job in jobs})
 
-    def bundle(self, *, average: int = 1, stage: str | None = None) -> Bundle:
+    def bundle(self, *, average: int = 1, continuation: str | None = None) -> Bundle:
         """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
 
         Args:
             average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
-            stage: Key or name of a finished stage, in place of the promoted run.
+            continuation: Key or name of a finished continuation, instead of the promoted run.
 
         Raises:
             StageError: If no run was promoted to its end, or its last weights are gone.
             BundleError: If the bundle was written before and is damaged.
         """
-        if stage is not None:
-            from muscale.bundles.preserve_stage import preserve_stage
+        if continuation is not None:
+            from muscale.bundles.preserve_continuation import preserve_continuation
 
-            return preserve_stage(self, stage, average=average)
+            return preserve_continuation(self, continuation, average=average)
         from muscale.bundles.preserve import preserve
 
         return preserve(self, average=average)

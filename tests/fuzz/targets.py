@@ -26,7 +26,7 @@ from muscale.full_runs.checkpoints.evaluate import _decoder
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION, require_whole, seal_of
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, alone, read_weights
-from muscale.full_runs.continue_run.continuation import plan_stage
+from muscale.full_runs.continue_run.continuation import plan_continuation
 from muscale.full_runs.promote import prepared
 from muscale.importers.import_space import import_space
 from muscale.importers.results import outside_results
@@ -104,8 +104,8 @@ def study_file(folder: Path) -> Target:
     return Target(file, lambda: StudyConfig.read(file).to_dict(), (StudyFileError,), seeds)
 
 
-def stage_file(folder: Path) -> Target:
-    """A stage file, planned against a study with a promoted run."""
+def continuation_file(folder: Path) -> Target:
+    """A continuation file, planned against a study with a promoted run."""
     study, config, ledger, plan = planned_study(folder)
     for place in (study, folder):
         (place / "text").write_text("some text to be held " * 2000)
@@ -118,10 +118,10 @@ def stage_file(folder: Path) -> Target:
         f'final_fraction = 0.1\noptimizer = "lion"\nseed = 3\n[parent]\nrun = "{plan.key}"\ntokens = {plan.n_tokens}\n'
         '[corpus]\nsource = "text"\nvalidation_fraction = 0.2\nevaluation_tokens = 1024\n'
     )
-    file = folder / "stage.toml"
+    file = folder / "continuation.toml"
 
     def read() -> object:
-        planned = plan_stage(file, config, ledger, corpus, lambda plan: plan.chain(numerics), lambda *_: None)
+        planned = plan_continuation(file, config, ledger, corpus, lambda plan: plan.chain(numerics), lambda *_: None)
         return str(planned), json.dumps(planned.to_dict())
 
     return Target(file, read, (StageError, StudyFileError), [seed.encode()])
@@ -364,7 +364,7 @@ def rebuild(path: Path, data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "study": study_file,
-    "stage": stage_file,
+    "continuation": continuation_file,
     "plan": plan_table,
     "prepared": prepared_run,
     "wandb": wandb_sweep,

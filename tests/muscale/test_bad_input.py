@@ -80,7 +80,7 @@ def test_impossible_losses_of_a_run_trained_elsewhere_are_refused(content: str, 
         ExternalRun(ledger, LossFile(path=path)).update()
     assert str(path) in str(refusal.value)
     assert word in str(refusal.value)
-    assert ledger.result(ResultKind.OBSERVATION_STARTED, plan.key) is None
+    assert ledger.result(ResultKind.EXTERNAL_RUN_STARTED, plan.key) is None
     assert sorted(tmp_path.rglob("*")) == before
     ledger.close()
 

@@ -11,7 +11,7 @@
     tokenizer/               where it is not bytes
     environment.json, .lock  what the run and the bundle were made with; every package installed where the bundle was written
     seeds.json, metrics.jsonl, forecast.json; evaluations.jsonl of a run that was evaluated beside its training
-    continued.json           of a stage, in place of forecast.json: its losses before and after
+    continued.json           of a continuation, instead of forecast.json: its losses before and after
     lineage.json, runs.csv   sweep, check, transfer verdict, fit, plan, promotion; every run that the ledger knows
     manifest.json            the hash of each file
 
@@ -204,16 +204,16 @@ class Bundle(Result):
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         averaging = {"averaging": self.read(AVERAGING)} if (self.path / AVERAGING).exists() else {}
-        outcome = {"stage": self.read(CONTINUED)} if self._is_of_a_stage else {"forecast": self.read(FORECAST)}
+        outcome = {"continuation": self.read(CONTINUED)} if self._is_continuation else {"forecast": self.read(FORECAST)}
         return {**self.verification.to_dict(), **outcome, **averaging}
 
     @property
-    def _is_of_a_stage(self) -> bool:
+    def _is_continuation(self) -> bool:
         return (self.path / CONTINUED).exists()
 
     def __str__(self) -> str:
         """Where it lies, its hash, the forecast and what was measured; with an average, both losses."""
-        name, tell = (CONTINUED, _format_continuation) if self._is_of_a_stage else (FORECAST, _format_forecast)
+        name, tell = (CONTINUED, _format_continuation) if self._is_continuation else (FORECAST, _format_forecast)
         lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
         if (self.path / AVERAGING).exists():
             lines.append(self._read_as(AVERAGING, _format_average))
@@ -238,8 +238,8 @@ def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
     return Bundle.open(path).decoder(averaged=averaged)
 
 
-def _format_continuation(stage: Mapping[str, Any]) -> str:
-    return f"{stage['after']['own']:.4f} nats per token, of stage {stage['name']}; held against no forecast"
+def _format_continuation(done: Mapping[str, Any]) -> str:
+    return f"{done['after']['own']:.4f} nats per token, of continuation {done['name']}; no forecast"
 
 
 def _format_forecast(found: Mapping[str, Any]) -> str:

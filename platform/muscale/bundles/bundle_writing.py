@@ -48,7 +48,7 @@ sharding changes it by less than 1e-4 (a test of `full_run`), and all evaluate i
 
 
 class Bundled(Protocol):
-    """What a bundle is made from: a promoted run, or a stage that goes on from one; attributes as those of `FinishedRun`."""
+    """What a bundle is made from: a promoted run, or a continuation of one; attributes as those of `FinishedRun`."""
 
     @property
     def chain(self) -> Chain: ...

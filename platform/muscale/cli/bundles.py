@@ -12,19 +12,19 @@ from muscale.cli.running import refuse_dry_run, result_alone, run_stage, show
 
 
 @command(KEEP, example="muscale bundle study.toml --average 3")
-def bundle(study: Path, *, average: int = 1, stage: str | None = None, options: Options = Options()) -> int:
+def bundle(study: Path, *, average: int = 1, continuation: str | None = None, options: Options = Options()) -> int:
     """Put everything of the promoted run into one directory that needs the study no more, with a hash of each file.
 
     Args:
         study: The study file.
         average: Write the average of so many last checkpoints beside the last weights, and print both losses.
-        stage: Key or name of a finished stage of `muscale continue`, in place of the promoted run.
+        continuation: Key or name of a finished continuation of `muscale continue`, instead of the promoted run.
     """
     refuse_dry_run("a bundle", options)
     return run_stage(
         study,
         options,
-        lambda opened: opened.bundle(average=average, stage=stage),
+        lambda opened: opened.bundle(average=average, continuation=continuation),
         None,
         ending=lambda _, result: Ending(
             wrote={"bundle": result.path}, next=(line("verify", result.path), line("generate", result.path))

@@ -83,11 +83,11 @@ def promote(
 
 
 @command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
-def continue_(study: Path, stage: Path, *, options: Options = Options()) -> int:
-    """Train on from a checkpoint of a full run, on another corpus or more of the same.
+def continue_(study: Path, file: Path, *, options: Options = Options()) -> int:
+    """Continue training from a checkpoint of a full run, on another corpus or more of the same.
 
-    The same command goes on where it was, and prints the result of a finished stage: the held-out loss on its own corpus and on
-    those before, before and after. With --dry-run, print what it goes on from and how, and train nothing. A stage file:
+    The result is the held-out loss before and after, on the continuation's corpus and on earlier ones. Run the same command
+    again to resume. With --dry-run, print checkpoint, data, rate and schedule, and train nothing. A continuation file:
 
         name = "code"
         n_tokens = 2_000_000
@@ -99,18 +99,18 @@ def continue_(study: Path, stage: Path, *, options: Options = Options()) -> int:
 
     Args:
         study: The study file.
-        stage: The stage file; its paths are relative to it.
+        file: The continuation file; paths in it are relative to it.
     """
     if options.dry_run:
         seen = replace(options, dry_run=False)
-        once_more = Ending(next=(line("continue", study, stage),))
-        return run_stage(study, seen, lambda opened: opened.continuation(stage), None, ending=lambda *_: once_more)
+        once_more = Ending(next=(line("continue", study, file),))
+        return run_stage(study, seen, lambda opened: opened.continuation(file), None, ending=lambda *_: once_more)
     return run_stage(
         study,
         options,
-        lambda opened: opened.continue_run(stage),
+        lambda opened: opened.continue_run(file),
         None,
-        ending=lambda _, result: Ending(next=(line("bundle", study, "--stage", result.key),)),
+        ending=lambda _, result: Ending(next=(line("bundle", study, "--continuation", result.key),)),
     )
 
 

@@ -290,7 +290,9 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
         return known
     fitted = (ladder["purpose"] == "ladder") & (ladder["left_out"] == "") & (ladder["regret"] <= max_regret)
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
-    if ledger.result(ResultKind.PROMOTION_STARTED, plan.key) or ledger.result(ResultKind.OBSERVATION_STARTED, plan.key):
+    if ledger.result(ResultKind.PROMOTION_STARTED, plan.key) or ledger.result(
+        ResultKind.EXTERNAL_RUN_STARTED, plan.key
+    ):
         reason = "the run began before the band was registered"
         return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
     band = make_band(

@@ -110,7 +110,7 @@ def calibrate(ledger: Ledger, others: Sequence[Path] = ()) -> Calibration:
 
 def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
     forecasts = {row["plan"]: row["payload"] for row in read(find, "forecasts")}
-    for kind in (ResultKind.PROMOTION, ResultKind.OBSERVATION):
+    for kind in (ResultKind.PROMOTION, ResultKind.EXTERNAL_RUN):
         for row in read(find, "results", {"kind": kind.value}):
             try:
                 yield _row(study, row["payload"], forecasts)

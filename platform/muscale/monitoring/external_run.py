@@ -15,7 +15,7 @@ import numpy as np
 
 from muscale.errors import StageError
 from muscale.full_runs.promote.promotion import Promotion
-from muscale.layout import FAILURE, METRICS, OBSERVED
+from muscale.layout import EXTERNAL_RUNS, FAILURE, METRICS
 from muscale.monitoring.band import registered_band
 from muscale.monitoring.losses import LossSource, Row
 from muscale.plans.planning import Plan
@@ -52,7 +52,7 @@ class ExternalRun:
             raise StageError(
                 f"watch: {source.name}: plan {self.plan.key} was promoted in this study; leave out the losses to watch its run"
             )
-        self.directory = ledger.directory / OBSERVED / self.plan.key
+        self.directory = ledger.directory / EXTERNAL_RUNS / self.plan.key
         self._band = registered_band(self.plan.key, ledger)
 
     def update(self) -> None:
@@ -62,13 +62,13 @@ class ExternalRun:
             StageError: If the source can't be read, or goes beyond the plan's tokens.
         """
         rows = self.source.read()
-        if self.ledger.result(ResultKind.OBSERVATION, self.plan.key):
+        if self.ledger.result(ResultKind.EXTERNAL_RUN, self.plan.key):
             return  # final
         records = self.records(rows)
         last = max((record["tokens"] for record in records), default=0)
-        if not self.ledger.result(ResultKind.OBSERVATION_STARTED, self.plan.key):
+        if not self.ledger.result(ResultKind.EXTERNAL_RUN_STARTED, self.plan.key):
             started = {"at": now(), "source": self.source.name, "tokens": last, "share": last / self.plan.n_tokens}
-            self.ledger.record_result(ResultKind.OBSERVATION_STARTED, self.plan.key, started)
+            self.ledger.record_result(ResultKind.EXTERNAL_RUN_STARTED, self.plan.key, started)
         self.directory.mkdir(parents=True, exist_ok=True)
         diverged = next((r for r in records if not all(math.isfinite(r.get(name, 0)) for name in _LOSSES)), None)
         failure = self.directory / FAILURE
@@ -148,7 +148,7 @@ class ExternalRun:
 
     def _record_residual(self, loss: float) -> None:
         forecast = self.ledger.forecast(self.plan.key) or {}
-        started = self.ledger.result(ResultKind.OBSERVATION_STARTED, self.plan.key) or {}
+        started = self.ledger.result(ResultKind.EXTERNAL_RUN_STARTED, self.plan.key) or {}
         promotion = Promotion(
             plan=self.plan.key,
             loss=loss,
@@ -163,4 +163,4 @@ class ExternalRun:
             seconds=0.0,
             asserted=True,
         )
-        self.ledger.record_result(ResultKind.OBSERVATION, self.plan.key, promotion.to_dict())
+        self.ledger.record_result(ResultKind.EXTERNAL_RUN, self.plan.key, promotion.to_dict())

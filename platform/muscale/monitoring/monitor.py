@@ -13,7 +13,7 @@ from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import find_alarms
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import RunRecords
-from muscale.layout import FAILURE, FULL_RUNS, OBSERVED
+from muscale.layout import EXTERNAL_RUNS, FAILURE, FULL_RUNS
 from muscale.monitoring.band import Band, registered_band
 from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
@@ -24,7 +24,7 @@ from muscale.store.tables import ResultKind
 _RATE_STEPS = 50  # steps over which tokens per second are measured
 _STARTED = {
     ResultKind.PROMOTION_STARTED: False,
-    ResultKind.OBSERVATION_STARTED: True,
+    ResultKind.EXTERNAL_RUN_STARTED: True,
 }  # result in the ledger: whether the run is external
 
 
@@ -47,7 +47,7 @@ class Monitor:
         self.ledger, self.alarm_after = ledger, alarm_after
         self._external = None if losses is None else ExternalRun(ledger, losses, plan)
         self.plan, self.asserted = (self._external.plan.key, True) if self._external else _begun(ledger, plan)
-        self.directory = ledger.directory / (OBSERVED if self.asserted else FULL_RUNS) / self.plan
+        self.directory = ledger.directory / (EXTERNAL_RUNS if self.asserted else FULL_RUNS) / self.plan
         forecast = ledger.forecast(self.plan)
         if forecast is None:
             raise StageError(f"watch: no forecast is registered for plan {self.plan}")

@@ -167,12 +167,12 @@ class ResultKind(StrEnum):
     SMOKE_TEST = "smoke_test"
     PROMOTION_STARTED = "promotion_started"
     PROMOTION = "promotion"
-    OBSERVATION_STARTED = "observation_started"
-    OBSERVATION = "observation"
+    EXTERNAL_RUN_STARTED = "external_run_started"  # its losses were first read
+    EXTERNAL_RUN = "external_run"
     ALARM = "alarm"
     ALARM_WEBHOOK = "alarm_webhook"  # what came of posting the alarm
-    CONTINUATION_STARTED = "stage_started"
-    CONTINUATION = "stage"
+    CONTINUATION_STARTED = "continuation_started"
+    CONTINUATION = "continuation"
     CANCEL_TRIAL = "cancel_trial"
     CANCEL_STUDY = "cancel_study"
 

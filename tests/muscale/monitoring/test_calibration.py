@@ -41,7 +41,7 @@ def ledger_with(path: Path, *losses: float, asserted: bool = False, log_scale: f
         payload = {"forecast": {"log_scale": log_scale} if log_scale else {}}
         ledger.insert(forecasts, plan=plan, loss=2.0, low=1.9, high=2.1, level=0.9, payload=payload)
         run = replace(RUN, plan=plan, loss=loss, asserted=asserted, finished_at=f"2026-01-{10 + number}T00:00:00+00:00")
-        ledger.record_result(ResultKind.OBSERVATION if asserted else ResultKind.PROMOTION, plan, run.to_dict())
+        ledger.record_result(ResultKind.EXTERNAL_RUN if asserted else ResultKind.PROMOTION, plan, run.to_dict())
     return ledger
 
 

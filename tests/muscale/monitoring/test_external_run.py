@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, Study, StudyConfig
-from muscale.layout import OBSERVED
+from muscale.layout import EXTERNAL_RUNS
 from muscale.monitoring.band import Band, register_band
 from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossFile, LossTable, WandbRun
@@ -90,7 +90,7 @@ def test_a_table_is_watched_and_its_end_is_recorded_as_asserted(elsewhere: Elsew
 def test_what_was_seen_first_is_kept(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.9, header=True)
     elsewhere.watch()
-    started = elsewhere.ledger.result(ResultKind.OBSERVATION_STARTED, elsewhere.plan.key) or {}
+    started = elsewhere.ledger.result(ResultKind.EXTERNAL_RUN_STARTED, elsewhere.plan.key) or {}
     assert started["share"] == pytest.approx(0.9, abs=0.01)
     assert started["source"] == str(elsewhere.table)
 
@@ -267,5 +267,5 @@ def test_a_plan_that_was_promoted_here_has_its_own_run(elsewhere: Elsewhere) -> 
     study = Study.open(elsewhere.study, quiet=True)
     with pytest.raises(StageError, match=f"plan {elsewhere.plan.key} was promoted in this study"):
         study.watch(pd.DataFrame({"tokens": [1], "val_loss": [1.0]}))
-    assert not (elsewhere.ledger.directory / OBSERVED).exists()
+    assert not (elsewhere.ledger.directory / EXTERNAL_RUNS).exists()
     study.ledger.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from muscale import StudyConfig, StudyFileError
-from muscale.settings.stage_file import StageFile
+from muscale.settings.continuation_file import ContinuationFile
 from tests.muscale.conftest import MICRO
 
 STAGES = "hyperparameters.stages=[{after=0.4, learning_rate=0.5}, {after=0.8, learning_rate=1, beta2=0.98}]"
@@ -164,7 +164,7 @@ FILES = {
 def test_a_file_that_is_no_study_and_no_stage_is_refused(content: bytes, word: str, tmp_path: Path) -> None:
     path = tmp_path / "some.toml"
     path.write_bytes(content)
-    for read in (StudyConfig.read, lambda path: StageFile.read(path, vocab_size=256)):
+    for read in (StudyConfig.read, lambda path: ContinuationFile.read(path, vocab_size=256)):
         with pytest.raises(StudyFileError) as error:
             read(path)
         assert str(error.value).startswith(f"{path}: ")

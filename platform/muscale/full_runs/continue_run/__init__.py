@@ -1,1 +1,1 @@
-"""Training on from a checkpoint, on other data or another schedule."""
+"""Continuations: training from a checkpoint of a full run, on other data or another schedule."""

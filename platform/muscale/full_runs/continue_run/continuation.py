@@ -1,4 +1,4 @@
-"""A stage that goes on from a full run's checkpoint: what it trains, with which numbers, and the key that it is known by."""
+"""The continuation of a full run from one of its checkpoints: its segments, numerics, corpus and key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale.errors import StageError
-from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out, write_stage_corpus
+from muscale.full_runs.continue_run.corpus import position_in, read_again, require_held_out, write_corpus
 from muscale.full_runs.continue_run.lineage import (
     LineageSegment,
     Parent,
@@ -21,9 +21,9 @@ from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
+from muscale.settings.continuation_file import ContinuationFile
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.promote import SpikePolicy
-from muscale.settings.stage_file import StageFile
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain, input_key
 from muscale.store.tables import ResultKind
@@ -33,21 +33,21 @@ from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 
-NOT_FORECAST = "held against no forecast: the law holds for the corpus and the schedule that it was fitted on"
+NOT_FORECAST = "no forecast: the law holds only for the corpus and the schedule that it was fitted on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(Result):
-    """What `muscale continue` trains; its tokens count from its own start.
+    """A training that starts from a checkpoint of a full run; its tokens count from its own start.
 
     Attributes:
-        name: The stage's.
-        parent: The state that it goes on from.
-        numerics: The parent's shape, parametrization and precision on the stage's corpus.
-        segments: From 0 on.
-        corpus: That it reads.
-        position: Where it begins in it, tokens.
-        on_spike: What is done about spikes, which changes what is computed.
+        name: From its file.
+        parent: The checkpoint that it starts from, with its history.
+        numerics: The parent's shape, parametrization and precision on the continuation's corpus.
+        segments: Of the continuation, from token 0.
+        corpus: Training data.
+        position: Tokens of the corpus that earlier runs have read; it starts there.
+        on_spike: Spike handling, which changes the results.
         directory: The study's.
     """
 
@@ -62,36 +62,36 @@ class Continuation(Result):
 
     @cached_property
     def key(self) -> str:
-        """Hash of the parent's run and tokens, and of everything that the stage computes."""
+        """Hash of the parent's run and tokens, and of everything that determines the result."""
         segments = [segment.to_dict() for segment in self.segments]
         parent = [self.parent.run, self.parent.tokens]
-        mended = asdict(self.on_spike) if self.on_spike else None
-        return input_key("continue", parent, self.numerics.to_dict(), segments, self.position, mended)
+        spikes = asdict(self.on_spike) if self.on_spike else None
+        return input_key("continue", parent, self.numerics.to_dict(), segments, self.position, spikes)
 
     @property
     def n_tokens(self) -> int:
-        """Of the stage."""
+        """Tokens that it trains, without the parent's."""
         return self.segments[-1].end
 
     @property
     def compute_flops(self) -> float:
-        """6·N·D of the stage."""
+        """6·N·D of these tokens."""
         return 6.0 * self.numerics.model.n_params * self.n_tokens
 
     @property
     def folder(self) -> Path:
-        """Where its checkpoints, metrics and result lie."""
+        """Folder of its checkpoints, metrics and result."""
         return self.directory / FULL_RUNS / self.key
 
     @property
     def earlier(self) -> dict[str, LineageSegment]:
-        """The last stretch on each other corpus, by its label."""
-        last = {one.corpus: one for one in self.parent.lineage if one.corpus != self.corpus.key}
-        return {stretch.label: stretch for stretch in last.values()}
+        """The last lineage segment on each other corpus, by label."""
+        last = {past.corpus: past for past in self.parent.lineage if past.corpus != self.corpus.key}
+        return {past.label: past for past in last.values()}
 
     @property
     def lineage(self) -> tuple[LineageSegment, ...]:
-        """With the stage itself, whole."""
+        """The parent's lineage, and this continuation to its end."""
         own = {"run": self.key, "name": self.name, "tokens": self.n_tokens, "position": self.position}
         return (*self.parent.lineage, LineageSegment.of(self.corpus, self.directory, self.numerics, **own))
 
@@ -118,7 +118,7 @@ class Continuation(Result):
         )
 
     def facts(self) -> dict[str, Any]:
-        """What the ledger keeps of it, from its first launch on."""
+        """The ledger's record from the first launch on."""
         return {
             "name": self.name,
             "numerics": self.numerics.to_dict(),
@@ -145,44 +145,44 @@ class Continuation(Result):
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of its data."""
+        """Notes and warnings about its data."""
         return [
             *read_again(self.corpus, self.parent.lineage),
             *(f"warning: {line}" for line in self.corpus.warnings(self.position + self.n_tokens)),
         ]
 
     def __str__(self) -> str:
-        before, recipe, model = self.parent.recipe, self.segments[0].recipe, self.numerics.model
+        parent, recipe, model = self.parent.recipe, self.segments[0].recipe, self.numerics.model
         phases = ", ".join(f"{type(one.phase).__name__} from {one.start:,} to {one.end:,}" for one in self.segments)
-        kept = recipe.optimizer == before.optimizer
+        same = recipe.optimizer == parent.optimizer
         optimizer = (
-            f"{recipe.optimizer}, with its moments"
-            if kept
-            else f"{recipe.optimizer} in place of {before.optimizer}, whose moments are dropped"
+            f"{recipe.optimizer}, moments kept"
+            if same
+            else f"{recipe.optimizer} replaces {parent.optimizer}, moments dropped"
         )
-        begins = f"read on from {self.position:,} tokens, where it was left" if self.position else "read from its start"
+        begins = f"continues at {self.position:,} tokens" if self.position else "from its start"
         lines = [
-            f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.parent.tokens_before:,}, "
+            f"continuation {self.name} {self.key}: {self.n_tokens:,} tokens after {self.parent.tokens_before:,}, "
             f"N = {model.n_params:,}, C = {self.compute_flops:.3g} FLOPs",
-            f"  goes on from {self.parent.checkpoint}",
+            f"  from checkpoint {self.parent.checkpoint}",
             *format_lineage(self.parent.lineage),
             f"  corpus {self.corpus.key}: {begins}",
             *(f"  {note}" for note in self.notes),
-            f"  learning rate {recipe.learning_rate:.4g} ({recipe.learning_rate / before.learning_rate:.3g}× the parent's), "
+            f"  learning rate {recipe.learning_rate:.4g} ({recipe.learning_rate / parent.learning_rate:.3g}× the parent's), "
             f"re-warmed over {recipe.warmup_tokens:,} tokens; {phases}",
-            f"  optimizer {optimizer}; rate times decay stays",
-            *(f"  evaluated on the held-out text of {label} too" for label in self.earlier),
+            f"  optimizer {optimizer}; learning rate times weight decay unchanged",
+            *(f"  also evaluated on the held-out text of {label}" for label in self.earlier),
             f"  {NOT_FORECAST}",
         ]
         return "\n".join(lines)
 
 
 def format_lineage(lineage: tuple[LineageSegment, ...]) -> list[str]:
-    """A line for each stretch."""
-    return [f"  {number}. {stretch}" for number, stretch in enumerate(lineage, 1)]
+    """One line for each lineage segment."""
+    return [f"  {number}. {past}" for number, past in enumerate(lineage, 1)]
 
 
-def plan_stage(
+def plan_continuation(
     path: Path,
     config: StudyConfig,
     ledger: Ledger,
@@ -190,28 +190,28 @@ def plan_stage(
     chain_of: Callable[[Plan], Chain],
     on_progress: Callable[[int, int], None],
 ) -> Continuation:
-    """What a stage file trains; writes its corpus if it is new, and nothing else.
+    """Read a continuation file, and write its corpus if it is new; trains nothing.
 
     Args:
-        path: The stage file.
+        path: The continuation file.
         config: The study's.
         ledger: The study's.
         first: The study's corpus.
-        chain_of: What a plan trains.
-        on_progress: Called with bytes of the corpus that are done and all bytes.
+        chain_of: The segments of a plan, with their numerics.
+        on_progress: Called with bytes written and all bytes of the corpus.
 
     Raises:
         StudyFileError: If the file can't be used.
-        StageError: If there is no such parent, or the stage can't go on from it so.
+        StageError: If there is no such parent, or it can't be continued like this.
     """
-    stage = StageFile.read(path, vocab_size=config.model.vocab_size)
+    file = ContinuationFile.read(path, vocab_size=config.model.vocab_size)
     try:
-        parent = find_parent(stage.parent, ledger, first, chain_of)
-        settings = _corpus_settings(stage, parent, config)
+        parent = find_parent(file.parent, ledger, first, chain_of)
+        settings = _corpus_settings(file, parent, config)
         if settings is None:
             corpus = Corpus.open(ledger.directory / parent.lineage[-1].folder)
         else:
-            corpus = write_stage_corpus(
+            corpus = write_corpus(
                 settings,
                 first,
                 base=path.resolve().parent,
@@ -219,9 +219,9 @@ def plan_stage(
                 vocab_size=config.model.vocab_size,
                 on_progress=on_progress,
             )
-        known = [stretch.seed for stretch in parent.lineage if stretch.corpus == corpus.key]
-        seed = [parent.numerics.seed, *known][-1] if stage.seed is None else stage.seed
-        segments = _segments(stage, parent)
+        seeds = [past.seed for past in parent.lineage if past.corpus == corpus.key]
+        seed = [parent.numerics.seed, *seeds][-1] if file.seed is None else file.seed
+        segments = _segments(file, parent)
         evaluation = settings.evaluation_tokens if settings else parent.numerics.evaluation_tokens
         numerics = replace(
             parent.numerics,
@@ -236,7 +236,7 @@ def plan_stage(
         require_held_out(corpus, numerics.model.context_length, evaluation)
         _require_trainable(numerics, segments[0], config)
         planned = Continuation(
-            name=stage.name,
+            name=file.name,
             parent=parent,
             numerics=numerics,
             segments=segments,
@@ -245,48 +245,50 @@ def plan_stage(
             on_spike=config.promote.spike_policy,
             directory=ledger.directory,
         )
-        if ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None:  # else it may go on without it
+        if (
+            ledger.result(ResultKind.CONTINUATION_STARTED, planned.key) is None
+        ):  # a continuation that has started does not need it
             require_checkpoint(parent)
     except StageError as error:
         raise StageError(f"{path}: {error}") from error
     return planned
 
 
-def _corpus_settings(stage: StageFile, parent: Parent, config: StudyConfig) -> CorpusSettings | None:
-    """[corpus] of the stage, with what it does not say of held-out text as it was before; None: the parent's corpus."""
-    own = stage.own_corpus
+def _corpus_settings(file: ContinuationFile, parent: Parent, config: StudyConfig) -> CorpusSettings | None:
+    """[corpus] of the file, held-out text as before where it sets nothing; None: the parent's corpus."""
+    own = file.own_corpus
     if own is None:
         return None
-    before = {
+    defaults = {
         "evaluation_tokens": parent.numerics.evaluation_tokens,
-        "validation_fraction": config.corpus.validation_fraction,  # so that text of the study held out stays so
+        "validation_fraction": config.corpus.validation_fraction,  # so that held-out text of the study stays held out
     }
-    return own.model_copy(update={name: value for name, value in before.items() if name not in own.model_fields_set})
+    return own.model_copy(update={name: value for name, value in defaults.items() if name not in own.model_fields_set})
 
 
-def _segments(stage: StageFile, parent: Parent) -> tuple[Segment, ...]:
+def _segments(file: ContinuationFile, parent: Parent) -> tuple[Segment, ...]:
     before = parent.recipe
-    if stage.optimizer == before.optimizer:
+    if file.optimizer == before.optimizer:
         raise StageError(
-            f"optimizer: must differ from the parent's, omit it to keep the parent's; got {stage.optimizer!r}"
+            f"optimizer: must differ from the parent's, omit it to keep the parent's; got {file.optimizer!r}"
         )
     try:
         return continued(
             before,
-            stage.n_tokens,
-            learning_rate=stage.learning_rate or stage.learning_rate_factor * before.learning_rate,
-            rewarm_tokens=stage.rewarm_tokens,
-            schedule=stage.schedule,
-            cooldown_fraction=stage.cooldown_fraction,
-            final_fraction=stage.final_fraction,
-            optimizer=stage.optimizer,
+            file.n_tokens,
+            learning_rate=file.learning_rate or file.learning_rate_factor * before.learning_rate,
+            rewarm_tokens=file.rewarm_tokens,
+            schedule=file.schedule,
+            cooldown_fraction=file.cooldown_fraction,
+            final_fraction=file.final_fraction,
+            optimizer=file.optimizer,
         )
     except ValueError as error:
         raise StageError(f"rewarm_tokens: {error}") from error
 
 
 def _require_trainable(numerics: Numerics, segment: Segment, config: StudyConfig) -> None:
-    """Refuse an optimizer without rules here, and a layout that does not fit the model."""
+    """Refuse an optimizer without muP rules, and a parallel layout that does not fit the model."""
     try:
         numerics.parametrization(segment.recipe.optimizer)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a stage reads: the parent's corpus from where it stopped, or another one in the same tokens."""
+"""The corpus of a continuation: the parent's, or another one in the same tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from proxy_models.data.token_files import STATED
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer
 from proxy_models.hashing import content_key
 
-SAME = "the tokens of a stage must be those of the run that it goes on from"
+SAME = "a continuation must have the tokenizer of its parent"
 
 
-def write_stage_corpus(
+def write_corpus(
     settings: CorpusSettings,
     first: Corpus,
     *,
@@ -30,18 +30,18 @@ def write_stage_corpus(
     vocab_size: int,
     on_progress: Callable[[int, int], None],
 ) -> Corpus:
-    """Write the corpus of a stage into a folder of the study, in the tokens of the first one; or open it.
+    """Write the corpus of a continuation into a folder of the study, or open it; its tokenizer is that of the study's corpus.
 
     Args:
-        settings: [corpus] of the stage file.
+        settings: [corpus] of the continuation file.
         first: The study's own corpus.
-        base: What paths are relative to: the stage file's folder.
+        base: Folder of the continuation file, to which paths are relative.
         directory: The study's.
         vocab_size: The model's.
-        on_progress: Called with bytes that are done and all bytes.
+        on_progress: Called with bytes written and all bytes.
 
     Raises:
-        StageError: If the data can't be used, or are in other tokens.
+        StageError: If the data can't be used, or have another tokenizer.
     """
     try:
         settings = _encoded_as(first, settings, base)
@@ -58,10 +58,10 @@ def write_stage_corpus(
 
 
 def require_held_out(corpus: Corpus, context_length: int, n_tokens: int) -> None:
-    """Refuse a corpus whose held-out split is shorter than what is to be evaluated.
+    """Refuse a corpus with a held-out split of less than `n_tokens`.
 
     Raises:
-        StageError: If it is.
+        StageError: If it is shorter.
     """
     try:
         evaluation_sets(corpus, context_length, n_tokens)
@@ -70,57 +70,56 @@ def require_held_out(corpus: Corpus, context_length: int, n_tokens: int) -> None
 
 
 def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) -> int:
-    """Where a stage begins in its corpus: behind what was read of it before, in the same order, so that nothing is repeated.
+    """Tokens of the corpus at which a continuation starts: after those read before in the same order, so none is repeated.
 
     Raises:
-        StageError: If it would be read in another order, or its mixture is planned for the length of one run.
+        StageError: If the data order differs, or the corpus has a mixture whose stages end at fractions of one run.
     """
-    before = [stretch for stretch in lineage if stretch.corpus == corpus.key]
+    before = [past for past in lineage if past.corpus == corpus.key]
     if not before:
         return 0
     if corpus.stages_by_fraction:
         raise StageError(
-            "corpus: the mixture of this corpus ends with the run that read it, as its stages end at fractions of that run; "
-            "state [corpus] with the mixture to go on with"
+            "corpus: the mixture stages of this corpus end at fractions of the run that read it; set [corpus] with the mixture to "
+            "continue with"
         )
     last = before[-1]
     if seed != last.seed:
         raise StageError(
-            f"seed: must be {last.seed}, as {last.label} read this corpus in that order and another one would repeat "
-            f"tokens; got {seed}"
+            f"seed: must be {last.seed}, the data order in which {last.label} read this corpus; another order would repeat tokens; "
+            f"got {seed}"
         )
     return last.position + last.tokens
 
 
 def read_again(corpus: Corpus, lineage: Sequence[LineageSegment]) -> list[str]:
-    """A line for each source that an earlier stretch read as part of another corpus: it is read from its start."""
+    """A line for each source that was read before as part of another corpus, as it is read from its start again."""
     lines = []
     for name, files in corpus.sources.items():
-        known = [one for one in lineage if one.corpus != corpus.key and files.key in one.sources.values()]
-        if known and corpus.evaluation_weights[name]:
+        readers = [past for past in lineage if past.corpus != corpus.key and files.key in past.sources.values()]
+        if readers and corpus.evaluation_weights[name]:
             lines.append(
-                f"{name} was read before, by {known[-1].label}: it is read again from its start, in another order"
+                f"{name} was already read by {readers[-1].label}; it is read again from its start, in another order"
             )
     return lines
 
 
 def _encoded_as(first: Corpus, settings: CorpusSettings, base: Path) -> CorpusSettings:
-    """The settings with the tokenizer of the first corpus, if they name none; refused if they name another."""
+    """The settings with the tokenizer of the first corpus, if they name none; another one is refused."""
     texts = [source for source in data.sources(settings, base).values() if source.kind != "tokens"]
     if not texts:
         return settings
     if "tokenizer" in settings.model_fields_set:
         if settings.tokenizer == "bpe":
-            raise StageError(f'corpus.tokenizer: {SAME}, and "bpe" would train another one; leave corpus.tokenizer out')
+            raise StageError(f'corpus.tokenizer: {SAME}, and "bpe" would train a new one; leave corpus.tokenizer out')
         path = base / at_home(settings.tokenizer)
         named: Tokenizer = (
             BytesTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(path, settings.end_of_document)
         )
         _require({named.key}, first)
         return settings
-    known = _tokenizers(first) - {STATED}
-    if not known:
-        raise StageError(f"corpus: {SAME}, which was given as tokens: text can't be encoded alike; give tokens too")
+    if not _tokenizers(first) - {STATED}:
+        raise StageError(f"corpus: {SAME}, whose data was given as tokens, so text can't be encoded; give tokens")
     tokenizer = first.tokenizer()
     if isinstance(tokenizer, FileTokenizer):
         kept = {"tokenizer": str((first.folder / TOKENIZER).resolve()), "end_of_document": tokenizer.end_name}

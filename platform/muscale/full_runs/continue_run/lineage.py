@@ -1,4 +1,4 @@
-"""Where a stage goes on: the checkpoint of a full run of the study, and every stretch of training that led to it."""
+"""The parent of a continuation: a checkpoint of a full run, and the lineage of trainings that led to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, seal_of
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
-from muscale.settings.stage_file import ParentSettings
+from muscale.settings.continuation_file import ParentSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
@@ -20,24 +20,23 @@ from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 
-"""Of the ledger's results, by key: what a stage trains, as it was first launched."""
 PLAN = "plan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineageSegment:
-    """What a run of a lineage trained, up to the checkpoint that the next one goes on from.
+    """The part of a run up to the checkpoint that the next run of the lineage starts from.
 
     Attributes:
-        run: Key of its plan, or of the stage.
-        name: The stage's, "plan" of a promoted run.
-        tokens: That it trained.
-        corpus: Key of what it read.
+        run: Key of the plan or the continuation.
+        name: Of the continuation; "plan" for a promoted run.
+        tokens: Trained up to the checkpoint.
+        corpus: Key of its corpus.
         folder: Of that corpus, relative to the study's directory.
         sources: Keys of the corpus's token files, by source.
-        position: Where it began in the corpus, tokens.
-        seed: Of the order that it was read in.
-        evaluation_tokens: That were held out.
+        position: Tokens of the corpus at which it started.
+        seed: Of the data order.
+        evaluation_tokens: Held-out tokens.
     """
 
     run: str
@@ -52,7 +51,7 @@ class LineageSegment:
 
     @classmethod
     def of(cls, corpus: Corpus, directory: Path, numerics: Numerics, **values: Any) -> Self:
-        """With what a corpus and the numbers of a run say of it."""
+        """From a corpus and the numerics of a run."""
         return cls(
             corpus=corpus.key,
             folder=str(corpus.folder.relative_to(directory)),
@@ -64,22 +63,22 @@ class LineageSegment:
 
     @property
     def label(self) -> str:
-        """Its name and its key."""
+        """Name and key."""
         return f"{self.name} {self.run}"
 
     def __str__(self) -> str:
-        return f"{self.label}: {self.tokens:,} tokens of corpus {self.corpus} from {self.position:,} on"
+        return f"{self.label}: {self.tokens:,} tokens of corpus {self.corpus} from token {self.position:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The state that a stage goes on from.
+    """The checkpoint that a continuation starts from.
 
     Attributes:
-        checkpoint: Where it lies, or lay.
+        checkpoint: Its path; it may be gone.
         recipe: Of the last step before it.
         numerics: Of its run.
-        lineage: Every stretch that led to it, the first one first; the last is of its own run.
+        lineage: Oldest first; the last segment is of its own run.
     """
 
     checkpoint: Path
@@ -89,25 +88,25 @@ class Parent:
 
     @property
     def run(self) -> str:
-        """Key of its plan, or of the stage."""
+        """Key of its plan or continuation."""
         return self.lineage[-1].run
 
     @property
     def tokens(self) -> int:
-        """Of its run at the checkpoint."""
+        """Tokens of its run at the checkpoint."""
         return self.lineage[-1].tokens
 
     @property
     def tokens_before(self) -> int:
-        """Of the whole lineage."""
-        return sum(stretch.tokens for stretch in self.lineage)
+        """Tokens of the lineage."""
+        return sum(past.tokens for past in self.lineage)
 
 
 def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of: Callable[[Plan], Chain]) -> Parent:
-    """The checkpoint that is meant; whether it is there, and whole, is for `require_checkpoint` to tell.
+    """The parent that a file names; `require_checkpoint` checks that its checkpoint exists.
 
     Args:
-        wanted: [parent] of the stage file.
+        wanted: [parent] of the continuation file.
         ledger: The study's, as are all checkpoints.
         corpus: The study's.
         chain_of: What a plan trains.
@@ -117,7 +116,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
     """
     directory = ledger.directory
     run = wanted.run or _promoted_last(ledger)
-    key, started = find_stage(run, ledger)
+    key, started = find_continuation(run, ledger)
     numerics: Numerics
     segments: tuple[Segment, ...]
     if started:
@@ -125,14 +124,14 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         segments = tuple(map(Segment.from_dict, started["segments"]))
         name, position = started["name"], started["position"]
         corpus = Corpus.open(directory / started["folder"])
-        before = tuple(LineageSegment(**stretch) for stretch in started["lineage"])
+        before = tuple(LineageSegment(**values) for values in started["lineage"])
     elif registered := ledger.forecast(run):
         chain = chain_of(Plan.of_row(registered))
         key, name, position, before = run, PLAN, 0, ()
         numerics, segments = chain.numerics, chain.segments
     else:
         raise StageError(
-            f"parent.run: must be the key of a plan or of a stage of this study, or a stage's name, got {run!r}"
+            f"parent.run: must be the key of a plan, or the key or name of a continuation, of this study, got {run!r}"
         )
     checkpoints = CheckpointFolder(directory / FULL_RUNS / key / CHECKPOINTS)
     end = segments[-1].end
@@ -142,7 +141,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
     recipe = next(s.recipe for s in segments if s.start < tokens <= s.end)
     if tokens < recipe.batch_ramp_tokens:
         raise StageError(
-            f"parent.tokens: must lie behind the batch ramp of {recipe.batch_ramp_tokens} tokens, got {tokens} of run {key}"
+            f"parent.tokens: must be after the batch ramp of {recipe.batch_ramp_tokens} tokens, got {tokens} of run {key}"
         )
     own = LineageSegment.of(corpus, directory, numerics, run=key, name=name, tokens=tokens, position=position)
     path = checkpoints.path(tokens)
@@ -150,10 +149,10 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
 
 
 def require_checkpoint(parent: Parent) -> None:
-    """Refuse a parent without its checkpoint; reads no file of it.
+    """Refuse a parent whose checkpoint is gone; reads no file.
 
     Raises:
-        StageError: Naming those that there are.
+        StageError: Naming the checkpoints that exist.
     """
     if parent.checkpoint.is_dir():
         return
@@ -161,7 +160,7 @@ def require_checkpoint(parent: Parent) -> None:
     there = f"has checkpoints after {', '.join(map(str, reversed(kept)))} tokens" if kept else "has no checkpoint"
     raise StageError(
         f"parent.tokens: run {parent.run} {there} in {parent.checkpoint.parent}, got {parent.tokens}; "
-        "promote.keep_every_tokens keeps more of a run, and a run that has not ended has none of its end"
+        "promote.keep_every_tokens keeps more checkpoints"
     )
 
 
@@ -169,7 +168,7 @@ def sealed(parent: Parent) -> str:
     """The seal of the parent's checkpoint, of which every file is hashed.
 
     Raises:
-        StageError: If it is not whole.
+        StageError: If it is damaged.
     """
     if found := seal_of(parent.checkpoint):
         return found
@@ -179,15 +178,15 @@ def sealed(parent: Parent) -> str:
 def _promoted_last(ledger: Ledger) -> str:
     found = ledger.latest_result(ResultKind.PROMOTION)
     if found is None:
-        raise StageError("parent.run: no run was promoted to its end yet; run `muscale promote` first, or name a run")
+        raise StageError("parent.run: no promoted run has ended yet; run `muscale promote` first, or name a run")
     return str(found["payload"]["plan"])
 
 
-def find_stage(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
-    """Key and record of the stage with this key or name, no record where there is none.
+def find_continuation(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
+    """Key and record of the continuation with this key or name; no record if there is none.
 
     Raises:
-        StageError: If it is the name of several.
+        StageError: If several have this name.
     """
     rows = ledger.results(ResultKind.CONTINUATION_STARTED)
     found = {row["key"]: row["payload"] for row in rows if run in (row["key"], row["payload"]["name"])}
@@ -195,11 +194,11 @@ def find_stage(run: str, ledger: Ledger) -> tuple[str, dict[str, Any] | None]:
         return run, found[run]
     if len(found) > 1:
         raise StageError(
-            f"parent.run: {run!r} is the name of {len(found)} stages; give the key of one: {', '.join(found)}"
+            f"parent.run: {run!r} is the name of {len(found)} continuations; give the key of one: {', '.join(found)}"
         )
     return next(iter(found.items()), (run, None))
 
 
 def plain(lineage: tuple[LineageSegment, ...]) -> list[dict[str, Any]]:
-    """Its stretches as plain values."""
-    return [asdict(stretch) for stretch in lineage]
+    """The lineage as plain values."""
+    return [asdict(past) for past in lineage]

@@ -1,4 +1,4 @@
-"""Launches a stage on the cluster and tells what it did to the loss: on its own corpus, and on what was trained on before."""
+"""Training of a continuation on the cluster, and its held-out losses before and after, on its corpus and on earlier ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from muscale.store.spike_handling import Incident
 from muscale.store.tables import ResultKind
 from scaling.presentation import Result
 
-"""Of the ledger's results, by key: `Continued` as plain values."""
 Launcher = Callable[[FullRun], dict[str, Any]]
 
 
@@ -28,9 +27,9 @@ class Losses:
     """Held-out losses at one time, nats per token.
 
     Attributes:
-        own: On the stage's corpus.
-        sources: The same of each source of a mixture.
-        earlier: On the corpora before, by the label of what trained on them last.
+        own: On the continuation's corpus.
+        sources: On each source of a mixture.
+        earlier: On earlier corpora, by the label of the last run trained on each.
     """
 
     own: float
@@ -39,18 +38,18 @@ class Losses:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Self:
-        """From a row of the metrics."""
+        """The losses in a row of the metrics."""
         return cls(own=row["val_loss"], sources=row["source_losses"], earlier=row.get("earlier_losses", {}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continued(Result):
-    """A finished stage.
+    """A finished continuation.
 
     Attributes:
-        key, name: Its own.
-        lineage: Every stretch from the promoted run on; the stage is the last.
-        before, after: Its losses.
+        key, name: Of the continuation.
+        lineage: Segments from the promoted run to this continuation.
+        before, after: Losses at its start and end.
         started_at, finished_at: UTC.
         world_size: Workers at the end.
         seconds: Wall time of the training.
@@ -72,17 +71,17 @@ class Continued(Result):
 
     @property
     def n_tokens(self) -> int:
-        """Of the stage."""
+        """Tokens that it trained."""
         return self.lineage[-1].tokens
 
     @property
     def tokens_before(self) -> int:
-        """Of the runs before."""
-        return sum(stretch.tokens for stretch in self.lineage[:-1])
+        """Tokens of the earlier runs."""
+        return sum(past.tokens for past in self.lineage[:-1])
 
     @property
     def changes(self) -> list[tuple[str, float, float]]:
-        """What each held-out loss is on, before and after."""
+        """Held-out text, loss before and loss after."""
         before, after = self.before, self.after
         return [
             ("its own corpus", before.own, after.own),
@@ -110,7 +109,7 @@ class Continued(Result):
         return cls(
             **known
             | {
-                "lineage": tuple(LineageSegment(**stretch) for stretch in values["lineage"]),
+                "lineage": tuple(LineageSegment(**segment) for segment in values["lineage"]),
                 "before": Losses(**values["before"]),
                 "after": Losses(**values["after"]),
                 "goodput": Goodput.from_dict(values["goodput"]),
@@ -120,7 +119,7 @@ class Continued(Result):
 
     def __str__(self) -> str:
         lines = [
-            f"stage {self.name} {self.key}: {self.n_tokens:,} tokens after {self.tokens_before:,}, "
+            f"continuation {self.name} {self.key}: {self.n_tokens:,} tokens after {self.tokens_before:,}, "
             f"on {self.world_size} workers",
             *format_lineage(self.lineage),
             "  held-out loss, nats per token, before and after:",
@@ -135,37 +134,37 @@ class Continued(Result):
         return "\n".join(lines)
 
 
-def train_stage(
-    stage: Continuation, config: StudyConfig, ledger: Ledger, *, launcher: Launcher | None = None
+def train_continuation(
+    continuation: Continuation, config: StudyConfig, ledger: Ledger, *, launcher: Launcher | None = None
 ) -> Continued:
-    """Train a stage to its end, going on from its last checkpoint if there is one; a finished one returns its result.
+    """Train a continuation to its end, from its last checkpoint if there is one; a finished one returns its result.
 
     Args:
-        stage: What to train.
-        config: How, and on what.
-        ledger: The study's; it keeps what was started, and the result.
+        continuation: To train.
+        config: The study's, for [promote] and [resources].
+        ledger: The study's; records start and result.
         launcher: Trains a run to its end, by default on the cluster.
 
     Raises:
-        StageError: If the stage diverged, or failed in a way that would come again, or more often than `promote.max_failures`,
-            or its parent's checkpoint is no longer what it was when the stage was begun.
+        StageError: If it diverged, failed for good or more often than `promote.max_failures`, or the parent's checkpoint has
+            changed since it started.
         PreemptedError: If this process was preempted; the workers have saved.
     """
-    if known := ledger.result(ResultKind.CONTINUATION, stage.key):
+    if known := ledger.result(ResultKind.CONTINUATION, continuation.key):
         return Continued.from_dict(known)
-    started = ledger.result(ResultKind.CONTINUATION_STARTED, stage.key)
+    started = ledger.result(ResultKind.CONTINUATION_STARTED, continuation.key)
     if started is None:
-        started = {**stage.facts(), "seal": sealed(stage.parent), "at": now()}
-        ledger.record_result(ResultKind.CONTINUATION_STARTED, stage.key, started)
-    run = stage.full_run(config, started["seal"])
-    stage.folder.mkdir(parents=True, exist_ok=True)
-    on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=stage.key))
+        started = {**continuation.facts(), "seal": sealed(continuation.parent), "at": now()}
+        ledger.record_result(ResultKind.CONTINUATION_STARTED, continuation.key, started)
+    run = continuation.full_run(config, started["seal"])
+    continuation.folder.mkdir(parents=True, exist_ok=True)
+    on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=continuation.key))
     outcome = on_cluster(run)
-    evaluated = [row for row in json_lines.read(stage.folder / METRICS) if "val_loss" in row]
+    evaluated = [row for row in json_lines.read(continuation.folder / METRICS) if "val_loss" in row]
     done = Continued(
-        key=stage.key,
-        name=stage.name,
-        lineage=stage.lineage,
+        key=continuation.key,
+        name=continuation.name,
+        lineage=continuation.lineage,
         before=Losses.of_row(evaluated[0]),
         after=Losses.of_row(evaluated[-1]),
         started_at=started["at"],
@@ -175,5 +174,5 @@ def train_stage(
         goodput=Goodput.from_dict(outcome["goodput"]),
         incidents=tuple(Incident.from_dict(incident) for incident in outcome["incidents"]),
     )
-    ledger.record_result(ResultKind.CONTINUATION, stage.key, done.to_dict())
+    ledger.record_result(ResultKind.CONTINUATION, continuation.key, done.to_dict())
     return done

@@ -217,7 +217,7 @@ def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> 
 
     `asserted`: Of the run that was elsewhere.
     """
-    values = ledger.result(ResultKind.OBSERVATION if asserted else ResultKind.PROMOTION, plan)
+    values = ledger.result(ResultKind.EXTERNAL_RUN if asserted else ResultKind.PROMOTION, plan)
     if values is None:
         return None
     return replace(Promotion.from_dict(values), run_events=run_events(ledger, plan, asserted=asserted))

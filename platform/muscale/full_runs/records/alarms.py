@@ -48,7 +48,7 @@ class Alarm:
     @property
     def key(self) -> str:
         """In the ledger; a run that is resumed before it measures the same again, which is no other alarm."""
-        return f"{self.plan}{' observed' if self.asserted else ''} {self.first_tokens}"
+        return f"{self.plan}{' external' if self.asserted else ''} {self.first_tokens}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the ledger and the webhook, `text` with them."""

@@ -1,4 +1,4 @@
-"""Stages that go on from a promoted run: what they train, by which key, and what they tell of the loss."""
+"""Continuations of a promoted run: their data, keys, losses and bundles."""
 
 import json
 import shutil
@@ -15,14 +15,14 @@ from muscale.cli import app
 from muscale.full_runs.checkpoints.finished_run import held_out_loss
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.continue_run.continuation import plan_stage
-from muscale.full_runs.continue_run.train import Continued, train_stage
+from muscale.full_runs.continue_run.continuation import plan_continuation
+from muscale.full_runs.continue_run.train import Continued, train_continuation
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.full_runs.train.module import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.planning import Plan, make_plan, register
-from muscale.settings.stage_file import StageFile
+from muscale.settings.continuation_file import ContinuationFile
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus, write_corpus
@@ -32,7 +32,7 @@ from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.planted import planted_fit, planted_horizon
 
 BATCH, STEPS = 256, 12
-STAGE = f"""
+CONTINUATION = f"""
 name = "more"
 n_tokens = {4 * BATCH}
 """
@@ -58,13 +58,15 @@ class Case:
     plan: Plan
 
     def planned(self, text: str, **config: Any) -> Continuation:
-        path = self.directory / "stage.toml"
+        path = self.directory / "continuation.toml"
         path.write_text(text)
         changed = self.config.model_copy(update=config)
-        return plan_stage(path, changed, self.ledger, self.corpus, lambda p: p.chain(self.numerics), lambda *_: None)
+        return plan_continuation(
+            path, changed, self.ledger, self.corpus, lambda p: p.chain(self.numerics), lambda *_: None
+        )
 
     def trained(self, text: str) -> Continued:
-        return train_stage(self.planned(text), self.config, self.ledger, launcher=train)
+        return train_continuation(self.planned(text), self.config, self.ledger, launcher=train)
 
 
 @pytest.fixture(scope="module")
@@ -95,25 +97,29 @@ def last_evaluation(folder: Path) -> float:
 
 
 def test_the_same_corpus_is_read_on_behind_the_promoted_run_and_the_result_is_told_again(case: Case) -> None:
-    stage = case.planned(STAGE)
-    assert (stage.parent.run, stage.parent.tokens, stage.position) == (case.plan.key, STEPS * BATCH, STEPS * BATCH)
-    assert stage.numerics.model == case.plan.model
-    done = case.trained(STAGE)
+    continuation = case.planned(CONTINUATION)
+    assert (continuation.parent.run, continuation.parent.tokens, continuation.position) == (
+        case.plan.key,
+        STEPS * BATCH,
+        STEPS * BATCH,
+    )
+    assert continuation.numerics.model == case.plan.model
+    done = case.trained(CONTINUATION)
     assert done.before.own == last_evaluation(case.directory / FULL_RUNS / case.plan.key)
-    assert done.after.own == last_evaluation(stage.folder) != done.before.own
+    assert done.after.own == last_evaluation(continuation.folder) != done.before.own
     assert (done.before.earlier, done.tokens_before, done.n_tokens) == ({}, STEPS * BATCH, 4 * BATCH)
     assert [one.name for one in done.lineage] == ["plan", "more"]
     assert Continued.from_dict(json.loads(json.dumps(done.to_dict()))) == done
-    never = train_stage(
-        case.planned(STAGE), case.config, case.ledger, launcher=lambda run: pytest.fail("trained again")
+    never = train_continuation(
+        case.planned(CONTINUATION), case.config, case.ledger, launcher=lambda run: pytest.fail("trained again")
     )
     assert never == done
-    assert "read on from 3,072 tokens, where it was left" in str(stage)
-    assert "held against no forecast" in str(done)
-    assert case.ledger.runs().empty, "a stage is no run that a law may be fitted from"
+    assert "continues at 3,072 tokens" in str(continuation)
+    assert "no forecast" in str(done)
+    assert case.ledger.runs().empty, "a continuation is no run that a law may be fitted from"
 
 
-def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: Case) -> None:
+def test_continuations_go_on_from_continuations_and_tell_what_they_forget_and_remember(case: Case) -> None:
     first = case.planned(CODE)
     assert first.position == 0
     assert (first.corpus.mixture is not None, first.corpus.key != case.corpus.key) == (True, True)
@@ -123,7 +129,7 @@ def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: C
     assert done.before.earlier == {label: last_evaluation(case.directory / FULL_RUNS / case.plan.key)}
     assert done.after.sources["code"] < done.before.sources["code"]
     assert done.after.earlier[label] != done.before.earlier[label]
-    assert f"old was read before, by {label}: it is read again from its start" in str(first)
+    assert f"old was already read by {label}; it is read again from its start" in str(first)
     for shown in (label, "  its own corpus", "  code", f"→ {done.after.own:.4f}"):
         assert shown in str(done)
 
@@ -132,10 +138,12 @@ def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: C
     assert again.position == 6 * BATCH, "of the mixture"
     assert (set(again.earlier), again.numerics.seed) == ({label}, 7)
     back = f'name = "back"\nn_tokens = 1024\n[parent]\nrun = "{first.key}"\n[corpus]\nsource = "text"\n'
-    stage = case.planned(back)
-    assert (stage.corpus.key, stage.position) == (case.corpus.key, STEPS * BATCH), "behind what the promoted run read"
-    assert stage.earlier.keys() == {f"code {first.key}"}
-    assert stage.numerics.seed == 0, "the order in which that corpus was read"
+    continuation = case.planned(back)
+    assert (continuation.corpus.key, continuation.position) == (case.corpus.key, STEPS * BATCH), (
+        "behind what the promoted run read"
+    )
+    assert continuation.earlier.keys() == {f"code {first.key}"}
+    assert continuation.numerics.seed == 0, "the order in which that corpus was read"
     result = case.trained(back)
     assert [one.name for one in result.lineage] == ["plan", "code", "back"]
     assert result.tokens_before == (STEPS + 6) * BATCH
@@ -143,22 +151,22 @@ def test_stages_go_on_from_stages_and_tell_what_they_forget_and_remember(case: C
     assert result.before.earlier[f"code {first.key}"] == done.after.own
 
 
-def test_a_curriculum_by_fractions_is_the_stage_s_own_and_can_t_be_read_on(case: Case) -> None:
+def test_a_curriculum_by_fractions_is_the_continuation_s_own_and_can_t_be_read_on(case: Case) -> None:
     sources = MIXTURE.replace("weight = 3\n", "").replace("weight = 1\n", "")
     first, last = (
         f"[[corpus.stages]]\nweights = {{ code = 1, old = {old} }}\n{end}"
         for old, end in ((1, "until_fraction = 0.5\n"), (0, ""))
     )
-    done = case.trained(STAGE.replace("more", "mixed") + sources + first + last)
+    done = case.trained(CONTINUATION.replace("more", "mixed") + sources + first + last)
     assert done.after.own == done.after.sources["code"] < done.before.own
-    with pytest.raises(StageError, match=r"corpus: .* its stages end at fractions of that run; state \[corpus\]"):
+    with pytest.raises(StageError, match=r"corpus: .* end at fractions of the run that read it; set \[corpus\]"):
         case.planned('name = "on"\nn_tokens = 1024\n[parent]\nrun = "mixed"\n')
 
 
-def test_the_key_is_of_the_parent_and_of_what_the_stage_computes_and_not_of_its_name(case: Case) -> None:
-    key = case.planned(STAGE).key
-    assert case.planned(STAGE.replace("more", "other")).key == key
-    assert case.planned(STAGE + "learning_rate_factor = 1.0\nschedule = 'wsd'").key == key
+def test_the_key_is_of_the_parent_and_of_what_the_continuation_computes_and_not_of_its_name(case: Case) -> None:
+    key = case.planned(CONTINUATION).key
+    assert case.planned(CONTINUATION.replace("more", "other")).key == key
+    assert case.planned(CONTINUATION + "learning_rate_factor = 1.0\nschedule = 'wsd'").key == key
     others = [
         "learning_rate_factor = 0.5",
         f"rewarm_tokens = {BATCH}",
@@ -169,34 +177,37 @@ def test_the_key_is_of_the_parent_and_of_what_the_stage_computes_and_not_of_its_
         '[corpus]\nsource = "code"\nevaluation_tokens = 1024',
         '[corpus]\nsource = "code"\nevaluation_tokens = 512',
     ]
-    keys = {case.planned(f"{STAGE}{other}\n").key for other in others}
+    keys = {case.planned(f"{CONTINUATION}{other}\n").key for other in others}
     assert len(keys | {key}) == len(others) + 1
     mended = [
         case.config.promote.model_copy(update={"on_spike": "rollback", "rewarm_tokens": tokens})
         for tokens in (0, BATCH)
     ]
-    keys |= {case.planned(STAGE, promote=promote).key for promote in mended}
+    keys |= {case.planned(CONTINUATION, promote=promote).key for promote in mended}
     assert len(keys | {key}) == len(others) + 3
     longer = register(replace(case.plan, key="another", n_tokens=2 * STEPS * BATCH), case.ledger)
     shutil.copytree(case.directory / FULL_RUNS / case.plan.key, case.directory / FULL_RUNS / longer.key)
-    assert case.planned(f'{STAGE}[parent]\nrun = "another"\ntokens = {STEPS * BATCH}\n').key not in {key, *keys}
+    assert case.planned(f'{CONTINUATION}[parent]\nrun = "another"\ntokens = {STEPS * BATCH}\n').key not in {key, *keys}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[corpus]\nsource = 'code'\ntokenizer = 'bpe'", "bpe.* would train another one; leave corpus.tokenizer out"),
+        ("[corpus]\nsource = 'code'\ntokenizer = 'bpe'", "bpe.* would train a new one; leave corpus.tokenizer out"),
         ("[corpus]\nsource = 'code'\ntokenizer = 'other.json'", "hash bytes, got [0-9a-f]{16}; leave corpus.tokenizer"),
         ("[corpus]\nsource = 'ids'\nkind = 'tokens'\ndtype = 'uint8'\nvocab_size = 256", "got stated; give text"),
         ("[corpus]\nsource = 'nowhere'", "corpus.source: "),
         ("[corpus]\nsource = 'code'\nevaluation_tokens = 10000000", "corpus.evaluation_tokens: an evaluation of"),
-        ("seed = 5", "seed: must be 0, as plan .* read this corpus in that order .*; got 5"),
+        ("seed = 5", "seed: must be 0, the data order in which plan .* read this corpus; .*; got 5"),
         (
             "optimizer = 'adamw'\nlearning_rate = 0.1\nrewarm_tokens = 256",
             "optimizer: must differ from the parent's",
         ),
         ("rewarm_tokens = 5000", "rewarm_tokens: a re-warming of 5120 tokens does not fit"),
-        ("[parent]\nrun = 'nobody'", "parent.run: must be the key of a plan or of a stage .* got 'nobody'"),
+        (
+            "[parent]\nrun = 'nobody'",
+            "parent.run: must be the key of a plan, or the key or name of a continuation, .* got 'nobody'",
+        ),
         ("[parent]\ntokens = 512", r"parent.tokens: run \w+ has checkpoints after 1536, 3072 tokens .* got 512"),
         ("[parent]\ntokens = 9999999", "parent.tokens: must be at most the 3072 of run"),
     ],
@@ -211,8 +222,8 @@ def test_what_can_t_go_on_so_is_refused_with_file_key_rule_and_value(case: Case,
         shutil.copy(bpe.folder / "tokenizer.json", case.directory / "other.json")
         shutil.rmtree(bpe.folder)
     (case.directory / "ids").write_bytes(bytes(5000))
-    with pytest.raises(StageError, match=rf"stage\.toml: .*{message}"):
-        case.planned(f"{STAGE}{text}\n", model=replace(case.config.model, vocab_size=300))
+    with pytest.raises(StageError, match=rf"continuation\.toml: .*{message}"):
+        case.planned(f"{CONTINUATION}{text}\n", model=replace(case.config.model, vocab_size=300))
 
 
 @pytest.mark.parametrize(
@@ -228,34 +239,34 @@ def test_what_can_t_go_on_so_is_refused_with_file_key_rule_and_value(case: Case,
             "cooldown_fraction is for schedule wsd and wsd_linear, got 0.1",
         ),
         ("final_fraction = 0.2", 'final_fraction is for schedule cosine, got 0.2 with "wsd"'),
-        ("optimizer = 'lion'", "needs learning_rate, as rates of two optimizers do not compare"),
+        ("optimizer = 'lion'", "needs learning_rate, as rates of two optimizers are not comparable"),
         ("schedule = 'step'", "schedule: Input should be 'wsd'"),
         ("[corpus.sources.a]\npath = 'a'", "corpus.sources.a.weight: missing, a value is required"),
     ],
 )
-def test_a_stage_file_is_read_strictly(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "stage.toml"
-    path.write_text(f"{STAGE}{text}\n")
+def test_a_continuation_file_is_read_strictly(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "continuation.toml"
+    path.write_text(f"{CONTINUATION}{text}\n")
     with pytest.raises(StudyFileError) as told:
-        StageFile.read(path, vocab_size=256)
+        ContinuationFile.read(path, vocab_size=256)
     assert f"{path}: " in str(told.value)
     assert message in str(told.value)
     with pytest.raises(StudyFileError, match="none.toml: there is no such file"):
-        StageFile.read(tmp_path / "none.toml", vocab_size=256)
+        ContinuationFile.read(tmp_path / "none.toml", vocab_size=256)
 
 
-def test_text_of_a_stage_is_encoded_by_the_tokenizer_that_the_study_trained(case: Case) -> None:
+def test_text_of_a_continuation_is_encoded_by_the_tokenizer_that_the_study_trained(case: Case) -> None:
     tokenizer = TokenizerSettings(kind="bpe", vocab_size=280)
     first = write_corpus(case.directory / "first", str(case.directory / "text"), tokenizer=tokenizer)
-    stage = replace(case, corpus=first).planned(
-        f'{STAGE}[corpus]\nsource = "code"\nevaluation_tokens = 512\n',
+    continuation = replace(case, corpus=first).planned(
+        f'{CONTINUATION}[corpus]\nsource = "code"\nevaluation_tokens = 512\n',
         model=replace(case.config.model, vocab_size=280),
     )
-    assert stage.corpus.tokenizer().key == first.tokenizer().key
-    assert stage.corpus.manifest["tokenizer"] == first.manifest["tokenizer"]
+    assert continuation.corpus.tokenizer().key == first.tokenizer().key
+    assert continuation.corpus.manifest["tokenizer"] == first.manifest["tokenizer"]
 
 
-def test_a_stage_names_a_tokenizer_from_the_user_s_own_folder_as_a_study_does(
+def test_a_continuation_names_a_tokenizer_from_the_user_s_own_folder_as_a_study_does(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = TokenizerSettings(kind="bpe", vocab_size=270)
@@ -265,80 +276,80 @@ def test_a_stage_names_a_tokenizer_from_the_user_s_own_folder_as_a_study_does(
     kept = first.tokenizer()
     assert isinstance(kept, FileTokenizer)
     named = f'tokenizer = "~/tokenizer.json"\nend_of_document = "{kept.end_name}"'
-    stage = replace(case, corpus=first).planned(
-        f'{STAGE}[corpus]\nsource = "code"\nevaluation_tokens = 512\n{named}\n',
+    continuation = replace(case, corpus=first).planned(
+        f'{CONTINUATION}[corpus]\nsource = "code"\nevaluation_tokens = 512\n{named}\n',
         model=replace(case.config.model, vocab_size=270),
     )
-    assert stage.corpus.tokenizer().key == kept.key
+    assert continuation.corpus.tokenizer().key == kept.key
 
 
-def test_a_stage_is_bundled_with_a_lineage_that_names_its_parents(case: Case) -> None:
+def test_a_continuation_is_bundled_with_a_lineage_that_names_its_parents(case: Case) -> None:
     done = case.trained(CODE)
     study = Study.open(case.directory / STUDY_FILE, quiet=True)
-    bundle = study.bundle(stage="code")
+    bundle = study.bundle(continuation="code")
     assert bundle.path.name == done.key
-    assert study.bundle(stage=done.key).path == bundle.path
+    assert study.bundle(continuation=done.key).path == bundle.path
     found = held_out_loss(bundle.decoder(), Corpus.open(case.directory / done.lineage[-1].folder), bundle.numerics)
     assert found == pytest.approx(done.after.own, rel=1e-5)
     assert bundle.read(CONTINUED) == json.loads(json.dumps(done.to_dict()))
     lineage = bundle.read(LINEAGE)
-    assert [one["run"] for one in lineage["stretches"]] == [case.plan.key, done.key]
+    assert [one["run"] for one in lineage["segments"]] == [case.plan.key, done.key]
     assert lineage["plan"]["key"] == case.plan.key
     card = (bundle.path / CARD).read_text()
-    for told in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "held against no forecast"):
+    for told in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "no forecast"):
         assert told in card
-    assert "of stage code; held against no forecast" in str(bundle)
+    assert "of continuation code; no forecast" in str(bundle)
     assert bundle.generate("", 5)
-    with pytest.raises(StageError, match="'nobody' is the key or the name of none"):
-        study.bundle(stage="nobody")
+    with pytest.raises(StageError, match="'nobody' does not exist"):
+        study.bundle(continuation="nobody")
     study.ledger.close()
 
 
-def test_a_checkpoint_that_is_another_than_when_the_stage_was_begun_is_refused(case: Case) -> None:
-    text = STAGE + "learning_rate_factor = 0.9\n"
-    stage = case.planned(text)
+def test_a_checkpoint_that_is_another_than_when_the_continuation_was_begun_is_refused(case: Case) -> None:
+    text = CONTINUATION + "learning_rate_factor = 0.9\n"
+    continuation = case.planned(text)
 
     def fails(run: FullRun) -> dict[str, Any]:
         raise StageError("no workers")
 
     with pytest.raises(StageError, match="no workers"):
-        train_stage(stage, case.config, case.ledger, launcher=fails)
-    kept = Checkpoints(stage.parent.checkpoint.parent)
+        train_continuation(continuation, case.config, case.ledger, launcher=fails)
+    kept = Checkpoints(continuation.parent.checkpoint.parent)
     away = case.directory / "away"
-    stage.parent.checkpoint.rename(away)
-    shutil.copytree(kept.path(6 * BATCH), stage.parent.checkpoint)
-    assert stage.parent.checkpoint.parent.name == CHECKPOINTS
+    continuation.parent.checkpoint.rename(away)
+    shutil.copytree(kept.path(6 * BATCH), continuation.parent.checkpoint)
+    assert continuation.parent.checkpoint.parent.name == CHECKPOINTS
     with pytest.raises(StageError, match="no longer the checkpoint that the run was begun from"):
         case.trained(text)
-    shutil.rmtree(stage.parent.checkpoint)
-    away.rename(stage.parent.checkpoint)
+    shutil.rmtree(continuation.parent.checkpoint)
+    away.rename(continuation.parent.checkpoint)
     done = case.trained(text)
-    stage.parent.checkpoint.rename(away)
+    continuation.parent.checkpoint.rename(away)
     assert case.trained(f"{text}[parent]\ntokens = {STEPS * BATCH}\n") == done, (
         "what is finished needs its parent no more"
     )
-    away.rename(stage.parent.checkpoint)
+    away.rename(continuation.parent.checkpoint)
 
 
 @pytest.mark.soak  # the launch is promotion's own, of which other tests make sure
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_workers_train_a_stage_from_the_command_line(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_workers_train_a_continuation_from_the_command_line(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     call: Callable[..., Any] = lambda *options: app(  # noqa: E731
         ["continue", str(case.directory / STUDY_FILE), str(path), *options], result_action="return_value"
     )
     path = case.directory / "cli.toml"
-    path.write_text(STAGE.replace("more", "cli") + "learning_rate_factor = 0.25\n")
+    path.write_text(CONTINUATION.replace("more", "cli") + "learning_rate_factor = 0.25\n")
     assert call("--dry-run") == 0
     shown = capfd.readouterr().out
-    assert "stage cli " in shown
+    assert "continuation cli " in shown
     assert "learning rate" in shown
     folder = case.directory / FULL_RUNS / shown.split()[2].removesuffix(":")
     assert not folder.exists()
     assert call("--json") == 0
     told = json.loads(capfd.readouterr().out)
     assert (told["world_size"], told["key"], told["n_tokens"]) == (2, folder.name, 4 * BATCH)
-    alone = case.trained(STAGE)
+    alone = case.trained(CONTINUATION)
     assert told["before"]["own"] == pytest.approx(alone.before.own, rel=1e-4)
     assert call() == 0
     assert "before and after" in capfd.readouterr().out

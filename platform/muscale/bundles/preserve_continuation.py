@@ -1,4 +1,4 @@
-"""From a finished stage to its bundle, with the lineage that names its parents; trains nothing."""
+"""The bundle of a finished continuation, with its lineage; trains nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_writing import write_bundle
 from muscale.errors import StageError
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST
-from muscale.full_runs.continue_run.lineage import find_stage, plain
+from muscale.full_runs.continue_run.lineage import find_continuation, plain
 from muscale.full_runs.continue_run.train import Continued
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.store.lineage import Chain
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedStage:
-    """A stage, for its bundle; attributes as those of `muscale.bundles.bundle_writing.FinishedRun`."""
+class FinishedContinuation:
+    """A finished continuation for its bundle; attributes as in `muscale.bundles.bundle_writing.FinishedRun`."""
 
     study: str
     done: Continued
@@ -43,73 +43,75 @@ class FinishedStage:
 
     @property
     def lineage(self) -> dict[str, Any]:
-        """Every stretch of training, and the plan that the first one followed."""
-        return {"stretches": plain(self.done.lineage), "plan": self.plan}
+        """The lineage, and the plan of its first segment."""
+        return {"segments": plain(self.done.lineage), "plan": self.plan}
 
     @property
     def loss(self) -> float:
-        """On its own corpus, at the end."""
+        """Final loss on its own corpus."""
         return self.done.after.own
 
     @property
     def n_tokens(self) -> int:
-        """That were read of the corpus, by earlier stretches too."""
+        """Tokens of the corpus that it and earlier runs have read."""
         return self.done.lineage[-1].position + self.done.n_tokens
 
     @property
     def outcome(self) -> tuple[str, dict[str, Any]]:
-        """Its losses before and after."""
+        """File and content: the losses before and after."""
         return parts.CONTINUED, self.done.to_dict()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the manifest."""
-        return {"stage": self.done.key, "finished_at": self.done.finished_at}
+        """Facts for the manifest."""
+        return {"continuation": self.done.key, "finished_at": self.done.finished_at}
 
     def card(self, averaging: dict[str, Any] | None) -> str:
-        """The model card, in Markdown; what users chose is escaped."""
+        """The model card in Markdown; text from users is escaped."""
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
         )
-        text = (resources.files("muscale.bundles") / "stage_card.md.jinja").read_text(encoding="utf-8")
+        text = (resources.files("muscale.bundles") / "continuation_card.md.jinja").read_text(encoding="utf-8")
         return environment.from_string(text).render(
             study=" ".join(self.study.split()),
             done=self.done,
             numerics=self.chain.numerics,
             model=self.chain.numerics.model,
             losses=self.done.changes,
-            told=NOT_FORECAST,
+            not_forecast=NOT_FORECAST,
             epochs=self.corpus.epochs(self.n_tokens),
             corpus=self.corpus,
             averaging=averaging,
         )
 
 
-def preserve_stage(study: Study, stage: str, *, average: int = 1) -> Bundle:
-    """The bundle of a finished stage, below the study's directory; written once, later only verified.
+def preserve_continuation(study: Study, continuation: str, *, average: int = 1) -> Bundle:
+    """The bundle of a finished continuation in the study's directory, written once.
 
     Args:
-        study: It is only read.
-        stage: Key or name.
+        study: The study.
+        continuation: Key or name.
         average: As in `muscale.bundles.preserve.preserve`.
 
     Raises:
-        StageError: If there is no such stage or it has not ended, or its last weights are gone.
-        BundleError: If there is a bundle already, and it is damaged.
+        StageError: If there is no such continuation, it has not ended, or its last weights are gone.
+        BundleError: If its bundle exists and is damaged.
     """
     ledger = study.ledger
-    key, started = find_stage(stage, ledger)
+    key, started = find_continuation(continuation, ledger)
     result = ledger.result(ResultKind.CONTINUATION, key)
     if started is None or result is None:
-        state = "has not ended yet" if started else "is the key or the name of none"
-        raise StageError(f"bundle: --stage must be a finished stage of this study, {stage!r} {state}")
+        state = "has not ended yet" if started else "does not exist"
+        raise StageError(
+            f"bundle: --continuation must be a finished continuation of this study; {continuation!r} {state}"
+        )
     path = study.directory / BUNDLES / (key if average == 1 else f"{key}-average-{average}")
     if path.exists():
         return Bundle.open(path)
     done = Continued.from_dict(result)
     segments = tuple(map(Segment.from_dict, started["segments"]))
     registered = ledger.forecast(done.lineage[0].run)
-    run = FinishedStage(
+    run = FinishedContinuation(
         study=study.config.name,
         done=done,
         chain=Chain(numerics=Numerics.from_dict(started["numerics"]), segments=segments),
