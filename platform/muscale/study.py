@@ -7,37 +7,36 @@ there are many stages: each method only joins what other modules do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import pandas as pd
 
 from muscale.actors.jobs import finish_stage
 from muscale.cluster import staying_cluster
 from muscale.errors import BundleError, StageError
+from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.band import Band, register_band, registered_band
-from muscale.monitoring.calibration import Calibration, calibrate
 from muscale.monitoring.follow import guarding
-from muscale.monitoring.losses import LossSource, loss_source
+from muscale.monitoring.losses import loss_source
 from muscale.monitoring.monitor import Monitor
 from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
-from muscale.plans.costs import estimate
 from muscale.plans.gate import require_check
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.progress import Display, following
 from muscale.proxies import ablation, ladder, transfer
 from muscale.proxies.check import known_check, run_check
-from muscale.search.rung_optima import for_horizon
-from muscale.search.sweep import Sweep, collect, run_sweep
+from muscale.search.sweep import Sweep, run_sweep
 from muscale.search.sweep_progress import SweepProgress, taught
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
@@ -46,44 +45,44 @@ from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.open_ledger import open_ledger
-from muscale.store.retention import Pruning, prune
 from muscale.store.tables import ResultKind
-from muscale.tracking.mirror import Mirror, Source
-from muscale.tracking.sources import FullRun, Trials, WholeStudy
-from muscale.tracking.tracked import TrackedRun
-from muscale.tracking.trackers import make_mirror
-from proxy_models.data.corpus import MANIFEST, Corpus, CorpusError
+from muscale.tracking.trackers import Tracking
+from proxy_models.data.corpus import Corpus, CorpusError
 from proxy_models.training.numerics import Numerics
-from scaling import Ablation, HorizonLaw, ScalingError, ScalingFit, Verdict, compare_ablations, fit, fit_verdict
+from scaling import Ablation, ScalingError, ScalingFit, Verdict, compare_ablations
 from scaling.presentation import Result
 
 if TYPE_CHECKING:
     from muscale.bundles.bundle import Bundle
-    from muscale.full_runs.continue_run.continuation import Continuation
     from muscale.full_runs.continue_run.train import Continued
     from muscale.full_runs.promote.dry_run import DryRun
     from muscale.full_runs.promote.prepared import Prepared
     from muscale.full_runs.promote.smoke_test import SmokeTest
     from proxy_models.coordinates.check import CoordinateCheck
 
-N_PARAMS_CONVENTION = "all parameters but the embedding table"
-
 
 class Study(Result):
     """An open study; make one with `Study.open`."""
 
-    def __init__(self, config: StudyConfig, directory: Path, display: Display) -> None:
-        self.config = config
-        self.directory = directory
-        self.display = display
-        self.path: Path | None = None
-        self.overrides: tuple[str, ...] = ()
-        self._swept: SweepResult | None = None
+    def __init__(self, contents: StudyContents, display: Display) -> None:
+        self.contents = contents
+        self._display = display
+        self._known = Findings()
 
-    @cached_property
+    @property
+    def config(self) -> StudyConfig:
+        """The resolved study file."""
+        return self.contents.config
+
+    @property
     def ledger(self) -> Ledger:
-        """Everything that the study knows, where [storage] says; made at first use."""
-        return open_ledger(self.config.storage, self.directory, self.config.name)
+        """Everything that the study knows, where [storage] says."""
+        return self.contents.ledger
+
+    @property
+    def directory(self) -> Path:
+        """The study file's directory."""
+        return self.contents.directory
 
     @classmethod
     def open(cls, path: str | Path, overrides: Overrides = (), *, quiet: bool = False) -> Self:
@@ -99,25 +98,22 @@ class Study(Result):
             StudyDirectoryError: If the directory belongs to another study.
             StageError: If the corpus can't be read.
         """
-        path = Path(path)
-        study = cls(StudyConfig.read(path, overrides), path.resolve().parent, Display(quiet=quiet))
-        study.path, study.overrides = path.resolve(), as_set(overrides)
-        study._claim(where=path)
-        return study
-
-    def _claim(self, where: Path) -> None:
-        """Check the source and make the directory this study's, before anything else is written."""
+        where, path = Path(path), Path(path).resolve()
+        config = StudyConfig.read(where, overrides)
         try:
-            data.check(self.config.corpus, self.directory, self.config.model.vocab_size)
+            data.check(config.corpus, path.parent, config.model.vocab_size)
         except ValueError as error:
             raise StageError(f"{where}: {error}") from error
-        config = self.config.to_dict()
+        ledger = open_ledger(config.storage, path.parent, config.name)
+        values = config.to_dict()
         identity = {
-            **self.config.corpus.identity(),
-            **{f"model.{name}": value for name, value in config["model"].items()},
-            **{name: config[name] for name in ("parametrization", "depth_exponent", "decay_scaling")},
+            **config.corpus.identity(),
+            **{f"model.{name}": value for name, value in values["model"].items()},
+            **{name: values[name] for name in ("parametrization", "depth_exponent", "decay_scaling")},
         }
-        self.ledger.claim(identity, config)
+        ledger.claim(identity, values)
+        contents = StudyContents(config=config, ledger=ledger, path=path, overrides=as_set(overrides))
+        return cls(contents, Display(quiet=quiet))
 
     # Stages
 
@@ -126,7 +122,7 @@ class Study(Result):
         """The token files, written at first use."""
         settings, vocab_size = self.config.corpus, self.config.model.vocab_size
         try:
-            with self.display.stage("corpus") as update:
+            with self._display.stage("corpus") as update:
 
                 def on_progress(done: int, total: int) -> None:
                     update(done, total, "bytes read")
@@ -140,20 +136,19 @@ class Study(Result):
             )
         return corpus
 
-    @property
-    def numerics(self) -> Numerics:
-        """What every training of the study shares, at the base shape."""
+    @cached_property
+    def _numerics(self) -> Numerics:
         return self.config.numerics(self.corpus)
 
     def check(self) -> CoordinateCheck:
         """The coordinate check of the family."""
         if known := self._known_check():
             return known
-        with self.display.stage("check"):
-            return run_check(self.config, self.numerics, self.ledger, self.corpus)
+        with self._display.stage("check"):
+            return run_check(self.config, self._numerics, self.ledger, self.corpus)
 
     def _known_check(self) -> CoordinateCheck | None:
-        return known_check(self.config, self.numerics, self.ledger)
+        return known_check(self.config, self._numerics, self.ledger)
 
     def sweep(self, *, narrower: bool = False, learn_from: Sequence[str | Path] = ()) -> SweepResult:
         """The search at the base shape.
@@ -166,94 +161,60 @@ class Study(Result):
         Raises:
             StageError: If no trial came to an annealed end.
         """
-        if narrower or learn_from or self._swept is None:
-            self._swept = self._run_sweep(narrower, tuple(map(str, learn_from)))
-            for later in ("_verdict", "_fit"):  # they stand on the sweep
-                self.__dict__.pop(later, None)
-        return self._swept
+        if (known := self._known.sweep) and not (narrower or learn_from):
+            return known
+        result = self._run_sweep(narrower, tuple(map(str, learn_from)))
+        self._known = Findings(sweep=result)  # the later stages stand on it
+        return result
 
     def _run_sweep(self, narrower: bool, learn_from: tuple[str, ...]) -> SweepResult:
-        sweep = replace(self.search, learn_from=learn_from)
+        sweep = replace(Sweep.of(self.config, self.ledger, self.corpus), learn_from=learn_from)
         rounds = len(self.ledger.rounds(sweep.key))
-        with self.display.stage("sweep") as update:
+        with self._display.stage("sweep") as update:
             progress = SweepProgress(sweep, update)
             for told in taught(sweep):
-                self.display.line(told)
-            with self._mirror.following(self._trials(sweep), WholeStudy(self)):
+                self._display.line(told)
+            with self._tracking.during_sweep(sweep):
                 result = run_sweep(sweep, progress.on_arrival, progress.on_run, narrower=narrower)
         if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):
-            self.display.line(
+            self._display.line(
                 "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
             )
         return result
 
-    @property
-    def search(self) -> Sweep:
-        """The sweep that the study file describes, as it stands in the ledger."""
-        return Sweep(config=self.config, ledger=self.ledger, numerics=self.numerics)
-
     def transfer(self) -> Verdict:
         """Whether the optima stay put across widths and depths, with the laws in the tokens, from the grids of [transfer]."""
-        return self._verdict
-
-    @cached_property
-    def _verdict(self) -> Verdict:
+        if known := self._known.transfer:
+            return known
         sweep = self.sweep()
-        members = transfer.members(self.config, self.numerics, sweep.best)
-        finish_stage("transfer", transfer.jobs(members), self.ledger, self.config.resources, self.display)
-        rows = transfer.rows(self.ledger.runs(), members)
-        optima = for_horizon(sweep.fitted, self.config, self.numerics)
-        verdict = fit_verdict(rows, optima=optima)
-        told = [optima.to_dict("records")] if len(optima) else []
-        self.ledger.record_result(ResultKind.TRANSFER, input_key(sorted(rows["run"]), *told), verdict.to_dict())
+        members = transfer.members(self.config, self._numerics, sweep.best)
+        finish_stage("transfer", transfer.jobs(members), self.ledger, self.config.resources, self._display)
+        verdict = transfer.conclude(members, sweep, self.config, self._numerics, self.ledger)
+        self._known = replace(self._known, transfer=verdict)
         return verdict
-
-    def horizon(self) -> HorizonLaw:
-        """How the best rate falls with the training tokens, from the same grids and the sweep's optimum at each length.
-
-        Raises:
-            StageError: If the grids don't tell it; the message says what would.
-        """
-        verdict = self.transfer()
-        if verdict.horizon is None:
-            raise StageError(
-                f"transfer: no horizon law: {verdict.missing['horizon law']}; widen transfer.octaves or add transfer.rates"
-            )
-        return verdict.horizon
 
     def ladder(self) -> pd.DataFrame:
         """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does.
 
         Raises:
-            StageError: As `horizon`.
+            StageError: If the transfer check tells no horizon law; the message names what would.
         """
-        best, horizon = self.sweep().best, self.horizon()
-        jobs = ladder.ladder_jobs(self.config, self.numerics, best, horizon)
-        finish_stage("ladder", jobs, self.ledger, self.config.resources, self.display)
-        return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self.numerics)
+        best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
+        jobs = ladder.ladder_jobs(self.config, self._numerics, best, horizon)
+        finish_stage("ladder", jobs, self.ledger, self.config.resources, self._display)
+        return ladder.law_rows(self.ledger.runs(), best, self.config.sweep.space, horizon, self._numerics)
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the tuned runs.
 
         Raises:
-            StageError: As `horizon`, or if the runs tell no law.
+            StageError: As `ladder`, or if the runs tell no law.
         """
-        return self._fit
-
-    @cached_property
-    def _fit(self) -> ScalingFit:
-        settings = self.config.fit
-        rows = self.ladder()
-        try:
-            return fit(
-                rows,
-                n_params_convention=N_PARAMS_CONVENTION,
-                n_bootstrap=settings.n_bootstrap,
-                seed=settings.seed,
-                max_regret=settings.max_regret,
-            )
-        except (ScalingError, ValueError) as error:
-            raise StageError(f"fit: {error}") from error
+        if known := self._known.fit:
+            return known
+        law = ladder.fit_law(self.ladder(), self.config.fit)
+        self._known = replace(self._known, fit=law)
+        return law
 
     def plan(self, *, compute_flops: float | None = None) -> Plan:
         """The full run for the budget, with the forecast as registered where it is; writes nothing about it.
@@ -268,7 +229,7 @@ class Study(Result):
         sweep, config = self.sweep(), self.config
         if compute_flops is not None:
             config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
-        horizon, law = self.horizon(), self.fit()
+        horizon, law = transfer.horizon_of(self.transfer()), self.fit()
         plan = planning.make_plan(config, sweep.best, horizon, law, corpus=self.corpus, winner=sweep.winner)
         return planning.as_registered(plan, self.ledger)
 
@@ -279,23 +240,13 @@ class Study(Result):
             StageError: If the plan's file was edited by hand.
         """
         registered = planning.register(plan, self.ledger)
-        plan_file.write(registered, self.config, self.ledger, along=self.band(registered).along)
+        plan_file.write(registered, self.config, self.ledger, along=self._band(registered).along)
         return registered
 
-    def plan_path(self, plan: Plan) -> Path:
-        """Where the file of a registered plan lies."""
-        return plan_file.path_of(self.directory, plan.key)
-
-    def band(self, plan: Plan) -> Band:
+    def _band(self, plan: Plan) -> Band:
         """What is expected of a registered plan's loss along its run; registered with it, before the first step."""
         known = registered_band(plan.key, self.ledger)
         return known or register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
-
-    def export(self, folder: str | Path, plan: Plan | None = None) -> Path:
-        """Write a plan, by default the study file's, for another framework: every tensor's values and the schedule."""
-        from muscale.plans.plan_export import export
-
-        return export(plan or self.plan(), self.numerics, Path(folder))
 
     def next_runs(
         self,
@@ -340,25 +291,25 @@ class Study(Result):
         seen = self._admitted(plan, config, force=force)
         metrics = self.directory / FULL_RUNS / plan.key / METRICS
         with (
-            guarding(self.ledger, plan.key, config.promote, self.display.line),
-            self.display.stage("promote") as update,
+            guarding(self.ledger, plan.key, config.promote, self._display.line),
+            self._display.stage("promote") as update,
             following(metrics, plan.n_tokens, update),
-            self._mirror.following(self._full_run(plan.key), WholeStudy(self)),
+            self._tracking.during_full_run(plan.key),
         ):
             result = promotion.promote(
                 plan,
                 config,
                 self.ledger,
-                self.numerics,
+                self._numerics,
                 verdict=self.transfer().verdict,
                 forced=not seen.gate.passed,
                 gate=seen.gate,
             )
         if config.promote.bundle:
             try:
-                self.display.line(f"bundle: {self.bundle().path}")
+                self._display.line(f"bundle: {self.bundle().path}")
             except (StageError, BundleError, OSError) as error:  # the run itself is done, and recorded
-                self.display.line(f"no bundle: {error}; `muscale bundle` writes it")
+                self._display.line(f"no bundle: {error}; `muscale bundle` writes it")
         return result
 
     def prepare(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Prepared:
@@ -384,14 +335,14 @@ class Study(Result):
             forced=not seen.gate.passed,
             gate=seen.gate,
         )
-        return prepare(plan, config, self.numerics, self.directory / FULL_RUNS / plan.key)
+        return prepare(plan, config, self._numerics, self.directory / FULL_RUNS / plan.key)
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
         """The dry run of a run that the gate lets begin, or is forced to, with its band registered."""
         seen = self._prospect(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
-        self.band(plan)
+        self._band(plan)
         return seen
 
     def continue_run(self, file: str | Path) -> Continued:
@@ -405,28 +356,20 @@ class Study(Result):
             StageError: If there is no such checkpoint, it can't be continued like this, or the training failed.
             PreemptedError: As `promote`.
         """
+        from muscale.full_runs.continue_run.continuation import plan_continuation
         from muscale.full_runs.continue_run.train import train_continuation
 
-        planned = self.continuation(file)
-        metrics = planned.folder / METRICS
-        with self.display.stage("continue") as update, following(metrics, planned.n_tokens, update):
-            return train_continuation(planned, self.config, self.ledger)
-
-    def continuation(self, file: str | Path) -> Continuation:
-        """The training that `continue_run` would do; writes its corpus if it is new, and trains nothing."""
-        from muscale.full_runs.continue_run.continuation import plan_continuation
-
-        own = replace(self.numerics, guard=self.config.promote.guard)
-        with self.display.stage("corpus") as update:
+        with self._display.stage("corpus") as update:
 
             def on_progress(done: int, total: int) -> None:
                 update(done, total, "bytes read")
 
-            return plan_continuation(
-                Path(file), self.config, self.ledger, self.corpus, lambda plan: plan.chain(own), on_progress
-            )
+            planned = plan_continuation(Path(file), self.config, self.ledger, self.corpus, self._numerics, on_progress)
+        metrics = planned.folder / METRICS
+        with self._display.stage("continue") as update, following(metrics, planned.n_tokens, update):
+            return train_continuation(planned, self.config, self.ledger)
 
-    def watch(self, losses: str | Path | pd.DataFrame | LossSource | None = None, plan: str | None = None) -> RunStatus:
+    def watch(self, losses: str | Path | pd.DataFrame | None = None, plan: str | None = None) -> RunStatus:
         """The full run against its forecast as it stands now; trains nothing.
 
         Args:
@@ -439,20 +382,8 @@ class Study(Result):
             StageError: If there is no such run, the losses can't be read or go beyond the plan's tokens, or `losses` are given
                 for a plan that was promoted in this study.
         """
-        return self.monitor(losses, plan).look()
-
-    def monitor(self, losses: str | Path | pd.DataFrame | LossSource | None = None, plan: str | None = None) -> Monitor:
-        """A monitor that looks at one run repeatedly, reading only new records; arguments and errors as `watch`."""
-        source = loss_source(losses) if isinstance(losses, str | Path | pd.DataFrame) else losses
-        return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after)
-
-    def calibration(self, *others: str | Path) -> Calibration:
-        """How often the forecasts of this ledger held, and those of other studies: their files, directories or ledgers.
-
-        Raises:
-            StudyDirectoryError: If another has no ledger that this version reads.
-        """
-        return calibrate(self.ledger, [Path(other) for other in others])
+        source = None if losses is None else loss_source(losses)
+        return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after).look()
 
     def ablate(self) -> Ablation:
         """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters.
@@ -460,8 +391,8 @@ class Study(Result):
         Raises:
             StageError: If no run of the proxy as it is came to its end, or there is nothing to swap.
         """
-        found = ablation.variants(self.config.ablate, self.numerics, self.sweep().best, self.config.sweep.n_tokens)
-        finish_stage("ablate", [variant.job for variant in found], self.ledger, self.config.resources, self.display)
+        found = ablation.variants(self.config.ablate, self._numerics, self.sweep().best, self.config.sweep.n_tokens)
+        finish_stage("ablate", [variant.job for variant in found], self.ledger, self.config.resources, self._display)
         try:
             result = compare_ablations(ablation.rows(self.ledger.runs(), found))
         except ScalingError as error:
@@ -475,10 +406,12 @@ class Study(Result):
         Raises:
             StageError: If the ledger lacks runs that the plan stands on.
         """
-        if not self.is_complete("ladder"):
+        known = copy(self)  # whose later stages stand on what is finished; this study's go on to train the rest
+        known._known = findings(self.contents, self._known)
+        if known._known.fit is None:
             raise StageError("promote: there is no plan without its ladder; run `muscale plan` first")
-        plan, config = self._to_promote(plan, register=False)
-        return self._prospect(plan, config, self._known_check())
+        plan, config = known._to_promote(plan, register=False)
+        return known._prospect(plan, config, self._known_check())
 
     def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
         """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
@@ -495,8 +428,8 @@ class Study(Result):
         from muscale.full_runs.promote.smoke_test import smoke_test_on_cluster
 
         plan, config = self._to_promote(plan, register=False)
-        with self.display.stage("smoke test"):
-            return smoke_test_on_cluster(plan, config, self.ledger, self.numerics, steps=steps)
+        with self._display.stage("smoke test"):
+            return smoke_test_on_cluster(plan, config, self.ledger, self._numerics, steps=steps)
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
         """The plan that is meant, and the settings that it is promoted with."""
@@ -521,70 +454,26 @@ class Study(Result):
 
             missing_compiler(self.config.resources.device)  # logged here, as workers' logs are not shown
         with staying_cluster(), cancellable(self.ledger):
-            self.display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
-            self.display.line(str(self.corpus))
-            self.display.line(str(self.check()))
+            self._display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
+            self._display.line(str(self.corpus))
+            self._display.line(str(self.check()))
             require_check(self.check(), force=force)  # before anything is trained in vain
-            self.display.line(str(self.sweep()))
-            self.display.line(str(self.transfer()))
+            self._display.line(str(self.sweep()))
+            self._display.line(str(self.transfer()))
             self.ladder()
-            self.display.line(str(self.fit()))
+            self._display.line(str(self.fit()))
             plan = self.plan()
-            self.display.line(str(plan))
+            self._display.line(str(plan))
             for warning in self.corpus.warnings(plan.n_tokens):
-                self.display.line(f"warning: {warning}")
+                self._display.line(f"warning: {warning}")
             result = self.promote(plan, force=force)
         self.report()
-        self.sync()
+        self._tracking.sync()
         return result
 
-    # Tracking
-
     @cached_property
-    def _mirror(self) -> Mirror:
-        return make_mirror(self.config.tracking, self.directory)
-
-    def _trials(self, sweep: Sweep) -> Source:
-        return Trials(sweep) if self.config.tracking.trials else lambda: ()
-
-    def _full_run(self, plan: str) -> FullRun:
-        return FullRun(self.ledger, plan, self.config.to_dict(), self.config.tracking.points)
-
-    def export_optuna(self, path: str | Path) -> str:
-        """Write the sweep as a study of Optuna's into a new SQLite file, and say how to look at it; trains nothing.
-
-        Raises:
-            StageError: If the file is there, or the sweep has no trials.
-        """
-        from muscale.search.optuna_export import export_optuna
-
-        return export_optuna(self.search, Path(path))
-
-    def sync(self) -> str:
-        """Give the trackers of [tracking] what is new to them of all that is known, and say what they were given; trains nothing."""
-
-        def everything() -> Iterator[TrackedRun]:
-            if (self.directory / CORPUS / MANIFEST).exists():  # else nothing was searched yet
-                yield from self._trials(self.search)()
-            for folder in sorted((self.directory / FULL_RUNS).glob("*")):
-                yield from self._full_run(folder.name)()
-            yield from WholeStudy(self)()
-
-        with self._mirror.following(lambda: (), everything):
-            pass
-        return str(self._mirror)
-
-    def is_complete(self, stage: Literal["transfer", "ladder"]) -> bool:
-        """Whether the ledger knows every run of a stage; trains nothing.
-
-        Raises:
-            StageError: If the sweep before it has no result yet.
-        """
-        best = (self._swept or collect(self.search)).best
-        jobs = transfer.jobs(transfer.members(self.config, self.numerics, best))
-        if stage == "ladder" and self.is_complete("transfer"):
-            jobs = ladder.ladder_jobs(self.config, self.numerics, best, self.horizon())
-        return len(self.ledger.outcomes(job.chain for job in jobs)) == len({job.chain.key for job in jobs})
+    def _tracking(self) -> Tracking:
+        return Tracking(self.config, self.ledger)
 
     def bundle(self, *, average: int = 1, continuation: str | None = None) -> Bundle:
         """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
@@ -600,33 +489,22 @@ class Study(Result):
         if continuation is not None:
             from muscale.bundles.preserve_continuation import preserve_continuation
 
-            return preserve_continuation(self, continuation, average=average)
+            return preserve_continuation(self.contents, continuation, average=average)
         from muscale.bundles.preserve import preserve
 
-        return preserve(self, average=average)
+        return preserve(self.contents, self._known, average=average)
 
     def runs(self) -> pd.DataFrame:
         """The ledger's runs, a row each."""
         return self.ledger.runs()
-
-    def costs(self) -> pd.DataFrame:
-        """What each stage would cost at most, from the study file alone: stage, runs, n_tokens, compute_flops (6·N·D)."""
-        return estimate(self.config)
-
-    def gc(self, *, dry_run: bool = False) -> Pruning:
-        """Remove training states that nothing goes on from; results stay for ever."""
-        return prune(self.ledger, top_k=self.config.sweep.top_k, dry_run=dry_run)
 
     def report(self) -> Path:
         """Write the page of everything that is known so far, and return its path; it starts no training."""
         from muscale.pages.contents import gather
         from muscale.pages.report import write_report
 
-        return write_report(gather(self), self.directory / REPORT)
-
-    def ladder_design(self) -> pd.DataFrame:
-        """The runs that the ladder will have, for `scaling.simulate`: n_params, n_tokens, stem."""
-        return ladder.design(self.config)
+        found = findings(self.contents, self._known)
+        return write_report(gather(self.contents, found), self.directory / REPORT)
 
     def __str__(self) -> str:
-        return overview(self)
+        return overview(self.contents)

@@ -33,6 +33,7 @@ from muscale.cluster import staying_cluster
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.plans.planning import Plan
+from muscale.proxies.ladder import design as ladder_design
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
@@ -155,14 +156,15 @@ def plan_of(study: Study) -> tuple[Plan, Promoted]:
     """The plan of a study, whose searches are done where they are not, and what its runs share."""
     plan = study.plan()
     directory = study.directory / "full_run" / plan.key
-    chain = plan.chain(study.numerics)
+    chain = plan.chain(study.config.numerics(study.corpus))
     return plan, Promoted(
         numerics=chain.numerics,
         hyperparameters=plan.hyperparameters,
         n_tokens=plan.n_tokens,
         proxy_rate=study.sweep().best.learning_rate,
         full_run=replace(
-            full_run_of(plan, study.config, study.numerics, directory, study.corpus.folder), compile="auto"
+            full_run_of(plan, study.config, study.config.numerics(study.corpus), directory, study.corpus.folder),
+            compile="auto",
         ),
     )
 
@@ -220,7 +222,7 @@ def simulated(study: Study, plan: Plan) -> None:
     branches = [off[at] for at in runs.groupby("stem").indices.values() if len(at) == 2]
     variance = per_seed * float((off**2).mean())
     shared = max(0.0, per_seed * float(np.mean([a * b for a, b in branches])))
-    design = study.ladder_design()
+    design = ladder_design(study.config)
     one = design[design["stem"] % LADDER_SEEDS == 0]
     for n_seeds in (1, 2, 4, 8):
         ladder = pd.concat([one.assign(stem=one["stem"] + k * len(design)) for k in range(n_seeds)])

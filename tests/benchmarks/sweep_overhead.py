@@ -360,7 +360,7 @@ def flat(folder: Path, trials: int, block: int = 500) -> None:
             yield update
 
     opened = Study.open(study_file(folder / "flat", trials, TRIVIAL), quiet=True)
-    study = Study(opened.config, opened.directory, Marking(quiet=True))
+    study = Study(opened.contents, Marking(quiet=True))
     study.sweep()
     print(
         "| trials | wall ms a trial | gaps: median | 90 % | driver's CPU ms a trial | driver MiB |",

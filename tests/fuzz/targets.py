@@ -121,7 +121,7 @@ def continuation_file(folder: Path) -> Target:
     file = folder / "continuation.toml"
 
     def read() -> object:
-        planned = plan_continuation(file, config, ledger, corpus, lambda plan: plan.chain(numerics), lambda *_: None)
+        planned = plan_continuation(file, config, ledger, corpus, numerics)
         return str(planned), json.dumps(planned.to_dict())
 
     return Target(file, read, (StageError, StudyFileError), [seed.encode()])

@@ -45,7 +45,7 @@ def open_study(path: Path, *settings: str) -> Study:
 
 def plant(study: Study, n_runs: int) -> None:
     """Fill the ledger of an open study with so many runs and ten times as many rungs."""
-    sweep = study.search
+    sweep = Sweep.of(study.config, study.ledger, study.corpus)
     n_trials = n_runs // N_SWEEPS
     for number in range(N_SWEEPS):
         write(study.ledger, "rounds", [_round(sweep, number)])

@@ -20,6 +20,8 @@ import sqlalchemy as sa
 
 from muscale.cli.running import show
 from muscale.pages.live_page import LivePage
+from muscale.search.sweep import Sweep
+from muscale.store import retention
 from muscale.store.lease import expired_leases
 from muscale.store.ledger import KEYS_AT_ONCE, NESTED
 from muscale.store.run_selection import Selection
@@ -42,8 +44,10 @@ class Cost:
 
 def resume(study: Study) -> None:
     """What a sweep that is run again does before its first leg."""
-    record = study.search.record()
-    engine = study.search.engine(record, lambda arrival: None, lambda done, wanted, kind: None)
+    record = Sweep.of(study.config, study.ledger, study.corpus).record()
+    engine = Sweep.of(study.config, study.ledger, study.corpus).engine(
+        record, lambda arrival: None, lambda done, wanted, kind: None
+    )
     assert engine.next() is not None
 
 
@@ -67,13 +71,22 @@ def arrive(study: Study) -> None:
     """Results at rungs of the largest of sweeps."""
     for trial in range(EVENTS):
         study.ledger.add_rung(
-            sweep=study.search.key, trial=10**7 + trial, rung=0, tokens=1, segment="", loss=9.0, seconds=1.0
+            sweep=Sweep.of(study.config, study.ledger, study.corpus).key,
+            trial=10**7 + trial,
+            rung=0,
+            tokens=1,
+            segment="",
+            loss=9.0,
+            seconds=1.0,
         )
 
 
 def prune(study: Study) -> None:
     """Of a trial in a hundred there are states, few of them of the best."""
-    assert study.gc(dry_run=True).files["state that no rule keeps"] > 0
+    assert (
+        retention.prune(study.ledger, top_k=study.config.sweep.top_k, dry_run=True).files["state that no rule keeps"]
+        > 0
+    )
 
 
 OPERATIONS: dict[str, Callable[[Study], Any]] = {
@@ -84,11 +97,11 @@ OPERATIONS: dict[str, Callable[[Study], Any]] = {
     "table": lambda study: study.runs(),
     "runs --json": as_json,
     "report": lambda study: study.report(),
-    "record": lambda study: study.search.record(),
+    "record": lambda study: Sweep.of(study.config, study.ledger, study.corpus).record(),
     "resume": resume,
     "gc --dry-run": prune,
     "leases": lambda study: expired_leases(study.ledger),
-    "look of the live page": lambda study: LivePage(study=study)._feel(),
+    "look of the live page": lambda study: LivePage(study=study.contents)._feel(),
     "results at rungs": arrive,
 }
 NOT_BY_ROW = ("results at rungs",)

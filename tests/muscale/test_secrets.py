@@ -13,6 +13,7 @@ from muscale.bundles.bundle import METRICS, WEIGHTS
 from muscale.full_runs.promote.prepared import PREPARED, prepare, train_here
 from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import BUNDLES, FULL_RUNS, PLANS, REPORT, RESULT
+from muscale.plans.plan_export import export
 from muscale.plans.plan_file import write
 from muscale.store.ledger import Ledger
 from tests.muscale.command_lines import muscale
@@ -64,14 +65,16 @@ def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
     write(plan, study.config, study.ledger)
-    study.export(tmp_path / "exported", plan)
+    export(plan, study.config.numerics(study.corpus), tmp_path / "exported")
     begin(plan, study.config, study.ledger, verdict="pass", forced=False, gate=None)
     run = study.directory / FULL_RUNS / plan.key
-    prepared = prepare(plan, study.config, study.numerics, run)
+    prepared = prepare(plan, study.config, study.config.numerics(study.corpus), run)
 
     train_here(Path(prepared.path))
     assert telling() == []
-    promote(plan, study.config, study.ledger, study.numerics, verdict="pass", forced=False, gate=None)
+    promote(
+        plan, study.config, study.ledger, study.config.numerics(study.corpus), verdict="pass", forced=False, gate=None
+    )
     study.bundle()
     study.ledger.close()
     told = ""

@@ -22,8 +22,12 @@ from muscale.full_runs.checkpoints.finished_run import held_out_loss
 from muscale.full_runs.promote.prepared import read
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
+from muscale.monitoring.calibration import calibrate
+from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan, register
+from muscale.search.sweep import Sweep
 from muscale.store.tables import ResultKind
+from muscale.tracking.trackers import Tracking
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
 from tests.muscale.event_files import scalars
@@ -60,7 +64,8 @@ def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_stud
     annealed = first.trials[first.trials["annealed_loss"].notna()]
     assert first.best.learning_rate == annealed.iloc[0]["learning_rate"]
     assert first.best.zero_readout is bool(annealed.iloc[0]["zero_readout"])
-    limited = Study.open(path, [*asha, "sweep.trials=8", "sweep.max_flops=1e12"], quiet=True).search
+    costly = Study.open(path, [*asha, "sweep.trials=8", "sweep.max_flops=1e12"], quiet=True)
+    limited = Sweep.of(costly.config, costly.ledger, costly.corpus)
     allowed = limited.engine(limited.record(), lambda arrival: None, lambda *run: None).budget
     assert allowed.repeated_tokens == allowed.n_finalists * allowed.repeat_tokens > 0, (
         "others may lead after more trials"
@@ -158,7 +163,7 @@ def check_tracked(study: Study, promotion: Promotion) -> None:
     (whole,) = (folder / "study").iterdir()
     assert (whole / REPORT).exists()
     assert (whole / "plan.toml").exists()
-    assert study.sync().startswith("sync: runs with something new to them: tensorboard ")
+    assert Tracking(study.config, study.ledger).sync().startswith("sync: runs with something new to them: tensorboard ")
 
 
 def check_gate(study: Study, promotion: Promotion) -> None:
@@ -170,7 +175,7 @@ def check_gate(study: Study, promotion: Promotion) -> None:
     assert {kept[name] for name in ("coordinate check", "data", "carried over", "layout", "disk")} == {"passed"}
     assert promotion.forced_lines == seen.failed
     assert promotion.forced is not seen.passed
-    assert study.promote(study.plan_path(study.plan())) == promotion
+    assert study.promote(path_of(study.directory, study.plan().key)) == promotion
 
 
 def check_watch(study: Study, promotion: Promotion) -> None:
@@ -185,7 +190,7 @@ def check_watch(study: Study, promotion: Promotion) -> None:
         for kind in (ResultKind.BAND, ResultKind.PROMOTION_STARTED)
     }
     assert begun[ResultKind.BAND] < begun[ResultKind.PROMOTION_STARTED]
-    assert list(study.calibration().table["plan"]) == [promotion.plan]
+    assert list(calibrate(study.ledger).table["plan"]) == [promotion.plan]
 
 
 def check_bundle(study: Study, promotion: Promotion) -> None:
@@ -223,7 +228,7 @@ def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion
     assert further.result.now.n_params == study.plan().n_params
     other = study.plan(compute_flops=4e10)
     assert study.ledger.forecast(other.key) is None
-    assert not study.plan_path(other).exists()
+    assert not path_of(study.directory, other.key).exists()
     other = study.register(other)
     assert study.plan(compute_flops=4e10) == study.register(other) == other
     assert 2.5e10 < other.compute_flops <= 4e10 * 1.01
@@ -256,7 +261,7 @@ def check_that_a_divergence_is_told(study: Study) -> None:
     broken = replace(plan, key="broken", hyperparameters=replace(plan.hyperparameters, learning_rate=1e12))
     register(broken, study.ledger)
     with pytest.raises(StageError, match=r"the run diverged: .* at step \d+; the run's records are in"):
-        promote(broken, study.config, study.ledger, study.numerics, verdict="pass", forced=True)
+        promote(broken, study.config, study.ledger, study.config.numerics(study.corpus), verdict="pass", forced=True)
 
 
 def end_during(stage: str, study: Path, how: signal.Signals) -> None:

@@ -26,7 +26,7 @@ from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
 from muscale.tracking.sources import FullRun, Trials, _run_rows, study_key
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
-from muscale.tracking.trackers import make_mirror
+from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
 from tests.muscale.event_files import scalars
 from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
@@ -227,7 +227,9 @@ def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
     planted.end(3.1)
     path = planted.ledger.directory / "study.toml"
     study = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
-    assert study.sync().startswith("sync: runs with something new to them: tensorboard 2; ")
+    assert (
+        Tracking(study.config, study.ledger).sync().startswith("sync: runs with something new to them: tensorboard 2; ")
+    )
     folder = study.directory / "tracking" / "tensorboard"
     (full,), (whole,) = ((folder / kind).iterdir() for kind in ("full", "study"))
     found, n_tokens = scalars(full), planted.plan.n_tokens
@@ -237,7 +239,9 @@ def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
     )
     assert b"val_loss = 3.1" in b"".join(file.read_bytes() for file in whole.iterdir()), "where the study stands"
     again = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
-    assert again.sync().startswith("sync: runs with something new to them: tensorboard 0; ")
+    assert (
+        Tracking(again.config, again.ledger).sync().startswith("sync: runs with something new to them: tensorboard 0; ")
+    )
     study.ledger.close()
     again.ledger.close()
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_writing import FinishedRun, write_bundle
 from muscale.errors import StageError
+from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.planning import Plan
-from muscale.search.sweep import collect
 from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
+from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast, ScalingFit
 
-if TYPE_CHECKING:
-    from muscale.study import Study
 
-
-def preserve(study: Study, *, average: int = 1) -> Bundle:
+def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bundle:
     """The bundle of the run promoted last, below the study's directory; written once, later only verified.
 
     Args:
-        study: It is only read.
+        study: Whose run it is.
+        known: Results that are worked out already.
         average: Write the average of so many last checkpoints beside the last weights; 1 for none.
 
     Raises:
@@ -37,21 +36,26 @@ def preserve(study: Study, *, average: int = 1) -> Bundle:
     path = study.directory / BUNDLES / name
     if path.exists():
         return Bundle.open(path)
+    corpus = study.corpus
+    if corpus is None:
+        raise StageError(
+            f"bundle: the study's corpus is gone from {study.directory}; run `muscale check` to write it again"
+        )
     run = FinishedRun(
         name=study.config.name,
         plan=plan,
         promotion=promotion,
-        chain=_chain_of(study, plan),
+        chain=_chain_of(study, plan, corpus),
         directory=study.directory / FULL_RUNS / plan.key,
-        corpus=study.corpus,
+        corpus=corpus,
         config=study.config.to_dict(),
-        lineage=_lineage(study, plan, promotion),
-        runs=study.runs(),
+        lineage=_lineage(study, known, plan, promotion),
+        runs=study.ledger.runs(),
     )
     return write_bundle(run, path, average=average)
 
 
-def _promoted(study: Study) -> tuple[Plan, Promotion]:
+def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:
     found = study.ledger.latest_result(ResultKind.PROMOTION)
     promotion = recorded_promotion(study.ledger, found["key"]) if found else None
     if promotion is None:
@@ -62,15 +66,15 @@ def _promoted(study: Study) -> tuple[Plan, Promotion]:
     return Plan.of_row(forecast), promotion
 
 
-def _chain_of(study: Study, plan: Plan) -> Chain:
+def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
     """The run's chain, with what determined its numbers then: settings of the study may have changed since."""
-    runs = study.runs()
+    runs = study.ledger.runs()
     own = runs[(runs["purpose"] == "full") & (runs["label"] == f"plan {plan.key}")]
-    chain = plan.chain(study.numerics)
+    chain = plan.chain(study.config.numerics(corpus))
     return replace(chain, numerics=Numerics.from_dict(own["numerics"].iloc[-1])) if len(own) else chain
 
 
-def _lineage(study: Study, plan: Plan, promotion: Promotion) -> dict[str, Any]:
+def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promotion) -> dict[str, Any]:
     """Every stage as the ledger tells it now, and whether its fit is still the one that made the forecast."""
     recorded = {str(kind): study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.TRANSFER)}
     stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
@@ -78,22 +82,15 @@ def _lineage(study: Study, plan: Plan, promotion: Promotion) -> dict[str, Any]:
     doubts: list[str] = []
     if stages["transfer"] and stages["transfer"]["verdict"] != promotion.verdict:
         doubts.append(f"the transfer check was made anew since the run was started: {stages['transfer']['verdict']!r}")
-    try:
-        stages["sweep"] = collect(study.search).to_dict()
-        if _is_searched(study) and study.is_complete("ladder"):
-            stages["fit"] = _fit_of(study.fit(), plan.forecast, doubts)
-    except StageError as error:
-        doubts.append(f"the ledger does not tell every stage any more: {error}")
+    found = findings(study, known)
+    if found.sweep:
+        stages["sweep"] = found.sweep.to_dict()
+    if found.fit:
+        stages["fit"] = _fit_of(found.fit, plan.forecast, doubts)
     missing = [name for name, found in stages.items() if found is None]
     if missing:
         doubts.append(f"not known any more: {', '.join(missing)}; runs were added or settings changed since")
     return {**stages, "plan": plan.to_dict(), "promotion": promotion.to_dict(), "doubts": doubts}
-
-
-def _is_searched(study: Study) -> bool:
-    """Whether the sweep has nothing left to train as the study file is now; the later stages would go on with it."""
-    sweep = study.search
-    return sweep.engine(sweep.record(), lambda _arrival: None, lambda *_run: None).is_finished
 
 
 def _fit_of(fit: ScalingFit, told: Forecast, doubts: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -14,6 +14,7 @@ from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_writing import write_bundle
 from muscale.errors import StageError
+from muscale.findings import StudyContents
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST
 from muscale.full_runs.continue_run.lineage import find_continuation, plain
 from muscale.full_runs.continue_run.train import Continued
@@ -23,9 +24,6 @@ from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
-
-if TYPE_CHECKING:
-    from muscale.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,7 @@ class FinishedContinuation:
         )
 
 
-def preserve_continuation(study: Study, continuation: str, *, average: int = 1) -> Bundle:
+def preserve_continuation(study: StudyContents, continuation: str, *, average: int = 1) -> Bundle:
     """The bundle of a finished continuation in the study's directory, written once.
 
     Args:
@@ -119,6 +117,6 @@ def preserve_continuation(study: Study, continuation: str, *, average: int = 1) 
         corpus=Corpus.open(study.directory / started["folder"]),
         config=study.config.to_dict(),
         plan=registered and registered["payload"],
-        runs=study.runs(),
+        runs=ledger.runs(),
     )
     return write_bundle(run, path, average=average)

@@ -102,9 +102,16 @@ def continue_(study: Path, file: Path, *, options: Options = Options()) -> int:
         file: The continuation file; paths in it are relative to it.
     """
     if options.dry_run:
+        from muscale.full_runs.continue_run.continuation import plan_continuation
+
         seen = replace(options, dry_run=False)
         once_more = Ending(next=(line("continue", study, file),))
-        return run_stage(study, seen, lambda opened: opened.continuation(file), None, ending=lambda *_: once_more)
+
+        def planned(opened: Study) -> Any:
+            corpus = opened.corpus
+            return plan_continuation(file, opened.config, opened.ledger, corpus, opened.config.numerics(corpus))
+
+        return run_stage(study, seen, planned, None, ending=lambda *_: once_more)
     return run_stage(
         study,
         options,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muscale.cli.application import KEEP, LOOK, SEARCH, command
 from muscale.cli.ending import Ending
 from muscale.cli.options import AsJson, Options, Words
 from muscale.cli.running import refuse_dry_run, result_alone, run_stage, show
+
+if TYPE_CHECKING:
+    from muscale.study import Study
 
 
 @command(SEARCH, name="import-space", example="muscale import-space sweep.yaml --rename lr=learning_rate")
@@ -35,9 +39,16 @@ def export_optuna(study: Path, file: Path, *, options: Options = Options()) -> i
         study: The study file.
         file: Of SQLite; must not be there yet.
     """
+    from muscale.search.optuna_export import export_optuna
+    from muscale.search.sweep import Sweep
+
     refuse_dry_run("an export", options)
     ending = Ending(wrote={"storage": file})
-    return run_stage(study, options, lambda opened: opened.export_optuna(file), None, ending=lambda *_: ending)
+
+    def exported(opened: Study) -> str:
+        return export_optuna(Sweep.of(opened.config, opened.ledger, opened.corpus), file)
+
+    return run_stage(study, options, exported, None, ending=lambda *_: ending)
 
 
 @command(LOOK, example="muscale sync study.toml --set tracking.mlflow=true")
@@ -49,5 +60,7 @@ def sync(study: Path, *, options: Options = Options()) -> int:
     Args:
         study: The study file.
     """
+    from muscale.tracking.trackers import Tracking
+
     refuse_dry_run("tracking", options)
-    return run_stage(study, options, lambda opened: opened.sync(), None)
+    return run_stage(study, options, lambda opened: Tracking(opened.config, opened.ledger).sync(), None)

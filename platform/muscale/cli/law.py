@@ -99,11 +99,15 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
     wrote: dict[str, Path] = {}
 
     def planned(opened: Study) -> Any:
+        from muscale.monitoring.band import registered_band
+        from muscale.plans.plan_export import export as write_export
+        from muscale.plans.plan_file import path_of
+
         plan = opened.register(opened.plan())
-        wrote["plan"] = opened.plan_path(plan)
+        wrote["plan"] = path_of(opened.directory, plan.key)
         if export:
-            wrote["for other frameworks"] = opened.export(export, plan)
-        return plan if options.json else f"{plan}\n{opened.band(plan)}\n{opened.next_runs(plan)}"
+            wrote["for other frameworks"] = write_export(plan, opened.config.numerics(opened.corpus), export)
+        return plan if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
 
     def ending(_opened: Study, _result: Any) -> Ending:
         return Ending(wrote=wrote, next=(line("promote", study, "--dry-run"), line("promote", study)))
@@ -119,5 +123,7 @@ def calibration(study: Path, *others: Path, options: Options = Options()) -> int
         study: The study file.
         others: Further studies: their files, directories or ledgers, which are only read.
     """
+    from muscale.monitoring.calibration import calibrate
+
     refuse_dry_run("a calibration", options)
-    return run_stage(study, options, lambda opened: opened.calibration(*others), None)
+    return run_stage(study, options, lambda opened: calibrate(opened.ledger, others), None)

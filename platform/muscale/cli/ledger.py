@@ -107,7 +107,7 @@ def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Setti
     from muscale.study import Study
 
     with suppress(KeyboardInterrupt):  # the way to end it
-        serve(Study.open(study, set, quiet=True), port=port, allow_actions=allow_actions)
+        serve(Study.open(study, set, quiet=True).contents, port=port, allow_actions=allow_actions)
     return 0
 
 
@@ -118,8 +118,14 @@ def gc(study: Path, *, options: Options = Options()) -> int:
     Args:
         study: The study file.
     """
+    from muscale.store.retention import prune
+
     removes = replace(options, dry_run=False)  # of which the other dry run, of costs, knows nothing
     once_more = Ending(next=(line("gc", study),) if options.dry_run else ())
     return run_stage(
-        study, removes, lambda opened: opened.gc(dry_run=options.dry_run), None, ending=lambda *_: once_more
+        study,
+        removes,
+        lambda opened: prune(opened.ledger, top_k=opened.config.sweep.top_k, dry_run=options.dry_run),
+        None,
+        ending=lambda *_: once_more,
     )

@@ -63,9 +63,11 @@ def watch(
         from rich.console import Console
 
         from muscale.monitoring.follow import follow_run
+        from muscale.monitoring.monitor import Monitor
 
         console = None if options.json or stop == "now" else Console(file=sys.stderr)
-        monitor = opened.monitor(source or None, plan)
-        return follow_run(monitor, until=stop, every=every, settings=opened.config.promote, console=console)
+        settings = opened.config.promote
+        monitor = Monitor(opened.ledger, plan, source or None, alarm_after=settings.alarm_after)
+        return follow_run(monitor, until=stop, every=every, settings=settings, console=console)
 
     return run_stage(study, options, watched, None, lambda status: status.alarming or status.inside is False)

@@ -3,65 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import sqlalchemy as sa
 
 from muscale import json_lines
-from muscale.errors import StageError
+from muscale.findings import Findings, StudyContents
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.records.events import run_events
 from muscale.full_runs.records.run_records import RunRecords
-from muscale.layout import BUNDLES, CORPUS, EVALUATIONS, FULL_RUNS, METRICS
+from muscale.layout import BUNDLES, EVALUATIONS, FULL_RUNS, METRICS
 from muscale.monitoring.band import registered_band
 from muscale.monitoring.calibration import calibrate
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.reproduction import reproduction
 from muscale.pages.spending import spending
+from muscale.plans.planning import Plan
 from muscale.search.search_so_far import search_so_far
-from muscale.search.sweep import collect
-from muscale.store.ledger import NESTED, find, now
+from muscale.store.ledger import NESTED, now
 from muscale.store.tables import ResultKind, segments
 from muscale.store.tables import runs as run_table
 from proxy_models.coordinates.check import CoordinateCheck
-from proxy_models.data.corpus import MANIFEST, Corpus
-
-if TYPE_CHECKING:
-    from muscale.plans.planning import Plan
-    from muscale.study import Study
 
 
-def settled(study: Study) -> dict[str, Any]:
-    """What changes with finished trainings alone: search, transfer, law, and what it tells of the plan."""
-    if not study.ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
-        return {}
-    return _search(copy(study))  # as the study's own later stages must not stand on a sweep that is not done
-
-
-def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportContents:
+def gather(study: StudyContents, found: Findings) -> ReportContents:
     """All that the report shows; what is not known yet is None.
 
     Args:
         study: The study.
-        known: As `settled` gives it; worked out if it is left out.
+        found: What its finished trainings say.
     """
-    known = dict(settled(study) if known is None else known)
-    corpus = study.directory / CORPUS
     check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
-    written = Corpus.open(corpus) if (corpus / MANIFEST).exists() else None
-    known |= _full_run(study, known.pop("planned", None))
+    corpus, known = study.corpus, _full_run(study, found.plan)
     return ReportContents(
         name=study.config.name,
         config=study.config.to_dict(),
         created_at=now(),
-        corpus=written,
+        corpus=corpus,
         check=CoordinateCheck.from_dict(check["payload"]) if check else None,
         runs=runs,
         so_far=search_so_far(study.ledger, study.config.rung_tokens()),
+        sweep=found.sweep,
+        transfer=found.transfer,
+        fit=found.fit,
+        next_runs=found.next_runs,
         calibration=calibrate(study.ledger),
         spending=spending(study.ledger),
         reproduction=reproduction(
@@ -69,7 +56,7 @@ def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportConten
             study.overrides,
             study.ledger.identity(),
             {
-                "corpus": written.key if written else None,
+                "corpus": corpus.key if corpus else None,
                 "plan": known["plan"]["key"] if known.get("plan") else None,
                 "bundle": known.get("bundle"),
             },
@@ -79,23 +66,7 @@ def gather(study: Study, known: Mapping[str, Any] | None = None) -> ReportConten
     )
 
 
-def _search(study: Study) -> dict[str, Any]:
-    """Sweep, transfer, law and what it tells of the plan, as far as their runs are complete."""
-    known: dict[str, Any] = {}
-    try:
-        known["sweep"] = study._swept = study._swept or collect(study.search)
-        if study.is_complete("transfer"):
-            known.update(transfer=study.transfer())
-        if study.is_complete("ladder"):
-            known.update(fit=study.fit())
-            planned = study.plan()
-            known.update(planned=planned, next_runs=study.next_runs(planned))
-    except StageError:
-        return known  # the sections without data say which command gives them
-    return known
-
-
-def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
+def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
     """The plan of the study file as it was registered, or else the one registered last, and what came of it."""
     forecast = (study.ledger.forecast(planned.key) if planned else None) or study.ledger.latest_forecast()
     if forecast is None:
@@ -128,7 +99,7 @@ def _full_run(study: Study, planned: Plan | None) -> dict[str, Any]:
     return known
 
 
-def _environments(study: Study) -> tuple[str, ...]:
+def _environments(study: StudyContents) -> tuple[str, ...]:
     """Where the ledger's trainings ran, a line each with how many."""
     counts: dict[str, int] = {}
     for environment, n in study.ledger.read(_trained_on):

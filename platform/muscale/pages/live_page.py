@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from muscale.errors import MuscaleError, StageError
+from muscale.findings import Findings, StudyContents, findings
 from muscale.layout import EVALUATIONS, FULL_RUNS, METRICS
-from muscale.pages.contents import gather, settled
+from muscale.pages.contents import gather
 from muscale.pages.report import sections_of
 from muscale.pages.report_contents import ReportContents
 from muscale.pages.sections import Section
@@ -28,9 +29,6 @@ from muscale.store.cancels import cancel_study, cancel_trial
 from muscale.store.lease import host_of, is_dead, process_of, taken_leases
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind, metadata
-
-if TYPE_CHECKING:
-    from muscale.study import Study
 
 LOOK_SECONDS = 1.0
 _COUNTED = ("segments", "runs", "results", "forecasts", "rounds")
@@ -70,15 +68,15 @@ class LivePage:
     """Looks at a study's ledger and keeps the page of it.
 
     Attributes:
-        study: It is only read, but for what `report` notes of it.
+        study: Whose ledger it is.
         token: That actions take; None: there are none.
     """
 
-    study: Study
+    study: StudyContents
     token: str | None = None
     _snapshot: Snapshot | None = field(default=None, init=False)
     _pulse: tuple[object, ...] = field(default=(None,), init=False)
-    _settled: dict[str, Any] | None = field(default=None, init=False)
+    _found: Findings | None = field(default=None, init=False)
     _memo: dict[str, Any] = field(default_factory=dict, init=False)
     _done: threading.Event = field(default_factory=threading.Event, init=False)
 
@@ -95,10 +93,9 @@ class LivePage:
         pulse = self._feel()
         if self._snapshot is not None and pulse == self._pulse:
             return False
-        study = _afresh(self.study)
-        if self._settled is None or pulse[0] != self._pulse[0]:
-            self._settled = settled(study)
-        contents = gather(study, self._settled)
+        if self._found is None or pulse[0] != self._pulse[0]:
+            self._found = findings(self.study)
+        contents = gather(self.study, self._found)
         first, *others = sections_of(contents, self._memo)
         sections = (first, self._now(contents), *others)
         told = hashlib.sha256("".join(section.hash for section in sections).encode()).hexdigest()[:16]
@@ -176,16 +173,6 @@ class LivePage:
     def cancel_study(self, reason: str) -> None:
         """Ask every process that trains for the study to end."""
         cancel_study(self.study.ledger, reason)
-
-
-def _afresh(study: Study) -> Study:
-    """The study without what it worked out before: the ledger may have moved on."""
-    fresh = type(study)(study.config, study.directory, study.display)
-    fresh.__dict__["ledger"] = study.ledger
-    fresh.path, fresh.overrides = study.path, study.overrides
-    if "corpus" in study.__dict__:
-        fresh.__dict__["corpus"] = study.corpus
-    return fresh
 
 
 def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:

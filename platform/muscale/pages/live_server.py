@@ -12,7 +12,7 @@ import json
 import secrets
 import socket
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -21,13 +21,11 @@ from pydantic import BaseModel, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from muscale.errors import StageError
+from muscale.findings import StudyContents
 from muscale.pages.live_page import LivePage
 from muscale.pages.report import page, policy
 from muscale.pages.sections import grouped, page_file, templates
 from muscale.store.cancels import LONGEST_REASON
-
-if TYPE_CHECKING:
-    from muscale.study import Study
 
 HOST = "127.0.0.1"
 
@@ -118,7 +116,7 @@ def live_app(live: LivePage) -> FastAPI:
     return app
 
 
-def serve(study: Study, *, port: int, allow_actions: bool) -> None:
+def serve(study: StudyContents, *, port: int, allow_actions: bool) -> None:
     """Serve the page until this process is interrupted; prints its address, and the token where actions are allowed.
 
     Raises:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from muscale.findings import StudyContents
 from muscale.store.tables import ResultKind
 from scaling.presentation import lines
-
-if TYPE_CHECKING:
-    from muscale.study import Study
 
 _STAGES = {"sweep": "sweep", "transfer": "transfer", "ladder": "ladder", "ablate": "ablation", "full": "full runs"}
 
 
-def overview(study: Study) -> str:
+def overview(study: StudyContents) -> str:
     """Where the study is, how many runs each stage has, the forecast registered last and what came of it."""
     return lines(dict(_told(study)))
 
 
-def _told(study: Study) -> Iterator[tuple[str, str]]:
+def _told(study: StudyContents) -> Iterator[tuple[str, str]]:
     yield "study", f"{study.config.name}, in {study.directory}"
     runs, check = study.ledger.least_losses(), study.ledger.latest_result(ResultKind.CHECK)
     yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"

@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.jobs import Job
+from muscale.errors import StageError
 from muscale.search.prior_runs import differs_in
 from muscale.settings.config import StudyConfig
-from muscale.settings.tables import Stem
+from muscale.settings.tables import FitSettings, Stem
 from muscale.store.lineage import Chain
 from proxy_models.hashing import content_key
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -25,9 +26,10 @@ from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, RegretSurface, ScalingError, fit_regret_surface
+from scaling import HorizonLaw, RegretSurface, ScalingError, ScalingFit, fit, fit_regret_surface
 from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 
+N_PARAMS_CONVENTION = "all parameters but the embedding table"
 MAX_WARMUP = 2.1
 """Warmup of a run that tells the law, in units of the study's own fraction: a branch at half its stem's length has twice
 the fraction (and a batch of rounding); a shorter one is mostly warmup, and its loss is of another recipe (assumed)."""
@@ -135,6 +137,24 @@ def law_rows(
     ]
     columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
     return rows[[*columns, "annealed", "left_out"]]
+
+
+def fit_law(rows: pd.DataFrame, settings: FitSettings) -> ScalingFit:
+    """The law L(N, D) of the ladder's rows, as `law_rows` gives them.
+
+    Raises:
+        StageError: If the runs tell no law.
+    """
+    try:
+        return fit(
+            rows,
+            n_params_convention=N_PARAMS_CONVENTION,
+            n_bootstrap=settings.n_bootstrap,
+            seed=settings.seed,
+            max_regret=settings.max_regret,
+        )
+    except (ScalingError, ValueError) as error:
+        raise StageError(f"fit: {error}") from error
 
 
 def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.DataFrame:

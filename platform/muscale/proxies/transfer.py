@@ -15,11 +15,17 @@ import pandas as pd
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
 from muscale.proxies.ladder import branches
+from muscale.search.rung_optima import for_horizon
+from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
 from muscale.settings.transfer import OverSettings
+from muscale.store.ledger import Ledger
+from muscale.store.lineage import input_key
+from muscale.store.tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
+from scaling import HorizonLaw, Verdict, fit_verdict
 
 RATE_WITH_BATCH = 0.3
 """Exponent by which the batches' rate grids are shifted, so that each holds its optimum: the mean of the slopes measured on
@@ -95,6 +101,30 @@ def rows(runs: pd.DataFrame, members: Sequence[Member]) -> pd.DataFrame:
             for member in members
         ]
     )
+
+
+def conclude(
+    members: Sequence[Member], sweep: SweepResult, config: StudyConfig, numerics: Numerics, ledger: Ledger
+) -> Verdict:
+    """The verdict on the finished grids, recorded in the ledger."""
+    found, optima = rows(ledger.runs(), members), for_horizon(sweep.fitted, config, numerics)
+    verdict = fit_verdict(found, optima=optima)
+    inputs = [sorted(found["run"]), *([optima.to_dict("records")] if len(optima) else [])]
+    ledger.record_result(ResultKind.TRANSFER, input_key(*inputs), verdict.to_dict())
+    return verdict
+
+
+def horizon_of(verdict: Verdict) -> HorizonLaw:
+    """How the best rate falls with the training tokens.
+
+    Raises:
+        StageError: If the grids do not say; the message names what would.
+    """
+    if verdict.horizon is None:
+        raise StageError(
+            f"transfer: no horizon law: {verdict.missing['horizon law']}; widen transfer.octaves or add transfer.rates"
+        )
+    return verdict.horizon
 
 
 def around(centre: float, points: int, octaves: float) -> list[float]:

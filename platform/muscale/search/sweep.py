@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,7 @@ from muscale.store.ledger import Ledger
 from muscale.store.lineage import input_key
 from muscale.store.retention import prune
 from muscale.store.tables import runs
+from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 from search_spaces import SpaceError, narrow
 
@@ -95,6 +97,15 @@ class Sweep:
     ledger: Ledger
     numerics: Numerics
     learn_from: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: StudyConfig, ledger: Ledger, corpus: Corpus) -> Self:
+        """The sweep that a study file describes, as it stands in the ledger.
+
+        Raises:
+            StageError: If the corpus holds out too little for the evaluations.
+        """
+        return cls(config=config, ledger=ledger, numerics=config.numerics(corpus))
 
     @cached_property
     def key(self) -> str:

@@ -10,7 +10,7 @@ import math
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,13 +26,11 @@ from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan
 from muscale.search.record import Record
 from muscale.search.sweep import Sweep, annealed_runs
+from muscale.settings.config import StudyConfig
 from muscale.store.ledger import NESTED, Ledger
 from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
 from muscale.tracking.tracked import Row, TrackedRun
-
-if TYPE_CHECKING:
-    from muscale.study import Study
 
 _STEPS = ("tokens", "train_loss", "grad_norm", "rate_factor", "seconds")
 _CARD = "README.md"  # of a bundle, whose module needs torch
@@ -192,12 +190,12 @@ def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> d
 class WholeStudy:
     """The study as one run: every run of its ledger as a row, where it stands, and the files to keep."""
 
-    def __init__(self, study: Study) -> None:
-        self._study = study
+    def __init__(self, config: StudyConfig, ledger: Ledger) -> None:
+        self._config, self._ledger = config, ledger
 
     def __call__(self) -> Iterator[TrackedRun]:
         """As it stands now; nothing before its first run or forecast."""
-        study, ledger = self._study, self._study.ledger
+        config, ledger, directory = self._config, self._ledger, self._ledger.directory
         runs, forecast, promotion = (
             ledger.runs(without=NESTED),
             ledger.latest_forecast(),
@@ -205,17 +203,17 @@ class WholeStudy:
         )
         if runs.empty and forecast is None:
             return
-        name, key = study.config.name, study_key(study.directory)
+        name, key = config.name, study_key(directory)
         summary: dict[str, Any] = {f"n_runs/{p}": int(n) for p, n in runs["purpose"].value_counts().items()}
-        files = {REPORT: study.directory / REPORT}
+        files = {REPORT: directory / REPORT}
         if verdict := ledger.latest_result(ResultKind.TRANSFER):
             summary["verdict"] = verdict["payload"]["verdict"]
         if forecast:
             plan = forecast["payload"]
             summary |= {f"forecast/{side}": forecast[side] for side in _SIDES}
             summary |= {f"plan/{name}": plan[name] for name in ("n_params", "n_tokens", "compute_flops")}
-            files["plan.toml"] = path_of(study.directory, forecast["plan"])
-            bundle = study.directory / BUNDLES / forecast["plan"]
+            files["plan.toml"] = path_of(directory, forecast["plan"])
+            bundle = directory / BUNDLES / forecast["plan"]
             files |= {kept: bundle / kept for kept in (MANIFEST, _CARD)}
         if promotion:
             summary["val_loss"] = promotion["payload"]["loss"]
@@ -224,8 +222,8 @@ class WholeStudy:
             name=name,
             kind="study",
             group=f"{name} {key}",
-            config=study.config.to_dict(),
-            rows={"runs": list(_run_rows(runs, study.directory / TRACKING / "numbers.jsonl"))},
+            config=config.to_dict(),
+            rows={"runs": list(_run_rows(runs, directory / TRACKING / "numbers.jsonl"))},
             summary=summary,
             files={kept: path for kept, path in files.items() if path.is_file()},
         )

@@ -1,20 +1,26 @@
-"""The trackers that [tracking] names."""
+"""The trackers that [tracking] names, following what a study does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from muscale.errors import StudyFileError
-from muscale.layout import TRACKING
+from muscale.layout import CORPUS, FULL_RUNS, TRACKING
+from muscale.search.sweep import Sweep
+from muscale.settings.config import StudyConfig
 from muscale.settings.tables import TrackingSettings
-from muscale.tracking.mirror import Mirror
+from muscale.store.ledger import Ledger
+from muscale.tracking.mirror import Mirror, Source
 from muscale.tracking.mlflow_tracker import MlflowTracker
+from muscale.tracking.sources import FullRun, Trials, WholeStudy
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
-from muscale.tracking.tracked import Tracker
+from muscale.tracking.tracked import TrackedRun, Tracker
 from muscale.tracking.wandb_tracker import WandbTracker, mode_of
+from proxy_models.data.corpus import MANIFEST, Corpus
 
 
 def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
@@ -25,6 +31,52 @@ def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
     """
     folder = directory / TRACKING
     return Mirror(list(_trackers(settings, folder)), folder)
+
+
+class Tracking:
+    """Shows what a study does to its trackers.
+
+    Args:
+        config: The study's.
+        ledger: The study's.
+
+    Raises:
+        StudyFileError: As `make_mirror`.
+    """
+
+    def __init__(self, config: StudyConfig, ledger: Ledger) -> None:
+        self._config, self._ledger = config, ledger
+        self._whole = WholeStudy(config, ledger)
+        self._mirror = make_mirror(config.tracking, ledger.directory)
+
+    def during_sweep(self, sweep: Sweep) -> AbstractContextManager[None]:
+        """Show the trials while the block searches, and the study at its end."""
+        return self._mirror.following(self._trials(sweep), self._whole)
+
+    def during_full_run(self, plan: str) -> AbstractContextManager[None]:
+        """Show the full run of a plan, named by its key, while the block trains it, and the study at its end."""
+        return self._mirror.following(self._full_run(plan), self._whole)
+
+    def sync(self) -> str:
+        """Give the trackers everything known that is new to them, and say what they were given; trains nothing."""
+
+        def everything() -> Iterator[TrackedRun]:
+            corpus = self._ledger.directory / CORPUS
+            if (corpus / MANIFEST).exists():  # else nothing was searched yet
+                yield from self._trials(Sweep.of(self._config, self._ledger, Corpus.open(corpus)))()
+            for folder in sorted((self._ledger.directory / FULL_RUNS).glob("*")):
+                yield from self._full_run(folder.name)()
+            yield from self._whole()
+
+        with self._mirror.following(lambda: (), everything):
+            pass
+        return str(self._mirror)
+
+    def _trials(self, sweep: Sweep) -> Source:
+        return Trials(sweep) if self._config.tracking.trials else lambda: ()
+
+    def _full_run(self, plan: str) -> FullRun:
+        return FullRun(self._ledger, plan, self._config.to_dict(), self._config.tracking.points)
 
 
 def _trackers(settings: TrackingSettings, folder: Path) -> Iterator[Tracker[Any]]:

@@ -19,6 +19,7 @@ import pytest
 from muscale import StageError, Study, StudyConfig
 from muscale.layout import EXTERNAL_RUNS
 from muscale.monitoring.band import Band, register_band
+from muscale.monitoring.calibration import calibrate
 from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossFile, LossTable, WandbRun
 from muscale.monitoring.monitor import Monitor
@@ -256,7 +257,7 @@ def test_a_dataframe_is_watched_like_a_file(elsewhere: Elsewhere) -> None:
     assert len(status.evaluations) == 1, "NaN was not logged"
     assert status.asserted
     assert study.watch().tokens == status.tokens
-    assert study.calibration().table.empty
+    assert calibrate(study.ledger).table.empty
     study.ledger.close()
 
 

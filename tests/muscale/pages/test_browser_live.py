@@ -38,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Live
         MICRO.replace('name = "micro"', "name = '<img src=x onerror=\"window.evil = 1\">'")
     )
     study, record = begun(folder / "study.toml", trials=5)
-    live = LivePage(study=study, token=TOKEN)
+    live = LivePage(study=study.contents, token=TOKEN)
     live.look()
     with serving(live) as url:
         yield url, live, record
@@ -124,7 +124,7 @@ def test_a_server_that_is_gone_is_told(browser: Browser, tmp_path: Path) -> None
     (tmp_path / "study.toml").write_text(MICRO)
     study, _ = begun(tmp_path / "study.toml")
     with ExitStack() as stack:
-        with serving(LivePage(study=study)) as url:
+        with serving(LivePage(study=study.contents)) as url:
             read_only = stack.enter_context(opened(browser, url))
             expect(read_only.page.locator("button.act")).to_have_count(0)
         expect(read_only.page.locator("#live")).to_contain_text("does not answer")

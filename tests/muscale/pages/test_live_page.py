@@ -44,7 +44,7 @@ def client(live: LivePage) -> TestClient:
 
 def test_only_what_changed_has_another_hash(make_study: MakeStudy) -> None:
     study, record = begun(make_study())
-    live = LivePage(study=study)
+    live = LivePage(study=study.contents)
     page = client(live)
     first = page.get("/sections")
     before = dict(first.json()["sections"])
@@ -84,7 +84,7 @@ def test_a_row_is_noticed_in_every_table_that_the_page_shows(
         request.getfixturevalue("postgres")
         settings = ["storage.ledger=postgresql"]
     study, _ = begun(make_study(), settings=settings)
-    live = LivePage(study=study)
+    live = LivePage(study=study.contents)
     before = live._feel()
     assert live._feel() == before
     study.ledger.insert(metadata.tables[table], **ROWS[table])
@@ -95,12 +95,12 @@ def test_a_row_is_noticed_in_every_table_that_the_page_shows(
 def test_a_search_that_has_begun_no_trial_yet_is_no_error(make_study: MakeStudy) -> None:
     study = Study.open(make_study(), quiet=True)
     Record(study.ledger, "sweep").begin_round("random", SPACE)
-    assert "Nothing here yet" in client(LivePage(study=study)).get("/sections/what-was-searched").text
+    assert "Nothing here yet" in client(LivePage(study=study.contents)).get("/sections/what-was-searched").text
 
 
 def test_a_policy_lets_only_the_page_s_own_scripts_run(make_study: MakeStudy) -> None:
     study, _ = begun(make_study())
-    page = client(LivePage(study=study))
+    page = client(LivePage(study=study.contents))
     one, two = page.get("/"), page.get("/")
     policies = [answer.headers["Content-Security-Policy"] for answer in (one, two)]
     assert policies[0] != policies[1], "a nonce is used once"
@@ -114,7 +114,7 @@ def test_a_policy_lets_only_the_page_s_own_scripts_run(make_study: MakeStudy) ->
 
 def test_another_host_s_name_is_refused(make_study: MakeStudy) -> None:
     study, _ = begun(make_study())
-    page = client(LivePage(study=study))
+    page = client(LivePage(study=study.contents))
     assert page.get("/", headers={"Host": "elsewhere.example"}).status_code == 400
     assert page.get("/", headers={"Host": "localhost:8719"}).status_code == 200
 
@@ -124,7 +124,7 @@ def test_names_that_a_user_chose_are_text_on_every_part_of_the_page(make_study: 
     path = make_study()
     path.write_text(path.read_text().replace('name = "micro"', f'name = "{evil}"'))
     study, _ = begun(path)
-    live = LivePage(study=study, token=TOKEN)
+    live = LivePage(study=study.contents, token=TOKEN)
     live.cancel_study(f"{evil}<img src=x onerror=alert(1)>")
     live.look()
     page = client(live)
@@ -138,7 +138,7 @@ def test_names_that_a_user_chose_are_text_on_every_part_of_the_page(make_study: 
 
 def test_a_page_of_elsewhere_can_t_send_an_action(make_study: MakeStudy) -> None:
     study, _ = begun(make_study())
-    acting = client(LivePage(study=study, token=TOKEN))
+    acting = client(LivePage(study=study.contents, token=TOKEN))
     elsewhere = {"Origin": "https://elsewhere.example", "Cookie": f"token={TOKEN}"}
     # What a form of another page can send without asking: no header of its own, and one of three kinds of text.
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
@@ -156,13 +156,13 @@ def test_a_page_of_elsewhere_can_t_send_an_action(make_study: MakeStudy) -> None
 @pytest.mark.parametrize("path", ["/cancel/study", "/cancel/trial/1"])
 def test_actions_take_the_token_and_nothing_else(make_study: MakeStudy, path: str) -> None:
     study, record = begun(make_study())
-    read_only = client(LivePage(study=study))
+    read_only = client(LivePage(study=study.contents))
     given = {"Authorization": f"Bearer {TOKEN}"}
     refused = read_only.post(path, json={}, headers=given)
     assert refused.status_code == 403
     assert "--allow-actions" in refused.json()["detail"]
     assert "Cancel" not in read_only.get("/").text.partition("</style>")[2]
-    acting = client(LivePage(study=study, token=TOKEN))
+    acting = client(LivePage(study=study.contents, token=TOKEN))
     wrong: tuple[dict[bytes, bytes], ...] = (
         {},
         {b"Authorization": TOKEN.encode()},
@@ -182,7 +182,7 @@ def test_actions_take_the_token_and_nothing_else(make_study: MakeStudy, path: st
 
 def test_a_trial_that_is_not_at_work_can_t_be_cancelled(make_study: MakeStudy) -> None:
     study, _ = begun(make_study())
-    live = LivePage(study=study, token=TOKEN)
+    live = LivePage(study=study.contents, token=TOKEN)
     with pytest.raises(StageError, match="trial 9 is not at work"):
         live.cancel_trial(9, "")
     live.cancel_trial(2, "too slow, <b>")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import muscale
 from muscale import Study
+from muscale.plans.costs import estimate
 from scaling.presentation import Result
 
 
@@ -19,7 +20,7 @@ def test_a_new_study_says_what_is_not_there_yet_and_what_it_would_cost(make_stud
         "forecast  not yet",
     ]
     assert study._repr_html_().startswith("<pre>study     micro")
-    costs = study.costs().set_index("stage")
+    costs = estimate(study.config).set_index("stage")
     assert costs.loc["sweep", "runs"] == 3
     assert costs.loc["promote", "compute_flops"] == study.config.plan.budget.compute_flops
 

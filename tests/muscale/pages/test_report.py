@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from muscale import Study, StudyConfig
+from muscale.findings import findings
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.pages.contents import gather
@@ -54,7 +55,7 @@ def test_a_line_of_the_full_run_s_metrics_that_is_half_written_is_no_fault(make_
     folder = study.directory / FULL_RUNS / register(made, study.ledger).key
     folder.mkdir(parents=True)
     (folder / METRICS).write_text('{"tokens": 256, "train_loss": 3.0}\n{"tokens": 512, "train_')
-    curve = gather(study).curve
+    curve = gather(study.contents, findings(study.contents)).curve
     assert curve is not None
     assert curve[["tokens", "train_loss"]].to_numpy().tolist() == [[256, 3.0]]
     study.report()

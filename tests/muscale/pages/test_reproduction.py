@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muscale import Study
+from muscale.findings import findings
 from muscale.pages.contents import gather
 from search_spaces import LogUniform, Ordinal, Prior, Space
 
@@ -22,7 +23,7 @@ def test_settings_given_from_python_are_told_as_a_shell_takes_them(make_study: C
     path = make_study()
     given = {"sweep.trials": 3, "transfer.horizons": [0.5, 1.0], "name": "it's mine", "sweep.space": SPACE}
     study = Study.open(path, given, quiet=True)
-    found = gather(study).reproduction
+    found = gather(study.contents, findings(study.contents)).reproduction
     assert found is not None
     (first, _), *_ = found.commands
     assert first.startswith("muscale run study.toml --set sweep.trials=3 --set 'transfer.horizons=[0.5, 1.0]' --set ")

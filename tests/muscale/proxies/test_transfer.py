@@ -11,9 +11,11 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, Study, StudyConfig, StudyFileError
+from muscale.findings import findings
 from muscale.layout import REPORT
 from muscale.plans.costs import estimate
 from muscale.proxies import transfer
+from muscale.proxies.transfer import horizon_of
 from muscale.store.tables import ResultKind
 from proxy_models.training.numerics import Numerics
 from scaling import Verdict, fit_verdict
@@ -201,9 +203,9 @@ def test_a_small_study_is_checked_in_width_and_depth_and_over_a_second_hyperpara
     ]
     study = Study.open(path, small, quiet=True)
     study.sweep()
-    assert not study.is_complete("transfer")
+    assert findings(study.contents).transfer is None
     verdict = study.transfer()
-    assert study.is_complete("transfer")
+    assert findings(study.contents).transfer
     assert [(t.along, t.over) for t in verdict.transfers] == [
         ("width", "rate"),
         ("depth", "rate"),
@@ -220,4 +222,4 @@ def test_a_small_study_is_checked_in_width_and_depth_and_over_a_second_hyperpara
     for title in ("learning rate, per width", "learning rate, per depth", "init_scale, per width", "Does it transfer?"):
         assert title in page
     with pytest.raises(StageError, match="transfer: no horizon law: need an optimum .* at two token budgets"):
-        study.horizon()
+        horizon_of(study.transfer())

@@ -19,6 +19,7 @@ import pytest
 from muscale import StageError, Study, StudyFileError
 from muscale.search.methods import resolve_searcher
 from muscale.search.prior_runs import describe_prior_runs
+from muscale.search.sweep import Sweep
 from muscale.settings.sweep import SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space
@@ -82,7 +83,7 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
         narrower.trials.set_index("trial").loc[first.trials["trial"], "learning_rate"],
         first.trials.set_index("trial")["learning_rate"],
     )
-    rounds = study.ledger.rounds(study.search.key)
+    rounds = study.ledger.rounds(Sweep.of(study.config, study.ledger, study.corpus).key)
     assert [row["first_trial"] for row in rounds] == [0, 12]
     space = Space.from_dict(rounds[1]["space"])
     added = narrower.trials[narrower.trials["trial"] >= 12]
@@ -92,7 +93,9 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
     assert f"round 1, from trial 12 on, in {where} space" in str(narrower)
     with pytest.raises(StageError, match="its budget is used up, so nothing can be searched in a narrower space"):
         Study.open(path, [*QUICK, *settings, "sweep.max_tokens=20000"], quiet=True).sweep(narrower=True)
-    assert len(study.ledger.rounds(study.search.key)) == 2, "a round that can't begin is not noted"
+    assert len(study.ledger.rounds(Sweep.of(study.config, study.ledger, study.corpus).key)) == 2, (
+        "a round that can't begin is not noted"
+    )
 
 
 def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy) -> None:
@@ -101,11 +104,11 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
 
     def learns(*settings: str) -> tuple[int, str]:
         study = Study.open(pupil.parent / "study.toml", [*settings, "sweep.searcher=auto"], quiet=True)
-        lessons = replace(study.search, learn_from=(str(teacher),)).taught()
+        lessons = replace(Sweep.of(study.config, study.ledger, study.corpus), learn_from=(str(teacher),)).taught()
         return len(lessons), resolve_searcher(study.config.sweep, lessons)
 
     assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")
-    search, runs = taught.search, len(taught.runs())
+    search, runs = Sweep.of(taught.config, taught.ledger, taught.corpus), len(taught.runs())
     assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
         f"using {runs} of {runs} runs from {teacher}"
     )
@@ -205,12 +208,12 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_goes_on(make_
         driver.kill()
     assert "finishing the running rungs" in log.read_text()
     study = Study.open(path, settings, quiet=True)
-    record = study.search.record()
+    record = Sweep.of(study.config, study.ledger, study.corpus).record()
     assert not any(record.last_rung(trial) == -1 for trial in record.configs), "each that was at work came to a rung"
     assert record.open
     kept = dict(record.arrivals)
     resumed = study.sweep()
-    assert kept.items() <= study.search.record().arrivals.items()
+    assert kept.items() <= Sweep.of(study.config, study.ledger, study.corpus).record().arrivals.items()
     undisturbed = Study.open(make_study("undisturbed"), settings, quiet=True).sweep()
     columns = ["trial", "status", "learning_rate", "annealed_loss"]
     pd.testing.assert_frame_equal(resumed.trials[columns], undisturbed.trials[columns])

@@ -40,7 +40,8 @@ def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
 
 def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identity(make_study: MakeStudy) -> None:
     path = make_study()
-    numerics = Study.open(path, ["depth_exponent=0.5", "decay_scaling=sublayer_gain"], quiet=True).numerics
+    study = Study.open(path, ["depth_exponent=0.5", "decay_scaling=sublayer_gain"], quiet=True)
+    numerics = study.config.numerics(study.corpus)
     assert (numerics.depth_exponent, numerics.decay_scaling) == (0.5, "sublayer_gain")
     with pytest.raises(StudyDirectoryError, match="decay_scaling.*depth_exponent"):
         Study.open(path, quiet=True)

@@ -58,7 +58,7 @@ def test_a_mixture_is_written_from_the_study_file(mixed: Path) -> None:
     assert set(corpus.sources) == {"words", "lines"}
     assert corpus.mixture is not None
     assert corpus.mixture.stages[0].until_tokens == 4096
-    assert study.numerics.corpus_key == corpus.key
+    assert study.config.numerics(study.corpus).corpus_key == corpus.key
     assert Study.open(mixed, quiet=True).corpus == corpus
     json.dumps(study.config.to_dict())
 
@@ -109,9 +109,11 @@ def test_a_curriculum_by_fractions_costs_every_run_from_its_start(mixed: Path) -
     shared = estimate(StudyConfig.read(mixed)).set_index("stage")["n_tokens"]
     mixed.write_text(mixed.read_text().replace("until_tokens = 4096", "until_fraction = 0.5"))
     study = Study.open(mixed, quiet=True)
-    assert study.numerics.stages_by_fraction
+    assert study.config.numerics(study.corpus).stages_by_fraction
     whole = estimate(study.config).set_index("stage")["n_tokens"]
-    jobs = transfer.jobs(transfer.members(study.config, study.numerics, study.config.hyperparameters))
+    jobs = transfer.jobs(
+        transfer.members(study.config, study.config.numerics(study.corpus), study.config.hyperparameters)
+    )
     assert whole["transfer"] == sum(job.chain.last.end for job in jobs) > shared["transfer"]
     assert whole["ladder"] > shared["ladder"]
     assert whole["sweep"] == shared["sweep"]
@@ -126,8 +128,9 @@ def test_a_curriculum_is_checked_in_depth_too(mixed: Path) -> None:
 
 
 def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
+    study = Study.open(mixed, ["corpus.evaluation_tokens=40000"], quiet=True)
     with pytest.raises(StageError, match="corpus.evaluation_tokens: .*lines.* got 40000"):
-        _ = Study.open(mixed, ["corpus.evaluation_tokens=40000"], quiet=True).numerics
+        study.config.numerics(study.corpus)
 
 
 def test_the_identity_of_a_plain_corpus_names_three_things_only() -> None:

@@ -13,7 +13,7 @@ import torch
 from muscale import Study
 from muscale.actors.worker import Worker
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
-from muscale.search.sweep import _prune
+from muscale.search.sweep import Sweep, _prune
 from muscale.store import lease as leases
 from muscale.store.ledger import Ledger, insert_once
 from muscale.store.lineage import Chain
@@ -126,7 +126,8 @@ def test_a_sweep_s_end_prunes_although_a_worker_died_elsewhere_but_not_while_one
 ) -> None:
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.6)
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
-    search = Study.open(make_study(), quiet=True).search
+    study = Study.open(make_study(), quiet=True)
+    search = Sweep.of(study.config, study.ledger, study.corpus)
     states = search.ledger.directory / STATES
     states.mkdir()
     dead = {"name": "line", "token": 1, "owner": "elsewhere/1/0.00/aa", "beat": 3}

@@ -19,13 +19,12 @@ from muscale.full_runs.continue_run.lineage import (
 )
 from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
 from muscale.layout import FULL_RUNS
-from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
-from muscale.store.lineage import Chain, input_key
+from muscale.store.lineage import input_key
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import continued
@@ -187,8 +186,8 @@ def plan_continuation(
     config: StudyConfig,
     ledger: Ledger,
     first: Corpus,
-    chain_of: Callable[[Plan], Chain],
-    on_progress: Callable[[int, int], None],
+    numerics: Numerics,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Continuation:
     """Read a continuation file, and write its corpus if it is new; trains nothing.
 
@@ -197,7 +196,7 @@ def plan_continuation(
         config: The study's.
         ledger: The study's.
         first: The study's corpus.
-        chain_of: The segments of a plan, with their numerics.
+        numerics: Of the study's trainings.
         on_progress: Called with bytes written and all bytes of the corpus.
 
     Raises:
@@ -206,7 +205,7 @@ def plan_continuation(
     """
     file = ContinuationFile.read(path, vocab_size=config.model.vocab_size)
     try:
-        parent = find_parent(file.parent, ledger, first, chain_of)
+        parent = find_parent(file.parent, ledger, first, numerics)
         settings = _corpus_settings(file, parent, config)
         if settings is None:
             corpus = Corpus.open(ledger.directory / parent.lineage[-1].folder)

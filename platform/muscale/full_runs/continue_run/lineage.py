@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +12,6 @@ from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.continuation_file import ParentSettings
 from muscale.store.ledger import Ledger
-from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
@@ -102,14 +100,14 @@ class Parent:
         return sum(past.tokens for past in self.lineage)
 
 
-def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of: Callable[[Plan], Chain]) -> Parent:
+def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, numerics: Numerics) -> Parent:
     """The parent that a file names; `require_checkpoint` checks that its checkpoint exists.
 
     Args:
         wanted: [parent] of the continuation file.
         ledger: The study's, as are all checkpoints.
         corpus: The study's.
-        chain_of: What a plan trains.
+        numerics: Of the study's full runs.
 
     Raises:
         StageError: If there is no such run, or the checkpoint lies where the batch still grows.
@@ -117,7 +115,6 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
     directory = ledger.directory
     run = wanted.run or _promoted_last(ledger)
     key, started = find_continuation(run, ledger)
-    numerics: Numerics
     segments: tuple[Segment, ...]
     if started:
         numerics = Numerics.from_dict(started["numerics"])
@@ -126,7 +123,7 @@ def find_parent(wanted: ParentSettings, ledger: Ledger, corpus: Corpus, chain_of
         corpus = Corpus.open(directory / started["folder"])
         before = tuple(LineageSegment(**values) for values in started["lineage"])
     elif registered := ledger.forecast(run):
-        chain = chain_of(Plan.of_row(registered))
+        chain = Plan.of_row(registered).chain(numerics)
         key, name, position, before = run, PLAN, 0, ()
         numerics, segments = chain.numerics, chain.segments
     else:

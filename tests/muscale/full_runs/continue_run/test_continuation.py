@@ -61,9 +61,7 @@ class Case:
         path = self.directory / "continuation.toml"
         path.write_text(text)
         changed = self.config.model_copy(update=config)
-        return plan_continuation(
-            path, changed, self.ledger, self.corpus, lambda p: p.chain(self.numerics), lambda *_: None
-        )
+        return plan_continuation(path, changed, self.ledger, self.corpus, self.numerics)
 
     def trained(self, text: str) -> Continued:
         return train_continuation(self.planned(text), self.config, self.ledger, launcher=train)

@@ -1,0 +1,42 @@
+"""The public members of a study, one sorted list: what a notebook needs. All else is a function of its room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from muscale import Study
+
+MEMBERS = [
+    "ablate",
+    "bundle",
+    "check",
+    "config",
+    "contents",
+    "continue_run",
+    "corpus",
+    "directory",
+    "dry_run",
+    "fit",
+    "ladder",
+    "ledger",
+    "next_runs",
+    "open",
+    "plan",
+    "prepare",
+    "promote",
+    "register",
+    "report",
+    "run",
+    "runs",
+    "smoke_test",
+    "sweep",
+    "transfer",
+    "watch",
+]
+
+
+def test_a_study_s_public_members_are_these(make_study: Callable[[], Path]) -> None:
+    study = Study.open(make_study(), quiet=True)
+    assert [name for name in dir(study) if not name.startswith("_")] == MEMBERS
+    study.ledger.close()
