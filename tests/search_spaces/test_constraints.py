@@ -166,33 +166,6 @@ def test_spaces_with_other_constraints_differ(space: Space) -> None:
 
 
 @pytest.mark.parametrize(
-    ("constraint", "message"),
-    [
-        (
-            {"les": ["a", "b"]},
-            "order: unknown rule of a constraint 'les' \\(did you mean 'less'\\?\\).*register_constraint",
-        ),
-        ({"less": ["a"]}, "order: less needs more names, got \\['a'\\]"),
-        ({"less": ["a", "a"]}, "less needs names that differ"),
-        ({"less": "ab"}, "less needs a list of names, got 'ab'"),
-        ({"multiple_of": ["a", "b", "c"]}, "multiple_of needs two names"),
-        ({"less": {"names": ["a", "b"], "bound": 1}}, "less takes no bound, got 1"),
-        ({"sum_at_most": ["a", "b"]}, "sum_at_most needs a bound, got None"),
-        ({"sum_at_most": {"names": ["a", "b"], "bound": "1"}}, "sum_at_most needs a finite number as bound, got '1'"),
-        ({"sum_at_most": {"name": ["a", "b"]}}, "unknown key of sum_at_most 'name'"),
-        ({"less": ["a", "b"], "at_most": ["b", "c"]}, "a constraint needs a table with one rule"),
-        ("a < b", "a constraint needs a table with one rule, .* got 'a < b'"),
-        ({"less": ["a", "kind"]}, "less is for numbers, kind is x | y"),
-        ({"less": ["a", "bb"]}, "unknown hyperparameter 'bb'"),
-    ],
-)
-def test_a_constraint_that_breaks_a_rule_is_refused(constraint: Any, message: str) -> None:
-    table = {"a": UNIT, "b": UNIT, "c": UNIT, "kind": {"distribution": "choice", "values": ["x", "y"]}}
-    with pytest.raises(SpaceError, match=message):
-        Space.from_dict({**table, "constraints": {"order": constraint}}, where="study.toml: sweep.space")
-
-
-@pytest.mark.parametrize(
     ("constraint", "config", "holds"),
     [
         ({"sum_at_most": {"names": ["a", "b"], "bound": 0.3}}, {"a": 0.1, "b": 0.2}, True),
@@ -211,10 +184,3 @@ def test_decimal_fractions_count_as_written_and_whole_numbers_exactly(
     constraint: Any, config: dict[str, Any], holds: bool
 ) -> None:
     assert Constraint.from_dict(constraint).holds(config) is holds
-
-
-def test_no_hyperparameter_is_called_constraints() -> None:
-    with pytest.raises(SpaceError, match="no hyperparameter may be called constraints"):
-        Space({"constraints": Uniform(low=0, high=1)})
-    with pytest.raises(SpaceError, match="space.constraints: needs a table of constraints, got 3"):
-        Space.from_dict({"a": UNIT, "constraints": 3})

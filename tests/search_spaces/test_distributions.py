@@ -247,51 +247,6 @@ def test_ranks_are_the_order_of_an_ordinal() -> None:
     assert str(ordinal) == "small < medium < large < huge"
 
 
-def table(kind: object, **values: object) -> dict[str, object]:
-    return {"distribution": kind, **values}
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (0.003, 'needs a table with the key "distribution", got 0.003'),
-        ({"low": 0, "high": 1}, 'needs a table with the key "distribution", got'),
-        (table("loguniform"), r"unknown distribution 'loguniform' \(did you mean 'log_uniform'\?\); known: uniform, "),
-        (table(3), "unknown distribution 3; known"),
-        (table(["uniform"]), r"unknown distribution \['uniform'\]"),
-        (table("uniform", low=0, hihg=1), r"unknown key of uniform 'hihg' \(did you mean 'high'\?\); known: low, high"),
-        (table("uniform", low=0), "uniform needs high$"),
-        (table("integer", log=True), "integer needs low and high$"),
-        (table("uniform", low="0", high=1), "uniform needs a finite number as low, got '0'"),
-        (table("uniform", low=True, high=2), "uniform needs a finite number as low, got True"),
-        (table("uniform", low=0, high=math.inf), "uniform needs a finite number as high, got inf"),
-        (table("uniform", low=0, high=10**400), "uniform needs a finite number as high, got 10"),
-        (table("uniform", low=-1.5e308, high=1.5e308), "uniform needs a finite high - low, got"),
-        (table("uniform", low=1, high=1), "uniform needs low < high, got low = 1.0, high = 1.0"),
-        (table("log_uniform", low=2, high=1), "log_uniform needs low < high, got low = 2.0, high = 1.0"),
-        (table("log_uniform", low=0, high=1), "log_uniform needs low > 0, got low = 0.0"),
-        (table("log_uniform", low=1e-300, high=1e300), "log_uniform needs a finite high / low, got"),
-        (table("integer", low=1.0, high=2), "integer needs a whole number as low, got 1.0"),
-        (table("integer", low=1, high=2**41), r"integer needs \|high\| <= 2\*\*40, got 2199023255552"),
-        (table("integer", low=3, high=3), "integer needs low < high, got low = 3, high = 3"),
-        (table("integer", low=0, high=3, log=True), "integer with log needs low >= 1, got low = 0"),
-        (table("integer", low=1, high=3, log="yes"), "integer needs log = true or false, got 'yes'"),
-        (table("choice", values="adamw"), "choice needs a list of values, got 'adamw'"),
-        (table("choice", values=["adamw"]), 'choice needs at least two values, got .*use "fixed"'),
-        (table("choice", values=[1, 2, 1]), r"choice needs values that differ, got \[1, 2, 1\]"),
-        (table("choice", values=[1, True]), "choice needs values that differ"),
-        (table("choice", values=[0.1, math.nan]), "choice takes text, finite numbers and true or false, got nan"),
-        (table("choice", values=[[0.9, 0.95], [0.9, 0.99]]), r"choice takes text, .* got \[0.9, 0.95\]"),
-        (table("ordinal", values=["a"]), 'ordinal needs at least two values, got .*use "fixed"'),
-        (table("ordinal", values=["a", "a"]), "ordinal needs values that differ"),
-        (table("fixed", value=None), "fixed takes text, finite numbers and true or false, got None"),
-    ],
-)
-def test_a_table_that_breaks_a_rule_is_refused(entry: Any, message: str) -> None:
-    with pytest.raises(SpaceError, match=message):
-        distribution_from_dict(entry)
-
-
 def test_a_class_reads_only_tables_of_its_own_kind() -> None:
     entry = {"distribution": "uniform", "low": 0, "high": 1}
     assert Uniform.from_dict(entry) == Uniform(low=0, high=1)

@@ -14,14 +14,12 @@ from scipy.stats import beta, kstest, truncnorm
 from search_spaces import (
     Choice,
     Distribution,
-    Fixed,
     Integer,
     LogUniform,
     Ordinal,
     Prior,
     Simplex,
     Space,
-    SpaceError,
     Uniform,
     Weights,
     distribution_from_dict,
@@ -127,55 +125,3 @@ def test_a_very_narrow_prior_stays_near_its_centre_and_a_wide_one_is_flat() -> N
     flat = Uniform(low=0, high=1, prior=Prior(centre=0, spread=900))
     assert kstest(draws(flat), "uniform").pvalue > 0.001
     assert flat.log_prior(1.0) == pytest.approx(0, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        (
-            {"distribution": "uniform", "low": 0, "high": 1, "prior": 0.5},
-            "a prior needs a table with centre and spread",
-        ),
-        ({"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 0.5}}, "a prior needs spread$"),
-        (
-            {"distribution": "uniform", "low": 0, "high": 1, "prior": {"center": 0.5, "spread": 1}},
-            "unknown key of a prior 'center' \\(did you mean 'centre'\\?\\)",
-        ),
-        (
-            {"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 2, "spread": 1}},
-            "the centre of a prior must be in uniform 0 … 1, got 2",
-        ),
-        (
-            {"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 0.5, "spread": 0}},
-            "a prior needs a positive, finite spread, got 0",
-        ),
-        (
-            {"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 0.5, "spread": 10**400}},
-            "a prior needs a positive, finite spread, got 1000",
-        ),
-        (
-            {"distribution": "uniform", "low": 0, "high": 1, "prior": {"centre": 0.5, "spread": 1e6}},
-            "spread must be at most 1000 times the range",
-        ),
-        (
-            {"distribution": "choice", "values": ["a", "b"], "prior": {"centre": "a", "spread": 1}},
-            "a probability, below 1, got 1",
-        ),
-        (
-            {"distribution": "simplex", "parts": ["a", "b"], "prior": {"centre": {"a": 1, "b": 0}, "spread": 0.5}},
-            "must lie above every lower bound",
-        ),
-        (
-            {"distribution": "simplex", "parts": ["a", "b"], "prior": {"centre": {"a": 0.5, "b": 0.5}, "spread": 2}},
-            "lies below 1, got 2",
-        ),
-    ],
-)
-def test_a_prior_that_breaks_a_rule_is_refused(entry: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpaceError, match=message):
-        distribution_from_dict(entry)
-
-
-def test_a_fixed_value_takes_no_prior() -> None:
-    with pytest.raises(SpaceError, match="fixed takes no prior"):
-        Fixed(value=1, prior=Prior(centre=1, spread=1))

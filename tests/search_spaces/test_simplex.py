@@ -111,28 +111,6 @@ def test_a_plain_table_is_a_value() -> None:
     assert simplex.contains({"books": 0.333333, "code": 0.333333, "web": 0.333333}), "rounded to six digits"
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"parts": "web"}, "needs a list of names as parts, got 'web'"),
-        ({"parts": ["web"]}, "needs at least two parts that differ"),
-        ({"parts": ["web", "web"]}, "needs at least two parts that differ"),
-        ({"parts": ["web", "code"], "low": 0.1}, "needs a table from parts to least weights as low, got 0.1"),
-        ({"parts": ["web", "code"], "low": {"cod": 0.1}}, "unknown part in the low of a simplex 'cod'"),
-        ({"parts": ["web", "code"], "low": {"code": -0.1}}, "needs low.code >= 0, got -0.1"),
-        (
-            {"parts": ["web", "code"], "low": {"code": 0.5, "web": 0.5}},
-            "needs a low that sums to less than 1 by more than 1e-05, got 1",
-        ),
-        ({"parts": ["web", "code"], "low": {"code": 0.5, "web": 0.499999}}, "by more than 1e-05, got 0.999999"),
-        ({}, "simplex needs parts$"),
-    ],
-)
-def test_a_simplex_that_breaks_a_rule_is_refused(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpaceError, match=message):
-        distribution_from_dict({"distribution": "simplex", **table})
-
-
 def test_weights_are_a_plain_table_that_nothing_changes() -> None:
     weights = Weights(web=0.75, code=0.25)
     assert weights == {"code": 0.25, "web": 0.75}
@@ -149,9 +127,3 @@ def test_weights_are_a_plain_table_that_nothing_changes() -> None:
     for change in changes:
         with pytest.raises(TypeError, match="weights do not change"):
             change()
-
-
-def test_a_centre_of_other_things_than_numbers_is_told() -> None:
-    table = {"distribution": "simplex", "parts": ["p", "q"], "prior": {"centre": {"p": [1], "q": "x"}, "spread": 0.5}}
-    with pytest.raises(SpaceError, match=r"the centre of a prior must be in simplex .*, got p \[1\], q 'x'"):
-        Simplex.from_dict(table)
