@@ -347,25 +347,11 @@ def test_where_wandb_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert mode_of(TrackingSettings(wandb="offline")) == "offline", "the study file says so"
 
 
-def test_the_table_is_strict(make_study: MakeStudy) -> None:
-    path = make_study()
-    with pytest.raises(
-        StudyFileError, match=r"tracking\.wandb: Input should be 'auto', 'online', 'offline' or 'off', got 'yes'"
-    ):
-        StudyConfig.read(path, ["tracking.wandb=yes"])
-    with pytest.raises(StudyFileError, match=r"tracking\.tensorbord: unknown key .*did you mean tensorboard"):
-        StudyConfig.read(path, ["tracking.tensorbord=true"])
-    with pytest.raises(StudyFileError, match=r"tracking\.points: .*greater than 0, got 0"):
-        StudyConfig.read(path, ["tracking.points=0"])
-
-
 def test_a_tracker_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from muscale.tracking import trackers
 
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(
-        StudyFileError, match=r"tracking\.mlflow: needs the package mlflow: pip install 'muscale\[mlflow\]'"
-    ):
+    with pytest.raises(StudyFileError, match=r"tracking\.mlflow: .*muscale\[mlflow\]"):
         make_mirror(TrackingSettings(wandb="off", mlflow=True), tmp_path)
 
 

@@ -66,10 +66,10 @@ def test_losses_in_bits_are_told_by_a_column_that_knows(tmp_path: Path) -> None:
 def test_a_faulty_table_is_refused_with_file_column_and_value(tmp_path: Path) -> None:
     path = tmp_path / "ladder.csv"
     ladder().rename(columns={"loss": "val_loss"}).to_csv(path, index=False)
-    with pytest.raises(StageError, match=r"fit: .*ladder\.csv: missing column loss.*rename val_loss to loss"):
+    with pytest.raises(StageError, match=r"ladder\.csv: .*loss.*val_loss"):
         fit_runs(path, n_params_convention="total")
     ladder().assign(n_params=lambda t: t["n_params"] / 1e6).to_csv(path, index=False)
-    with pytest.raises(StageError, match="is it in millions or billions"):
+    with pytest.raises(StageError, match="n_params"):
         fit_runs(path, n_params_convention="total")
     with pytest.raises(StageError, match=r"none\.csv: no such file"):
         fit_runs(tmp_path / "none.csv", n_params_convention="total")

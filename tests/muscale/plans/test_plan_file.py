@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muscale import StageError, StudyConfig, StudyFileError
+from muscale import StageError, StudyConfig
 from muscale.plans.plan_file import SPIKE_KEYS, contents, hash_of, path_of, read, text, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
@@ -232,19 +232,3 @@ def test_a_stated_value_makes_another_plan_that_says_so(planned: MakePlan, ledge
     by_name = {one.name: one for one in stated.carried}
     assert by_name["mlp_dropout"].rules == by_name["learning_rate"].rules == ("explicit",)
     read(write(stated, config, ledger), ledger, config)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("plan.explicit.warp=1.0", r"explicit\.warp: not a value that a full run can state"),
-        ('plan.explicit.schedule="cosine"', r"explicit\.schedule: must be the proxies' own"),
-        ('plan.explicit.beta1="high"', r"explicit\.beta1: Input should be a valid number, got 'high'"),
-        ("plan.explicit.beta1=1.5", r"plan\.explicit: beta1 must lie in \[0, 1\), got 1\.5"),
-    ],
-)
-def test_what_can_t_be_stated_is_told_when_the_study_file_is_read(
-    make_study: MakeStudy, override: str, message: str
-) -> None:
-    with pytest.raises(StudyFileError, match=message):
-        StudyConfig.read(make_study(), [override])

@@ -133,21 +133,3 @@ def test_stated_values_go_to_training_or_to_the_model() -> None:
     assert explicit == {"learning_rate": 0.004, "mlp_dropout": 0.1, "z_loss": 0.0001}
     assert with_explicit(TUNED, explicit) == replace(TUNED, learning_rate=0.004)
     assert model_with_explicit(BASE, explicit) == replace(BASE, mlp_dropout=0.1, z_loss=0.0001)
-
-
-@pytest.mark.parametrize(
-    ("explicit", "message"),
-    [
-        (
-            {"warp": 1.0},
-            r"explicit\.warp: not a value that a full run can state; those are .*attention_dropout, .*z_loss",
-        ),
-        ({"stages": []}, r"explicit\.stages: not a value that a full run can state; (?!.*stages)"),
-        ({"zero_readout": True}, r"explicit\.zero_readout: must be the proxies' own, .* got True"),
-        ({"cycles": 2.5}, r"explicit\.cycles: Input should be a valid integer, got 2\.5"),
-        ({"z_loss": "0.1"}, r"explicit\.z_loss: Input should be a valid number, got '0\.1'"),
-    ],
-)
-def test_what_a_full_run_can_t_state_is_refused(explicit: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        validate_explicit(explicit)

@@ -11,7 +11,6 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.actors.jobs import Job
-from muscale.errors import StudyFileError
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
@@ -83,8 +82,6 @@ def test_every_stem_is_run_with_each_seed(
     assert ladder.design(config)["stem"].nunique() == 2 * len(config.ladder.stems)
     twice, one = (estimate(each).set_index("stage").loc["ladder", "compute_flops"] for each in (config, once))
     assert twice == 2 * one
-    with pytest.raises(StudyFileError, match=r"ladder\.seeds: must all differ, got \[3, 3\]"):
-        StudyConfig.read(make_study("same"), ["ladder.seeds=[3, 3]"])
 
 
 def test_a_stem_may_have_a_depth_of_its_own(

@@ -67,6 +67,29 @@ corpus.end_of_document=x => corpus.tokenizer | 'x' | 'bytes'
 corpus.tokenizer=bpe => model.vocab_size | 257 | got 256
 corpus.sources={{a={{path="text"}}}} => corpus.source | 'text'
 corpus.stages=[{{weights={{a=1}}}}] => corpus.stages | corpus.sources
+transfer.widths=[32] => transfer.widths | at least 2 | [32]
+transfer.widths=[32, 32, 64] => transfer.widths | differ | [32, 32, 64]
+transfer.depths=[2] => transfer.depths | at least 2 | [2]
+transfer.horizons=[2.0] => transfer.horizons | at most 1 | [2.0]
+transfer.batches=[128, 256, 512] => transfer.batches | at least 4 | [128, 256, 512]
+transfer.batches=[100, 256, 512, 1024] => transfer.batches | 32 | got 100
+transfer.batches=[128, 256, 512, 8192] => transfer.batches | warmup of 8192 | got 8192
+transfer.over.beta2=[0.9, 0.95, 0.97, 0.98, 0.99] => transfer.over.beta2 | octaves
+transfer.over.init_scale=[1, 2, 4] => transfer.over.init_scale | at least 5 | [1.0, 2
+transfer.over.init_scale=[-1, 1, 2, 4, 8] => transfer.over.init_scale.at.0 | got -1
+transfer.over.init_scale.pionts=5 => transfer.over.init_scale.pionts | points?
+transfer.over.init_scale=5 => transfer.over.init_scale | got 5
+transfer.over.warmup_fraction=[0.1, 0.2, 0.4, 0.8, 1.6] => transfer.over.warmup_fraction | got 1.6
+transfer.over.init_scale={{at=[1, 2, 3, 4, 5], points=7}} => transfer.over.init_scale | points and octaves
+ladder.seeds=[3, 3] => ladder.seeds | differ | [3, 3]
+ablate.components=['heads'] => ablate.components | activation, norm | 'heads'
+ablate.seeds=[1, 1] => ablate.seeds | differ
+tracking.tensorbord=true => tracking.tensorbord | tensorboard
+plan.explicit.warp=1.0 => plan.explicit | explicit.warp | attention_dropout | z_loss
+plan.explicit.stages=[] => plan.explicit | explicit.stages
+plan.explicit.zero_readout=true => plan.explicit | explicit.zero_readout | got True
+plan.explicit.cycles=2.5 => plan.explicit | explicit.cycles | got 2.5
+plan.explicit.beta1=1.5 => plan.explicit | beta1 | got 1.5
 plan.compute_flops=1e9 => plan.compute_flops | 1.95e+10 | got 1e+09
 plan.accelerator="H100 SXM" ;; plan.dollars=5 => plan | exactly one of | dollars = 5
 plan.n_devices=4 => plan | n_devices | plan.accelerator
