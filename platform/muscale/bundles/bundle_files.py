@@ -10,14 +10,14 @@ import hashlib
 import json
 import os
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from muscale.errors import BundleError
 from muscale.formatting import format_read_error
 from proxy_models.hashing import file_sha256
-from scaling.presentation import Result
+from scaling.serialization import JsonResult
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -29,7 +29,7 @@ _MAX_MANIFEST_BYTES = 16 << 20  # of a few dozen files it takes some kilobytes; 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification(Result):
+class Verification(JsonResult):
     """What became of a bundle since it was written.
 
     Attributes:
@@ -40,6 +40,8 @@ class Verification(Result):
         different: Files whose size or hash is another, that can't be read, or that are no plain files.
         extra: What is there and stands in no manifest.
     """
+
+    DERIVED = ("passed",)
 
     path: str
     digest: str
@@ -53,10 +55,6 @@ class Verification(Result):
     def passed(self) -> bool:
         """Whether everything is as it was written."""
         return not (self.missing or self.different or self.extra)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "passed": self.passed}
 
     def __str__(self) -> str:
         head = f"{self.path}: {self.n_files} files, {self.n_bytes:,} bytes, manifest sha256 {self.digest}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from muscale.pages.sections import Section, as_table, drawn
-from muscale.search.sweep_figures import figures_of
 from scaling import Verdict
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
     from muscale.search.search_so_far import SearchSoFar
     from muscale.search.sweep_result import SweepResult
 
@@ -38,7 +41,7 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
             drawings=drawn(figure, title.lower()),
             table=as_table(table),
         )
-        for title, about, figure, table in figures_of(sweep)
+        for title, about, figure, table in _figures(sweep)
     ]
     if isinstance(reason := sweep.importance_or_reason, str):
         parts.append(
@@ -51,6 +54,36 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
             )
         )
     return [whole, *parts]
+
+
+def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.DataFrame | None]]:
+    """(title, what it shows, figure, table) of every further figure for which a sweep has data."""
+    if "learning_rate" in result.fitted.box.bounds:
+        about = (
+            "Dots: annealed runs; lines: the surface fitted to all of them, the rest at its optimum; stars: its optima."
+        )
+        yield "Loss against learning rate in the search", about, result.plot_rate(), result.optima
+    if result.is_population:
+        about = "Who went on from whose state; the thick path leads to the winner."
+        yield "The population's lineage", about, result.plot_lineage(), result.copies
+    if result.finalists:
+        about = "The leading trials over seeds that the search did not see, with 90 % intervals."
+        yield "How sure the winner is", about, result.plot_finalists(), result.finalists.trials.reset_index()
+    if result.space.searched:
+        about = "A line for each trial; drag along an axis to keep only some of them."
+        yield "Every trial across its hyperparameters", about, result.plot_parallel(), None
+    if not isinstance(result.importance_or_reason, str):
+        about = "Shares of the variance of log loss; what is in grey can't be told from noise."
+        table = result.importance().table.reset_index()
+        yield "Which hyperparameters matter", about, result.plot_importance(), table
+    yield (
+        "Best loss against what the search had cost",
+        "Steps: the best so far at each rung.",
+        result.plot_history(),
+        None,
+    )
+    about = "Annealed runs; on the steps lie those of which none is both cheaper and better."
+    yield "Loss against compute in the search", about, result.plot_front(), None
 
 
 def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> list[Section]:

@@ -6,23 +6,20 @@ As in the `figures` of `scaling`, a column `series` says what a row is. Finalist
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from muscale.search.across_scales import N_TOKENS, RATE, box_of, config_at, coordinates
+from muscale.search.rung_optima import RungOptima
 from muscale.search.sweep_tables import COST, config_of
 from muscale.settings.sweep import changeable
 from scaling.drawing import COLOURS, GREY, LOSS
 from scaling.optima.optimum import MAX_EXCESS
-from scaling.search.figures import draw_pareto, pareto_data
+from scaling.search.figures import draw_pareto
 from search_spaces import Ordinal, Space, is_log
-
-if TYPE_CHECKING:
-    from muscale.search.sweep_result import SweepResult
 
 RUNG_LOSS = "loss at the rung (nats per token)"
 SPENT = "compute of the search so far, 6·N·D (FLOPs)"
@@ -32,13 +29,11 @@ _CURVE = 49  # points of a fitted curve
 _TICKS = 5
 
 
-def survivors_data(result: SweepResult) -> pd.DataFrame:
+def survivors_data(rungs: pd.DataFrame, winner: int) -> pd.DataFrame:
     """A row per trial and rung that it reached alive: trial, n_tokens, loss; series winner, to the last rung, stopped."""
-    table = result.rungs.dropna(subset="loss")
-    top = set(table.loc[table["rung"] == result.rungs["rung"].max(), "trial"])
-    series = np.select(
-        [table["trial"] == result.winner, table["trial"].isin(top)], ["winner", "to the last rung"], "stopped"
-    )
+    table = rungs.dropna(subset="loss")
+    top = set(table.loc[table["rung"] == rungs["rung"].max(), "trial"])
+    series = np.select([table["trial"] == winner, table["trial"].isin(top)], ["winner", "to the last rung"], "stopped")
     return (
         table[["trial", "n_tokens", "loss"]].assign(series=series).sort_values(["trial", "n_tokens"], ignore_index=True)
     )
@@ -67,9 +62,9 @@ def draw_survivors(data: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def history_data(result: SweepResult) -> pd.DataFrame:
+def history_data(rungs: pd.DataFrame) -> pd.DataFrame:
     """A row per result at a rung, in order: n_tokens (of the rung), spent_flops, spent_seconds, loss, best (so far, there)."""
-    table = result.rungs[["n_tokens", "trial", "spent_flops", "spent_seconds", "loss"]]
+    table = rungs[["n_tokens", "trial", "spent_flops", "spent_seconds", "loss"]]
     return table.assign(best=table.groupby("n_tokens")["loss"].transform(lambda loss: loss.cummin().ffill()))
 
 
@@ -88,17 +83,17 @@ def draw_history(data: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def parallel_data(result: SweepResult) -> pd.DataFrame:
+def parallel_data(rungs: pd.DataFrame, trials: pd.DataFrame, space: Space) -> pd.DataFrame:
     """A row per trial with a finite loss: trial, the place of each hyperparameter on its own scale, loss at the last rung.
 
     Places are log2 where it was searched so, the number of a choice, the rank of an ordinal, the first of a mixture's.
     """
-    last = result.rungs.drop_duplicates("trial", keep="last")
-    expected = result.trials.set_index("trial")["expected_loss"]
+    last = rungs.drop_duplicates("trial", keep="last")
+    expected = trials.set_index("trial")["expected_loss"]
     rows = []
     for row in last.to_dict("records"):
-        places = coordinates(result.space, config_of(row, result.space))
-        for name, values in box_of(result.space).choices.items():
+        places = coordinates(space, config_of(row, space))
+        for name, values in box_of(space).choices.items():
             places[name] = values.index(places[name])
         rows.append({"trial": row["trial"], **places, "loss": expected[row["trial"]]})
     return pd.DataFrame(rows).dropna(subset="loss").reset_index(drop=True)
@@ -117,11 +112,6 @@ def draw_parallel(data: pd.DataFrame, space: Space) -> go.Figure:
     return go.Figure(go.Parcoords(dimensions=dimensions, line=line, domain=below_labels))
 
 
-def front_data(result: SweepResult, cost: str = COST) -> pd.DataFrame:
-    """Series run (every finished annealed run) and front: cost, loss."""
-    return pareto_data(result.annealed, result.front(cost), cost)
-
-
 def draw_front(data: pd.DataFrame, cost: str = COST) -> go.Figure:
     """Annealed loss against cost, with the front as steps."""
     figure = draw_pareto(data, "compute_flops" if cost == COST else cost)
@@ -130,7 +120,7 @@ def draw_front(data: pd.DataFrame, cost: str = COST) -> go.Figure:
     return figure
 
 
-def response_data(result: SweepResult, name: str = "learning_rate") -> pd.DataFrame:
+def response_data(annealed: pd.DataFrame, fitted: RungOptima, space: Space, name: str) -> pd.DataFrame:
     """Annealed loss against a numeric hyperparameter: n_tokens, value, loss.
 
     Series run; curve, the fitted surface along this hyperparameter with the others at their optimum; and optimum, with low
@@ -139,10 +129,9 @@ def response_data(result: SweepResult, name: str = "learning_rate") -> pd.DataFr
     Raises:
         ValueError: If it is not a searched number.
     """
-    space, fitted = result.space, result.fitted
     if name not in fitted.box.bounds:
         raise ValueError(f"name must be a searched number, {', '.join(fitted.box.bounds)}, got {name!r}")
-    runs = result.annealed.dropna(subset=["loss", name])
+    runs = annealed.dropna(subset=["loss", name])
     parts = [pd.DataFrame({N_TOKENS: runs[N_TOKENS], "value": runs[name], "loss": runs["loss"], "series": "run"})]
     told = fitted.table[fitted.table["hyperparameter"] == name].set_index(N_TOKENS)
     for n_tokens in told.index:  # where it is active
@@ -191,26 +180,27 @@ def draw_response(data: pd.DataFrame, name: str, space: Space) -> go.Figure:
     return figure
 
 
-def coloured_by(result: SweepResult) -> str:
+def coloured_by(space: Space) -> str:
     """The hyperparameter that tells members of a population apart: the rate, or else the first that changes on the way."""
-    return RATE if RATE in result.space else changeable(result.space)[0]
+    return RATE if RATE in space else changeable(space)[0]
 
 
-def lineage_data(result: SweepResult) -> pd.DataFrame:
-    """A population's generations: trial, n_tokens, loss, value (of `coloured_by`; log10 of a rate), from_trial, from_tokens, series.
+def lineage_data(rungs: pd.DataFrame, winner: int, name: str) -> pd.DataFrame:
+    """A population's generations: trial, n_tokens, loss, value (of `name`; log10 of a rate), from_trial, from_tokens, series.
 
-    A row per member and generation that ended alive; `from_…` is the state that it went on from, missing at the first. Series
-    copy where that was another member's, else own; on_path: whether the winner's last state descends from it.
+    A row per member and generation that ended alive; from_… is the state that it went on from, missing at the first. Series
+    copy where that was another member's, else own; on_path: whether the winner's last state descends from it. `name` is what
+    `coloured_by` gives.
     """
-    alive = result.rungs.dropna(subset="loss")
+    alive = rungs.dropna(subset="loss")
     tokens = dict(zip(alive["rung"], alive["n_tokens"], strict=True))
     began = alive["rung"] > 0
     parent = {(row["trial"], row["rung"]): row["parent"] for row in alive.to_dict("records")}
-    path, at = set(), (result.winner, max((rung for trial, rung in parent if trial == result.winner), default=0))
+    path, at = set(), (winner, max((rung for trial, rung in parent if trial == winner), default=0))
     while at in parent:
         path.add(at)
         at = (parent[at], at[1] - 1)
-    value = alive[name := coloured_by(result)].astype(float)
+    value = alive[name].astype(float)
     return pd.DataFrame(
         {
             "trial": alive["trial"],
@@ -252,36 +242,6 @@ def draw_lineage(data: pd.DataFrame, name: str) -> go.Figure:
     figure.update_xaxes(title="training tokens")
     figure.update_yaxes(title="member of the population", dtick=max(1, math.ceil(data["trial"].nunique() / 16)))
     return figure
-
-
-def figures_of(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.DataFrame | None]]:
-    """(title, what it shows, figure, table) of every further figure for which a sweep has data."""
-    if "learning_rate" in result.fitted.box.bounds:
-        about = (
-            "Dots: annealed runs; lines: the surface fitted to all of them, the rest at its optimum; stars: its optima."
-        )
-        yield "Loss against learning rate in the search", about, result.plot_rate(), result.optima
-    if result.is_population:
-        about = "Who went on from whose state; the thick path leads to the winner."
-        yield "The population's lineage", about, result.plot_lineage(), result.copies
-    if result.finalists:
-        about = "The leading trials over seeds that the search did not see, with 90 % intervals."
-        yield "How sure the winner is", about, result.plot_finalists(), result.finalists.trials.reset_index()
-    if result.space.searched:
-        about = "A line for each trial; drag along an axis to keep only some of them."
-        yield "Every trial across its hyperparameters", about, result.plot_parallel(), None
-    if not isinstance(result.importance_or_reason, str):
-        about = "Shares of the variance of log loss; what is in grey can't be told from noise."
-        table = result.importance().table.reset_index()
-        yield "Which hyperparameters matter", about, result.plot_importance(), table
-    yield (
-        "Best loss against what the search had cost",
-        "Steps: the best so far at each rung.",
-        result.plot_history(),
-        None,
-    )
-    about = "Annealed runs; on the steps lie those of which none is both cheaper and better."
-    yield "Loss against compute in the search", about, result.plot_front(), None
 
 
 def _broken(data: pd.DataFrame, by: str) -> pd.DataFrame:

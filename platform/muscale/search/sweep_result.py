@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ from muscale.search.sweep_importance import importance_of
 from muscale.search.sweep_tables import COST, config_of, format_narrowing, format_values
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Finalists, Importance, ScalingError, pareto_front
+from scaling.serialization import converter
 from search_spaces import Space
 
 if TYPE_CHECKING:
@@ -115,19 +115,19 @@ class SweepResult:
         """Each trial's loss from rung to rung; those that went on stand out."""
         from muscale.search.sweep_figures import draw_survivors, survivors_data
 
-        return draw_survivors(survivors_data(self))
+        return draw_survivors(survivors_data(self.rungs, self.winner))
 
     def plot_history(self) -> go.Figure:
         """The best loss so far at each rung, against what the search had cost."""
         from muscale.search.sweep_figures import draw_history, history_data
 
-        return draw_history(history_data(self))
+        return draw_history(history_data(self.rungs))
 
     def plot_parallel(self) -> go.Figure:
         """Every trial across its hyperparameters, coloured by its loss at the last rung."""
         from muscale.search.sweep_figures import draw_parallel, parallel_data
 
-        return draw_parallel(parallel_data(self), self.space)
+        return draw_parallel(parallel_data(self.rungs, self.trials, self.space), self.space)
 
     def plot_importance(self) -> go.Figure:
         """Shares of the variance of log loss.
@@ -139,9 +139,10 @@ class SweepResult:
 
     def plot_front(self, cost: str = COST) -> go.Figure:
         """Annealed loss against cost, with the front."""
-        from muscale.search.sweep_figures import draw_front, front_data
+        from muscale.search.sweep_figures import draw_front
+        from scaling.search.figures import pareto_data
 
-        return draw_front(front_data(self, cost), cost)
+        return draw_front(pareto_data(self.annealed, self.front(cost), cost), cost)
 
     def plot_finalists(self) -> go.Figure:
         """The leading trials with intervals.
@@ -161,7 +162,7 @@ class SweepResult:
         """
         from muscale.search.sweep_figures import draw_response, response_data
 
-        return draw_response(response_data(self, name), name, self.space)
+        return draw_response(response_data(self.annealed, self.fitted, self.space, name), name, self.space)
 
     def plot_lineage(self) -> go.Figure:
         """In a population, who went on from whose state; the winner's path stands out.
@@ -173,7 +174,8 @@ class SweepResult:
 
         if not self.is_population:
             raise StageError("sweep: only a population has a lineage (sweep.scheduler pbt or pb2)")
-        return draw_lineage(lineage_data(self), coloured_by(self))
+        name = coloured_by(self.space)
+        return draw_lineage(lineage_data(self.rungs, self.winner, name), name)
 
     def __str__(self) -> str:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
@@ -210,13 +212,13 @@ class SweepResult:
             "winner": self.winner,
             "finalists": self.finalists.to_dict() if self.finalists else None,
             "warnings": list(self.warnings),
-            "optima": _records(self.optima),
+            "optima": converter.unstructure(self.optima),
             "importance": {"missing": found} if isinstance(found, str) else found.to_dict(),
-            "front": _records(self.front()),
-            "trials": _records(self.trials),
-            "rungs": _records(self.rungs),
-            "annealed": _records(self.annealed),
-            "copies": _records(self.copies),
+            "front": converter.unstructure(self.front()),
+            "trials": converter.unstructure(self.trials),
+            "rungs": converter.unstructure(self.rungs),
+            "annealed": converter.unstructure(self.annealed),
+            "copies": converter.unstructure(self.copies),
             "narrowings": list(self.narrowings),
         }
 
@@ -248,13 +250,3 @@ class SweepResult:
         row = self.trials.set_index("trial").loc[self.winner].to_dict()
         for miss in self.fitted.misses(config_of(row, self.space), int(row["n_tokens"])):
             yield f"the winner, trial {self.winner}, is not the fitted optimum: {miss}"
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [
-        {
-            str(name): None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in row.items()
-        }
-        for row in table.to_dict("records")
-    ]

@@ -14,9 +14,10 @@ import pytest
 from muscale import StageError
 from muscale.pages.report import write_report
 from muscale.pages.report_contents import ReportContents
+from muscale.pages.search_sections import search_sections
 from muscale.search.sweep_figures import (
+    coloured_by,
     draw_parallel,
-    figures_of,
     history_data,
     lineage_data,
     parallel_data,
@@ -36,7 +37,7 @@ def axis_titles(figure: Any) -> set[str]:
 
 def test_survivors_are_those_that_came_to_the_last_rung(search: Search) -> None:
     result = search()
-    data = survivors_data(result)
+    data = survivors_data(result.rungs, result.winner)
     last = data[data["n_tokens"] == 8000]
     assert set(last["series"]) == {"winner", "to the last rung"}
     assert set(last["trial"]) == set(result.trials.query("status == 'completed'")["trial"])
@@ -47,7 +48,7 @@ def test_survivors_are_those_that_came_to_the_last_rung(search: Search) -> None:
 
 
 def test_the_history_falls_at_each_rung(search: Search) -> None:
-    data = history_data(search())
+    data = history_data(search().rungs)
     assert data["spent_flops"].is_monotonic_increasing
     for n_tokens, part in data.groupby("n_tokens"):
         assert part["best"].dropna().is_monotonic_decreasing, n_tokens
@@ -56,7 +57,7 @@ def test_the_history_falls_at_each_rung(search: Search) -> None:
 
 def test_parallel_axes_show_the_hyperparameters_own_values(search: Search) -> None:
     result = search()
-    data = parallel_data(result)
+    data = parallel_data(result.rungs, result.trials, result.space)
     assert data["trial"].nunique() == len(data) == int((result.trials["status"] != "diverged").sum())
     rates = result.trials.set_index("trial").loc[data["trial"], "learning_rate"]
     np.testing.assert_allclose(2 ** data["learning_rate"], rates)
@@ -70,7 +71,7 @@ def test_parallel_axes_show_the_hyperparameters_own_values(search: Search) -> No
 
 def test_the_curve_s_floor_is_the_optimum(search: Search) -> None:
     result = search("sweep.rungs=2")
-    data = response_data(result)
+    data = response_data(result.annealed, result.fitted, result.space, "learning_rate")
     for n_tokens, part in data.groupby("n_tokens"):
         curve, best = part[part["series"] == "curve"], part[part["series"] == "optimum"].iloc[0]
         assert best["loss"] <= curve["loss"].min() + 1e-3, n_tokens
@@ -93,7 +94,7 @@ def test_the_front_is_drawn_against_either_cost(search: Search) -> None:
 
 def test_the_lineage_leads_from_a_first_generation_to_the_winner(search: Search) -> None:
     result = search(*POPULATION)
-    data = lineage_data(result)
+    data = lineage_data(result.rungs, result.winner, "learning_rate")
     path = data[data["on_path"]].sort_values("n_tokens")
     assert path["n_tokens"].tolist() == [1000, 2000, 4000, 8000]
     assert path["trial"].iloc[-1] == result.winner
@@ -112,7 +113,8 @@ def test_a_lineage_without_a_searched_rate_is_coloured_by_what_changed_instead(s
     found = search(*POPULATION)
     rungs = found.rungs.rename(columns={"learning_rate": "beta1"})
     result = replace(found, rungs=rungs, space=Space({"beta1": Uniform(low=0.001, high=0.1)}))
-    assert lineage_data(result)["value"].tolist() == rungs.dropna(subset="loss")["beta1"].tolist()
+    data = lineage_data(result.rungs, result.winner, coloured_by(result.space))
+    assert data["value"].tolist() == rungs.dropna(subset="loss")["beta1"].tolist()
     assert result.plot_lineage().data[-1].marker.colorbar.title.text == "beta1"
     assert found.plot_lineage().data[-1].marker.colorbar.title.text == "log10 of the rate"
 
@@ -135,6 +137,6 @@ def test_the_report_shows_every_figure_for_which_there_is_data(search: Search, t
         optional = {"Which hyperparameters matter", "How sure the winner is", "The population&#39;s lineage"}
         assert {title for title in optional if f'aria-label="{title.lower()}"' in text} == wanted
         assert ("It can&#39;t be told: " in text) == ("Which hyperparameters matter" not in wanted)
-        for title, *_ in figures_of(result):
-            assert f"<h2>{title}</h2>".replace("'", "&#39;") in text
+        for section in search_sections(result):
+            assert f"<h2>{section.title}</h2>".replace("'", "&#39;") in text
         assert "loss of each trial from rung to rung" in text
