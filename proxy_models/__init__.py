@@ -4,12 +4,12 @@
     parametrize(config, base)                        class, initial values, rate, decay of every tensor at that shape
     module_shapes(…), parametrization_of(shapes, …)  the same for a module of one's own
     initialize(model, …), make_optimizer(model, …)   a model that follows the table
-    Hyperparameters(…)                               what training is given at the base shape
+    Hyperparameters(…)                               hyperparameters of a training, given at the base shape
     write_corpus(folder, source), Corpus.open(…)     tokens, and the batches that steps see
     Trainer(corpus).train(…)                         one segment of a run after another, in one warm process
     coordinate_check(family, …)                      does every activation move by the same amount at every size? -> CoordinateCheck
 
-Torch is imported by what needs it: shapes, tables, hyperparameters and data do not.
+Torch is imported only where it is needed: shapes, tables, hyperparameters and corpora do without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hashes that name what they are of: plain values, and files."""
+"""Hashes of plain values and of files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def content_key(values: Any) -> str:
-    """Hash of plain values by their canonical JSON, 16 hexadecimal digits."""
+    """Return the hash of plain values by their canonical JSON, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, 64 hexadecimal digits; a block at a time is in memory."""
+    """Return the SHA-256 of a file's content, 64 hexadecimal digits; a block at a time is in memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,9 +1,9 @@
-"""What may be searched, and what of it transfers.
+"""Search spaces of hyperparameters, and the rules by which tuned values transfer.
 
 A `Space` maps each hyperparameter to a distribution, with priors, conditions and constraints where wanted; it samples, makes
-grids, encodes into the unit cube, and reads and writes plain tables. `narrow` makes it smaller by what trials showed.
-`transferability` says what becomes of a tuned value at a larger size. `ready_made` spaces come with the sources of their
-bounds. Knows numpy, scipy and pandas only: the application translates a space for its search library.
+grids, encodes into the unit cube, and reads and writes plain tables. `narrow` cuts it to the region of the best trials.
+`transferability` classifies how a tuned value gets to a larger size. `ready_made` spaces come with the sources of their
+bounds. Needs numpy, scipy and pandas only: the application translates a space for its search library.
 """
 
 from search_spaces.base import Distribution, Scalar, Value

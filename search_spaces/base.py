@@ -1,4 +1,4 @@
-"""What every distribution shares: the checks, the table form, and the scale from 0 to 1."""
+"""Base of every distribution: its checks, its table, and its scale from 0 to 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value: TypeAlias = Scalar | Weights
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Distribution(ABC):
-    """Over which values one hyperparameter is searched, as a map from a cube.
+    """The values over which one hyperparameter is searched, as a map from a cube.
 
     `decode` takes a point of the unit cube, one place in [0, 1] for each dimension, to a value and `encode` takes it back,
     so that a surrogate model sees one scale for all, and a sample is `decode` of uniform draws. The fields of a subclass
@@ -30,9 +30,9 @@ class Distribution(ABC):
 
     Attributes:
         kind: The name under the key "distribution" of a table.
-        takes_points: Whether a grid can be coarse or fine. If not, it holds every value there is.
-        prior: Where the best value is believed to be; samples follow it, grids and the map from the cube do not.
-        when: On which values of others it depends whether there is one at all; a space sees to it.
+        takes_points: True if a grid can be coarse or fine; otherwise it holds every value.
+        prior: Belief about the best value; samples follow it, grids and the map from the cube do not.
+        when: Values of other hyperparameters for which this one is active; the space applies it.
     """
 
     kind: ClassVar[str]
@@ -60,7 +60,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def contains(self, value: object) -> bool:
-        """Whether `value` has the right type and lies in the support."""
+        """Return True if `value` has the right type and lies in the support."""
 
     @abstractmethod
     def _check(self) -> None:
@@ -87,7 +87,7 @@ class Distribution(ABC):
         """The values, in a few characters."""
 
     def encode(self, value: object) -> tuple[float, ...]:
-        """The places of `value` in [0, 1], one for each dimension.
+        """Return the places of `value` in [0, 1], one for each dimension.
 
         Raises:
             SpaceError: If `value` is not in the support.
@@ -97,10 +97,10 @@ class Distribution(ABC):
         return self._encode(value)
 
     def decode(self, places: Sequence[float]) -> Value:
-        """The value at the places, one for each dimension.
+        """Return the value at the places, one for each dimension.
 
         Raises:
-            SpaceError: If their number is another, or one is not in [0, 1].
+            SpaceError: If their number differs from the dimensions, or one is not in [0, 1].
         """
         if len(places) != self.dimensions:
             raise SpaceError(f"{self.kind} decodes {self.dimensions} places, got {len(places)}")
@@ -110,14 +110,14 @@ class Distribution(ABC):
         return self._decode([float(u) for u in places])
 
     def from_prior(self, places: Sequence[float]) -> tuple[float, ...]:
-        """Where uniformly distributed places go so that they follow the prior; without one, where they are."""
+        """Map uniformly distributed places to ones that follow the prior; without a prior, to themselves."""
         if self.prior is None:
             return tuple(places)
         densities = self._densities(self.prior)
         return tuple(density.quantile(u) for density, u in zip(densities, places, strict=True))
 
     def log_prior(self, value: object) -> float:
-        """The log of the prior's density in the unit cube at the places of `value`; 0 without a prior.
+        """Return the log of the prior's density in the unit cube at the places of `value`; 0 without a prior.
 
         Raises:
             SpaceError: If `value` is not in the support.
@@ -128,13 +128,13 @@ class Distribution(ABC):
         return sum(density.log(u) for density, u in zip(self._densities(self.prior), places, strict=True))
 
     def sample(self, rng: np.random.Generator) -> Value:
-        """One random value, by the prior where there is one."""
+        """Draw one value, by the prior where there is one."""
         return self._decode(self.from_prior([rng.random() for _ in range(self.dimensions)]))
 
     def grid(self, n: int) -> list[Value]:
-        """`n` values at even distances on the distribution's scale, both ends included; the middle for n = 1.
+        """Return `n` values at even distances on the distribution's scale, both ends included; the middle for n = 1.
 
-        Integers that round to the same are one value. What takes no points gives all its values, whatever `n` is.
+        Integers that round to the same are one value. A distribution that takes no points gives all its values for any `n`.
 
         Raises:
             SpaceError: If `n` is not a whole number of at least 1.
@@ -157,7 +157,7 @@ class Distribution(ABC):
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """The distribution of this kind that a table describes.
+        """Read the distribution of this kind from a table.
 
         Raises:
             SpaceError: If the table is of another kind, a key is unknown or missing, or a value breaks a rule.
@@ -182,5 +182,5 @@ class Distribution(ABC):
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number, Python's or numpy's; true and false are none."""
+    """Return True for a whole number of Python or numpy; true and false are not numbers."""
     return isinstance(value, Integral) and not isinstance(value, bool)

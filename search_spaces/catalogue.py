@@ -18,7 +18,7 @@ _BETA2 = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 
 
 def mup_adamw() -> Space:
-    """What is searched on a small proxy under muP with AdamW, all of it given at the base shape.
+    """Space for a small proxy under muP with AdamW, all of it given at the base shape.
 
     learning_rate: three octaves on either side of 2^-7. Measured here at base width 64: fitted optima from 2^-6.4
         to 2^-7.0 at widths of 32 to 256 (0.2 million tokens), down to 2^-7.9 at 1.2 million tokens (width 64).
@@ -45,7 +45,7 @@ def mup_adamw_full() -> Space:
         learning_rate itself; that they are worth tuning is found by Everett et al. (arXiv 2407.05872); three octaves on
         either side of 1, assumed.
 
-    An initial scale of the readout is left out: with Adam, it does what output_multiplier and output_rate do together.
+    An initial scale of the readout is left out: with Adam, output_multiplier and output_rate together have its effect.
     """
     multipliers = ("embedding_multiplier", "output_multiplier", "attention_multiplier")
     rates = ("embedding_rate", "output_rate")
@@ -71,7 +71,7 @@ def mup_muon() -> Space:
 
 
 def mup_optimizer() -> Space:
-    """`mup_adamw_full` with AdamW's betas and the warmup: everything about the optimizer that may be carried over.
+    """`mup_adamw_full` with AdamW's betas and the warmup: every setting of the optimizer that transfers.
 
     beta1: .9 is the customary value (Kingma and Ba, arXiv 1412.6980), its neighbours are assumed.
     beta2: between .9, assumed, and Adam's .999 (arXiv 1412.6980), with the .95 of GPT-3 (arXiv 2005.14165) and the .98 of the
@@ -89,7 +89,7 @@ def mup_optimizer() -> Space:
 
 
 def schedule() -> Space:
-    """Which schedule, and its lengths as fractions of the run; the constant one is left out, as it is never annealed.
+    """Space of schedules, with lengths as fractions of the run; the constant one is left out, as it is never annealed.
 
     warmup_fraction: as in `mup_optimizer`.
     cooldown_fraction: from a twentieth of the run to half of it, assumed; a tenth suffices for MiniCPM (arXiv 2404.06395), and
@@ -109,7 +109,7 @@ def schedule() -> Space:
 
 
 def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
-    """The batch with what has to follow it, the rate and beta2.
+    """Space of the batch and the values that must follow it, the rate and beta2.
 
     Args:
         smallest: Tokens of the smallest batch, over all devices.
@@ -139,7 +139,7 @@ def batch(smallest: int = 2**15, largest: int = 2**22) -> Space:
 
 
 def architecture() -> Space:
-    """Which model: the variants of the decoder by the names of its configuration, and the ratio of width to depth.
+    """Space of the decoder's variants, by the names of its configuration, and of the ratio of width to depth.
 
     activation: the gated one of Shazeer (arXiv 2002.05202), the square of Primer (arXiv 2109.08668), and the two before them.
     norm: RMSNorm (arXiv 1910.07467) or LayerNorm. qk_norm: arXiv 2010.04245.
@@ -173,12 +173,12 @@ def architecture() -> Space:
 def mixture(
     sources: Sequence[str], *, low: Mapping[str, float] | None = None, natural: Mapping[str, float] | None = None
 ) -> Space:
-    """How much of each source the data has: weights that sum to 1, by token.
+    """Space of a data mixture: the weight of each source by token, summing to 1.
 
     Args:
         sources: Names, at least two.
         low: Least weight of a source, by name.
-        natural: The mixture that the data has by itself, around which is sampled; without it, all are equally likely.
+        natural: The mixture of the data as they are, around which samples are drawn; without it, all are equally likely.
 
     RegMix trains proxies on mixtures drawn around the natural one, and takes the one that a regression through them predicts
     best (Liu et al., arXiv 2407.01492); that the order of mixtures is the same at all sizes is its hypothesis. The spread of
@@ -192,7 +192,7 @@ def mixture(
 
 
 def classic() -> Space:
-    """What is customarily searched at full size, without muP; `transferability` says which of it may be carried over.
+    """Space customarily searched at full size, without muP; `transferability` classifies which values transfer.
 
     All bounds are assumed: customary ranges, from no single source. Units: rate and decay as AdamW takes them, batch in
     tokens per GPU and step, dropout as a probability, warmup in optimizer steps.
@@ -224,7 +224,7 @@ CATALOGUE: dict[str, Callable[[], Space]] = {
 
 
 def ready_made(name: str) -> Space:
-    """The space of the catalogue with this name.
+    """Return the space of the catalogue with this name.
 
     Raises:
         SpaceError: If the catalogue has no such name.

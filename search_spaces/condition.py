@@ -1,4 +1,4 @@
-"""Conditions: a hyperparameter that exists only where others have certain values."""
+"""Conditions under which a hyperparameter is active: that others have certain values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Range:
             raise SpaceError(f"a range needs low <= high, got low = {self.low}, high = {self.high}")
 
     def holds(self, value: object) -> bool:
-        """Whether `value` is a number in the range."""
+        """Return True if `value` is a number in the range."""
         if not isinstance(value, Real) or isinstance(value, bool):
             return False
         number = float(value)
@@ -56,7 +56,7 @@ class OneOf:
         object.__setattr__(self, "values", tuple(self.values))
 
     def holds(self, value: object) -> bool:
-        """Whether `value` is one of them; true is not 1."""
+        """Return True if `value` is one of them; true is not 1."""
         return any(same(value, known) for known in self.values)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class OneOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What other hyperparameters, its parents, must be for one to exist; all of it must hold.
+    """Values that other hyperparameters, the parents, must have for one to be active; all must hold.
 
     Attributes:
         parents: Name and allowed values of each, in the order given.
@@ -75,7 +75,7 @@ class Condition:
 
     @classmethod
     def from_dict(cls, table: object) -> Self:
-        """The condition of a table such as `{optimizer = ["adamw", "lion"], n_layers = {low = 4}}`.
+        """Read the condition from a table such as `{optimizer = ["adamw", "lion"], n_layers = {low = 4}}`.
 
         Raises:
             SpaceError: If the table is empty, or an entry neither a list of values nor a range.
@@ -98,7 +98,7 @@ class Condition:
         }
 
     def holds(self, config: Mapping[str, object]) -> bool:
-        """Whether every parent is in `config` with an allowed value."""
+        """Return True if every parent is in `config` with an allowed value."""
         return all(name in config and allowed.holds(config[name]) for name, allowed in self.parents)
 
     def __str__(self) -> str:
@@ -106,5 +106,5 @@ class Condition:
 
 
 def same(value: object, known: object) -> bool:
-    """Equality in which true is not 1."""
+    """Compare for equality; true is not 1."""
     return isinstance(value, Real | str) and isinstance(value, bool) == isinstance(known, bool) and value == known

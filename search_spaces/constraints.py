@@ -1,7 +1,7 @@
 """Constraints: named predicates on several hyperparameters at once.
 
-A table names a rule and what it is about, `{less = ["beta1", "beta2"]}`; it never holds code. Rules of one's own are
-Python functions registered under a name, and a space is written with that name alone: who reads it registers the rule first.
+A table names a rule and its hyperparameters, `{less = ["beta1", "beta2"]}`; it never holds code. Custom rules are Python
+functions registered under a name, and a space is written with that name alone: its reader registers the rule first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Rule:
 
     Attributes:
         predicate: A pure function of the values, and of the bound as the last argument where it takes one.
-        bounded: Whether it takes a bound.
-        numeric: Whether it is for numbers only.
-        pair: Whether it is about exactly two.
+        bounded: True if it takes a bound.
+        numeric: True if it is for numbers only.
+        pair: True if it takes exactly two.
     """
 
     predicate: Callable[..., bool]
@@ -64,12 +64,12 @@ _RULES: dict[str, Rule] = dict(_BUILT_IN)
 
 
 def register_constraint(name: str, predicate: Callable[..., bool]) -> None:
-    """Make `predicate` known as a rule, for this process.
+    """Register `predicate` as a rule, for this process.
 
     Args:
-        name: How tables call it.
-        predicate: Takes the values of the constraint's names, in their order, and says whether they go together. Pure:
-            a sample is redrawn until it holds, and a sweep is replayed.
+        name: Name in tables.
+        predicate: Takes the values of the constraint's names, in their order, and returns True if they are allowed together.
+            It must be pure: a sample is redrawn until it holds, and a sweep is replayed.
 
     Raises:
         SpaceError: If the name is taken by another predicate.
@@ -81,12 +81,12 @@ def register_constraint(name: str, predicate: Callable[..., bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A rule and the hyperparameters that it is about. Where one of them is inactive, it holds.
+    """A rule and its hyperparameters; it holds where one of them is inactive.
 
     Attributes:
         rule: "less", "at_most", "multiple_of", "sum_at_most", "product_at_least", "product_at_most", or a registered one.
         names: The hyperparameters, in the order in which the rule takes them.
-        bound: Of the rules that take one; in units of the sum or product.
+        bound: Bound for the rules that take one; in units of the sum or product.
     """
 
     rule: str
@@ -113,12 +113,12 @@ class Constraint:
 
     @property
     def numeric(self) -> bool:
-        """Whether all its names must be numbers."""
+        """True if all its names must be numbers."""
         return _RULES[self.rule].numeric
 
     @classmethod
     def from_dict(cls, table: object) -> Self:
-        """The constraint of `{less = ["beta1", "beta2"]}` or `{sum_at_most = {names = ["a", "b"], bound = 0.5}}`.
+        """Read the constraint from `{less = ["beta1", "beta2"]}` or `{sum_at_most = {names = ["a", "b"], bound = 0.5}}`.
 
         Raises:
             SpaceError: If the table is not one rule, the rule is unknown, or its names or bound break it.
@@ -139,7 +139,7 @@ class Constraint:
         return {self.rule: names if self.bound is None else {"names": names, "bound": self.bound}}
 
     def holds(self, config: Mapping[str, Any]) -> bool:
-        """Whether the values go together; also where one of the names is missing, being inactive."""
+        """Return True if the values are allowed together, or one of the names is missing, being inactive."""
         if any(name not in config for name in self.names):
             return True
         values = [config[name] for name in self.names]

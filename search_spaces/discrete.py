@@ -95,7 +95,7 @@ class Fixed(Distribution):
 
     @property
     def dimensions(self) -> int:
-        """None."""
+        """Zero."""
         return 0
 
     def contains(self, value: object) -> bool:

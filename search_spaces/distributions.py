@@ -19,7 +19,7 @@ LARGEST_INTEGER = 2**40
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Line(Distribution):
-    """What has one dimension, along which neighbours are near: its prior is a truncated normal."""
+    """A distribution with one dimension along which neighbours are near: its prior is a truncated normal."""
 
     def _encode(self, value: Any) -> tuple[float, ...]:
         return (self.place(value),)
@@ -176,12 +176,12 @@ class Integer(Line):
 
 
 def is_log(distribution: Distribution) -> bool:
-    """Whether a distribution has a logarithmic scale."""
+    """Return True if a distribution has a logarithmic scale."""
     return isinstance(distribution, LogUniform) or (isinstance(distribution, Integer) and distribution.log)
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """Whether `value` is a real number; true and false are none."""
+    """Return True for a real number; true and false are not numbers."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -1,9 +1,9 @@
-"""A smaller space around the best region that trials found, and what was cut and why.
+"""Narrowing of a space to the best region that trials found, with the reason for each cut.
 
 The best trials of a sweep are those with the lowest losses, a quarter of them and at least as many that they lie on both
 sides of an optimum with high probability. Where a hyperparameter matters, they lie closer together along it than as many
 trials drawn at random from all would: the range of m uniform draws has a known distribution (David and Nagaraja, Order
-Statistics, 2003, section 2.3), so that chance can be told from evidence. Without evidence nothing is cut.
+Statistics, 2003, section 2.3), which separates evidence from chance. Without evidence nothing is cut.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BEST_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Narrowed:
-    """What came of a narrowing.
+    """Result of a narrowing.
 
     Attributes:
         space: The smaller space; with nothing to cut, an equal one.
         table: A row for each hyperparameter: hyperparameter, action ("cut", "kept", "at the edge", "dropped"), before, after,
             trials (in which it was active), best (how many of them count as the best), reason.
         n_trials: Trials that were used.
-        n_diverged: Those of them without a loss, which count as worse than any other.
+        n_diverged: Trials without a loss among them, which count as worse than any other.
         n_left_out: Trials outside the space.
     """
 
@@ -72,7 +72,7 @@ class Narrowed:
 
 
 def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
-    """The space around the best region of a sweep.
+    """Narrow a space to the best region of a sweep.
 
     A numeric or ordinal hyperparameter is cut to the range of the best trials and a margin, on its own scale, if that range is
     narrower than chance explains. A value of a choice is dropped if so many trials had it that one of them should have been
@@ -80,10 +80,10 @@ def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
     flagged. Conditions and constraints stay; a prior stays, with its centre moved to the nearest bound where it was cut off.
 
     Args:
-        space: What was searched.
+        space: The space that was searched.
         results: A row for each trial, a column for each hyperparameter (empty where inactive; a simplex's holds mappings;
-            fixed ones may be left out) and `loss`, NaN for one that diverged; all losses at the same tokens. An adaptive
-            searcher's trials are compared with where it went, so that fewer cuts are made than with as many random ones.
+            fixed ones may be left out) and `loss`, NaN for one that diverged; all losses at the same tokens. The
+            trials of an adaptive searcher lie closer together to begin with, so they lead to fewer cuts than random ones.
 
     Raises:
         SpaceError: If a column is missing, or no trial inside the space has a loss.
@@ -120,7 +120,7 @@ def narrow(space: Space, results: pd.DataFrame) -> Narrowed:
 
 
 def _config(space: Space, row: Mapping[Any, Any]) -> dict[str, Any]:
-    """The configuration of a row: without what is empty, in plain types, whole again where an empty cell made it real."""
+    """Return the configuration of a row in plain types: empty cells left out, integers restored where these made them real."""
     config: dict[str, Any] = {}
     for name, distribution in space.items():
         value = row.get(name)
@@ -136,7 +136,7 @@ def _config(space: Space, row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _best(losses: NDArray[np.float64], n_searched: int) -> NDArray[np.bool_]:
-    """Which trials count as the best: a quarter, and as many that all on one side of an optimum is as rare as `LEVEL`."""
+    """Select the best trials: a quarter, but so many that all on one side of an optimum is as rare as `LEVEL`."""
     finite = int(np.isfinite(losses).sum())
     if not finite:
         return np.zeros(len(losses), dtype=bool)
@@ -147,7 +147,7 @@ def _best(losses: NDArray[np.float64], n_searched: int) -> NDArray[np.bool_]:
 
 
 def _with_conditions(space: Space, steps: Mapping[str, Step]) -> dict[str, Step]:
-    """The steps with conditions only on values that are left; what can't be active any more is dropped."""
+    """Reduce conditions to the values that are left, and drop hyperparameters that can no longer be active."""
     done: dict[str, Step] = {}
     for name in space.order:
         step, condition = steps[name], space[name].when
@@ -165,7 +165,7 @@ def _with_conditions(space: Space, steps: Mapping[str, Step]) -> dict[str, Step]
 
 
 def _left(allowed: OneOf | Range, parent: Distribution | None) -> OneOf | Range | None:
-    """What a parent may still be of what a condition allows; None: nothing."""
+    """Reduce what a condition allows to what its parent can still be; None: nothing."""
     if parent is None:
         return None
     if isinstance(allowed, Range):

@@ -1,4 +1,4 @@
-"""How the support of one hyperparameter is cut to where the best trials lie, if that is more than chance."""
+"""Cuts of one hyperparameter's support to the range of the best trials, where chance does not explain it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ the best cell of Step Law's grids in 99 % of draws of 24 or 40 trials from each 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What becomes of one hyperparameter; no distribution: it is dropped."""
+    """Decision about one hyperparameter; without a distribution it is dropped."""
 
     action: str
     reason: str
@@ -34,7 +34,7 @@ class Step:
 
 
 def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool_], level: float) -> Step:
-    """What becomes of one hyperparameter.
+    """Decide about one hyperparameter.
 
     Args:
         distribution: Its distribution.
@@ -65,7 +65,7 @@ def _line(distribution: Distribution, places: NDArray[np.float64], best: NDArray
         reason = f"the {m} best are no closer together than {m} random trials may be (p = {chance:.2g})"
         return Step(action="kept", reason=reason, distribution=distribution)
     margin = MARGIN * (high - low) / (m - 1)
-    # On a grid the best may share one value: what was tried next to it stays, too.
+    # On a grid the best may share one value: its tried neighbours stay, too.
     next_below, next_above = places[places < low].max(initial=0.0), places[places > high].min(initial=1.0)
     ends = (max(min(low - margin, next_below), 0.0), min(max(high + margin, next_above), 1.0))
     smaller = _cut(distribution, *ends)
@@ -91,7 +91,7 @@ def _chance_of_range(m: int, share: float) -> float:
 
 
 def _cut(distribution: Distribution, low: float, high: float) -> Distribution:
-    """The distribution between two places; one value is fixed."""
+    """Return the distribution between two places; a single value becomes fixed."""
     first: Any = distribution.decode([low])
     last: Any = distribution.decode([high])
     match distribution:
@@ -115,7 +115,7 @@ def _cut(distribution: Distribution, low: float, high: float) -> Distribution:
 
 
 def _with_prior(smaller: Uniform | LogUniform | Integer, prior: Prior | None) -> Distribution:
-    """With the prior's centre moved into the support; without a prior that is flat over it."""
+    """Move the prior's centre into the support, or drop a prior that is flat over it."""
     if prior is None or _is_flat(prior, smaller):
         return smaller
     centre: Any = prior.centre
@@ -162,7 +162,7 @@ def _simplex(distribution: Simplex, values: Sequence[Any], best: NDArray[np.bool
         weights = np.array([value[part] for value in values])
         lowest, highest = float(weights[best].min()), float(weights[best].max())
         chance = _chance_of_none(n, int((weights < lowest).sum()), m)
-        # As on a line, what was tried next to the best stays, too.
+        # As on a line, the tried neighbours of the best stay, too.
         bound = min(lowest - MARGIN * (highest - lowest) / max(m - 1, 1), weights[weights < lowest].max(initial=0.0))
         if chance <= level / len(distribution.parts) and bound > low.get(part, 0.0):
             low[part] = bound

@@ -1,4 +1,4 @@
-"""Priors: where in its support a hyperparameter is believed to be best, as densities on the scale from 0 to 1.
+"""Priors: beliefs about the best value of a hyperparameter, as densities on the scale from 0 to 1.
 
 A prior turns the uniform density of the unit cube into another one, coordinate by coordinate: a sample is the quantile of
 a uniform draw, and a searcher may weigh its acquisition by the density (pi-BO, Hvarfner et al., arXiv 2204.11051).
@@ -32,13 +32,13 @@ class Prior:
 
     Attributes:
         centre: The likeliest value, which must lie in the support; of a simplex the mean weights.
-        spread: How far from it the best value may be, in units of the scale that the distribution is searched on:
+        spread: Distance from it at which the best value may lie, in units of the scale that the distribution is searched on:
             uniform and integer: a standard deviation in units of the value, before truncation at the bounds;
             log_uniform and integer with log: a standard deviation in octaves (factors of two), likewise;
             ordinal: a standard deviation in ranks, likewise;
             choice: the probability, in (0, 1), that the values other than the centre have together, shared equally;
             simplex: s in (0, 1), where s·√(m(1 - m)) is the standard deviation of a part whose mean weight is m
-            (Dirichlet with concentration 1/s² - 1, over what the lower bounds leave).
+            (Dirichlet with concentration 1/s² - 1, over the rest above the lower bounds).
     """
 
     centre: bool | int | float | str | Weights
@@ -132,8 +132,5 @@ class BetaStick(Density):
 
 
 def is_finite(value: object) -> bool:
-    """Whether `value` is a real number that a float can hold; true and false are none."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond the largest float
-        return False
+    """Return True for a finite real number; true and false are not numbers."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

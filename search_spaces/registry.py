@@ -1,4 +1,4 @@
-"""The kinds of distributions: what a table may name under the key "distribution"."""
+"""Registry of the distributions that a table may name under the key "distribution"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: dict[str, type[Distribution]] = {
 
 
 def distribution_from_dict(table: Mapping[str, Any]) -> Distribution:
-    """The distribution that a table such as `{distribution = "uniform", low = 0, high = 1}` describes.
+    """Read the distribution from a table such as `{distribution = "uniform", low = 0, high = 1}`.
 
     Raises:
         SpaceError: If the kind or a key is unknown, a key is missing, or a value breaks a rule of the kind.
@@ -33,7 +33,7 @@ def distribution_from_dict(table: Mapping[str, Any]) -> Distribution:
 
 
 def can_hold(allowed: OneOf | Range, distribution: Distribution) -> bool:
-    """Whether any value of a distribution meets what a condition allows."""
+    """Return True if a condition allows any value of a distribution."""
     if isinstance(allowed, OneOf):
         return any(map(distribution.contains, allowed.values))
     match distribution:
@@ -49,7 +49,7 @@ def can_hold(allowed: OneOf | Range, distribution: Distribution) -> bool:
 
 
 def is_numeric(distribution: Distribution) -> bool:
-    """Whether all its values are numbers."""
+    """Return True if all values of a distribution are numbers."""
     match distribution:
         case Interval() | Integer():
             return True

@@ -1,4 +1,4 @@
-"""What holds between the hyperparameters of a space: conditions and constraints."""
+"""Relations between the hyperparameters of a space: conditions and constraints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from search_spaces.registry import can_hold, is_numeric
 from search_spaces.simplex import Simplex
 
 RESERVED = "constraints"
-"""The key of a space's table under which its constraints stand; no hyperparameter may be called so."""
+"""The key of a space's table for its constraints; no hyperparameter may have this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +77,11 @@ class Relations:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Every hyperparameter, each after those that its condition names."""
+        """All hyperparameters, each after those that its condition names."""
         return tuple(self._sorter().static_order())
 
     def active(self, config: Mapping[str, object]) -> dict[str, object]:
-        """The entries of `config` that are active, None for what is active and missing."""
+        """Return the active entries of `config`, None for one that is active and missing."""
         there: dict[str, object] = {}
         for name in self.order:
             condition = self.distributions[name].when
@@ -109,7 +109,7 @@ class Relations:
         return ", ".join(f"{key} ({constraint})" for key, constraint in self.constraints.items())
 
     def broken(self, config: Mapping[str, object]) -> Iterator[str]:
-        """What is wrong with a configuration of active names, for each constraint that it breaks."""
+        """Yield a message for each constraint that a configuration of active names breaks."""
         for key, constraint in self.constraints.items():
             if not constraint.holds(config):
                 values = ", ".join(f"{name} = {config[name]!r}" for name in constraint.names)

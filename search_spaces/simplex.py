@@ -14,13 +14,13 @@ from search_spaces.prior import BetaStick, Density, Prior, is_finite
 from search_spaces.weights import Weights
 
 SUM_TOLERANCE = 1e-5
-"""How far from 1 the weights of a value may sum, so that a table may round them."""
+"""Largest distance from 1 of a value's sum of weights, so that a table may round them."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simplex(Distribution):
-    """Weights that sum to 1, uniform over all there are; one dimension fewer than parts.
+    """Weights that sum to 1, uniform over the simplex; one dimension fewer than parts.
 
     The map from the cube breaks a stick of length 1: with r parts behind it, a part takes the share v = 1 - (1 - u)^(1/r)
     of what is left. A uniform u makes v ~ Beta(1, r), the shares of Dirichlet(1, …, 1), which is uniform on the simplex
@@ -71,7 +71,7 @@ class Simplex(Distribution):
 
     def _encode(self, value: Mapping[str, float]) -> tuple[float, ...]:
         left = self._left(self._free(value))
-        # Where nothing is left, any place says the same: the middle.
+        # Where nothing is left, all places are equivalent: the middle.
         return tuple(
             1 - (left[j + 1] / left[j]) ** (self.dimensions - j) if left[j] > 0 else 0.5 for j in range(self.dimensions)
         )
@@ -85,7 +85,7 @@ class Simplex(Distribution):
         return self._weights([*free, left])
 
     def _grid(self, n: int) -> list[Value]:
-        """Every mixture of weights in steps of 1/(n - 1) of what the bounds leave; equal shares for n = 1."""
+        """Return every mixture of weights in steps of 1/(n - 1) of the rest above the bounds; equal shares for n = 1."""
         if n == 1:
             return [self._weights([1 / len(self.parts)] * len(self.parts))]
         return [self._weights([k / (n - 1) for k in counts]) for counts in _compositions(n - 1, len(self.parts))]
@@ -103,7 +103,7 @@ class Simplex(Distribution):
         return tuple(BetaStick(a=alphas[j], b=behind[j + 1], left=self.dimensions - j) for j in range(self.dimensions))
 
     def _free(self, value: Mapping[str, float]) -> list[float]:
-        """The share of each part in what the lower bounds leave; they sum to 1."""
+        """Return the share of each part in the rest above the lower bounds; they sum to 1."""
         free = [max(value[part] - self.low.get(part, 0.0), 0.0) for part in self.parts]
         total = math.fsum(free)
         return [share / total for share in free]
@@ -115,7 +115,7 @@ class Simplex(Distribution):
 
     @staticmethod
     def _left(shares: Sequence[float]) -> list[float]:
-        """What is left from each part on: sums from the end, which keep the digits of the small ones."""
+        """Return the sum from each part on, added from the end to keep the digits of small parts."""
         return list(accumulate(reversed(shares)))[::-1]
 
     def _support(self) -> str:
@@ -123,7 +123,7 @@ class Simplex(Distribution):
 
 
 def _compositions(total: int, parts: int) -> Iterator[list[int]]:
-    """Every list of `parts` whole numbers from 0 that sum to `total`."""
+    """Yield every list of `parts` whole numbers from 0 that sum to `total`."""
     if parts == 1:
         yield [total]
         return

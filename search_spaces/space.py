@@ -1,4 +1,4 @@
-"""A search space: the distribution of each hyperparameter, by name, and what holds between them."""
+"""A search space: the distribution of each hyperparameter, by name, with conditions and constraints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 MOST_DRAWS = 1_000
-"""How often one configuration is drawn before its constraints are taken to leave no room: at an acceptance of 1 % one in
-20,000 is given up wrongly."""
+"""Draws of one configuration before its constraints count as unsatisfiable: at an acceptance of 1 %, one in 20,000 is given
+up wrongly."""
 
 
 # Equality and the rest of a read-only mapping come from Mapping.
@@ -39,7 +39,7 @@ class Space(Mapping[str, Distribution]):
 
     Attributes:
         distributions: At least one, by name; copied.
-        constraints: What configurations must satisfy, by a name of their own; copied.
+        constraints: Constraints on configurations, by names of their own; copied.
     """
 
     distributions: Mapping[str, Distribution]
@@ -65,17 +65,17 @@ class Space(Mapping[str, Distribution]):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Every hyperparameter, each after those that its condition names."""
+        """All hyperparameters, each after those that its condition names."""
         return self._between.order
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "space") -> Self:
-        """The space that a table of tables describes, as TOML and JSON hold it.
+        """Read the space from a table of tables, as TOML and JSON hold it.
 
         Args:
             table: `{name: {"distribution": kind, ...}}`; the keys of a kind are the fields of its class, beside "prior" and
                 "when". Under "constraints": `{name: {rule: [hyperparameters]}}`.
-            where: Where the table stands, for messages: "study.toml: sweep.space".
+            where: Place of the table, for messages: "study.toml: sweep.space".
 
         Raises:
             SpaceError: Naming `where`, the hyperparameter, the rule and the value received.
@@ -99,8 +99,6 @@ class Space(Mapping[str, Distribution]):
             return cls(distributions, constraints)
         except SpaceError as error:
             raise SpaceError(f"{place}: {error}") from error
-        except RecursionError:
-            raise SpaceError(f"{place}: its tables lie too deep in one another") from None
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values; `from_dict` makes an equal space of them."""
@@ -112,7 +110,7 @@ class Space(Mapping[str, Distribution]):
     def updated(
         self, distributions: Mapping[str, Distribution], constraints: Mapping[str, Constraint] | None = None
     ) -> Self:
-        """This space with other or further hyperparameters and constraints."""
+        """Return this space with other or further hyperparameters and constraints."""
         return type(self)({**self, **distributions}, {**self.constraints, **(constraints or {})})
 
     def __getitem__(self, name: str) -> Distribution:
@@ -131,7 +129,7 @@ class Space(Mapping[str, Distribution]):
 
     @property
     def searched(self) -> tuple[str, ...]:
-        """Those that are not fixed, in order."""
+        """Hyperparameters that are not fixed, in order."""
         return tuple(name for name, distribution in self.items() if distribution.dimensions)
 
     @cached_property
@@ -144,7 +142,7 @@ class Space(Mapping[str, Distribution]):
         return tuple(axes)
 
     def active(self, config: Mapping[str, object]) -> tuple[str, ...]:
-        """The hyperparameters that exist under the values in `config`, in order; values of inactive ones don't count."""
+        """Return the hyperparameters that are active under the values in `config`, in order; values of inactive ones don't count."""
         there = self._between.active(config)
         return tuple(name for name in self if name in there)
 
@@ -152,11 +150,11 @@ class Space(Mapping[str, Distribution]):
         return {name: values[name] for name in self.active(values)}
 
     def sample(self, n: int, seed: int) -> list[Config]:
-        """`n` random configurations, by the priors where there are any.
+        """Draw `n` configurations, by the priors where there are any.
 
         Each value depends only on the seed, the position of its configuration, its name and its distribution: asking
-        for more, or adding a hyperparameter, leaves the earlier values as they were. Where a constraint is broken, what
-        it is about (with what that depends on) is drawn again, and nothing else.
+        for more, or adding a hyperparameter, leaves the earlier values as they were. Where a constraint is broken, its
+        hyperparameters (with those that they depend on) are drawn again, and no others.
 
         Raises:
             SpaceError: If `n` is negative, or no draw satisfied the constraints.
@@ -166,7 +164,7 @@ class Space(Mapping[str, Distribution]):
         return [self.draw(seed, i) for i in range(n)]
 
     def draw(self, seed: int, index: int) -> Config:
-        """The configuration at one position of `sample`, without those before it.
+        """Draw the configuration at one position of `sample`, without those before it.
 
         Raises:
             SpaceError: If no draw satisfied the constraints.
@@ -195,13 +193,13 @@ class Space(Mapping[str, Distribution]):
         )
 
     def grid(self, points: int | Mapping[str, int]) -> list[Config]:
-        """Every combination of the values of each hyperparameter's own grid; the last name varies fastest.
+        """Return every combination of the values of each hyperparameter's own grid; the last name varies fastest.
 
-        Inactive hyperparameters make no combinations of their own, and what breaks a constraint is left out.
+        Inactive hyperparameters make no combinations of their own; combinations that break a constraint are left out.
 
         Args:
-            points: One number for all numeric hyperparameters and simplexes, or one for each by name. A choice or an
-                ordinal is taken whole.
+            points: One number for all numeric hyperparameters and simplexes, or one for each by name. All values of a
+                choice or an ordinal are taken.
 
         Raises:
             SpaceError: If a numeric hyperparameter has no number of points, any other has one, one is below 1, or no
@@ -216,8 +214,8 @@ class Space(Mapping[str, Distribution]):
             raise SpaceError(f"a grid needs a number of points for {', '.join(missing)}")
         # Distributions that take no points ignore the number.
         values = [_naming(name, distribution.grid, by_name.get(name, 1)) for name, distribution in self.items()]
-        whole = (dict(zip(self, combination, strict=True)) for combination in product(*values))
-        distinct = {tuple(config.items()): config for config in map(self._only_active, whole)}
+        combined = (dict(zip(self, combination, strict=True)) for combination in product(*values))
+        distinct = {tuple(config.items()): config for config in map(self._only_active, combined)}
         grid = [config for config in distinct.values() if not any(self._between.broken(config))]
         if not grid:
             raise SpaceError(f"none of {len(distinct):,} points of the grid satisfies {self._between.text()}")
@@ -227,14 +225,14 @@ class Space(Mapping[str, Distribution]):
         """Check a configuration.
 
         Raises:
-            SpaceError: Naming everything that is wrong: a name missing, unknown or inactive, a value outside its support, a
-                constraint broken.
+            SpaceError: Naming every fault: a name missing, unknown or inactive, a value outside its support, a constraint
+                broken.
         """
         if problems := list(self._problems(config)):
             raise SpaceError("; ".join(problems))
 
     def contains(self, config: Mapping[str, object]) -> bool:
-        """Whether `config` has a value in the support of every active hyperparameter, no other names, and no broken constraint."""
+        """Return True if `validate` accepts `config`."""
         return not any(self._problems(config))
 
     def _problems(self, config: Mapping[str, object]) -> Iterator[str]:
@@ -255,7 +253,7 @@ class Space(Mapping[str, Distribution]):
             yield from self._between.broken({name: config[name] for name in there})
 
     def encode(self, config: Mapping[str, object]) -> NDArray[np.float64]:
-        """The point of a configuration in the unit cube, shape `(len(axes),)`; .5 along the axes of what is inactive.
+        """Return the point of a configuration in the unit cube, shape `(len(axes),)`; .5 along the axes of inactive ones.
 
         Raises:
             SpaceError: If `config` is not in the space.
@@ -267,18 +265,18 @@ class Space(Mapping[str, Distribution]):
         return np.array(places, dtype=np.float64)
 
     def decode(self, point: ArrayLike) -> Config:
-        """The configuration at a point of the unit cube, shape `(len(axes),)`; what is fixed is filled in, inactive left out.
+        """Return the configuration at a point of the unit cube, shape `(len(axes),)`, with fixed and without inactive values.
 
-        A point may break a constraint: `validate` tells.
+        A point may break a constraint, which `validate` finds.
 
         Raises:
-            SpaceError: If the shape is another, or a coordinate is not in [0, 1].
+            SpaceError: If the shape differs, or a coordinate is not in [0, 1].
         """
         parts = self._split(point).items()
         return self._only_active({name: _naming(name, self[name].decode, places) for name, places in parts})
 
     def from_prior(self, point: ArrayLike) -> NDArray[np.float64]:
-        """Where a point of a uniform draw, or a quasi-random one, goes so that it follows the priors; shape as `decode`'s.
+        """Map a point of a uniform or quasi-random draw to one that follows the priors; shape as `decode`'s.
 
         Raises:
             SpaceError: If the shape is not `(len(axes),)`.
@@ -289,9 +287,9 @@ class Space(Mapping[str, Distribution]):
         return np.array(places, dtype=np.float64)
 
     def log_prior(self, config: Mapping[str, object]) -> float:
-        """The log of the priors' density in the unit cube at a configuration, over what is active; 0 without priors.
+        """Return the log of the priors' density in the unit cube at a configuration, over active ones; 0 without priors.
 
-        It is relative to the uniform density, and not normalised over what constraints cut off. pi-BO (arXiv 2204.11051)
+        It is relative to the uniform density, and not normalised for the parts that constraints cut off. pi-BO (arXiv 2204.11051)
         multiplies its acquisition by the density to a power that falls with the number of trials.
 
         Raises:
@@ -322,7 +320,7 @@ class Space(Mapping[str, Distribution]):
 
 
 def _naming(name: str, call: Callable[[T], U], argument: T) -> U:
-    """What a distribution answers; what it refuses, with the name of its hyperparameter."""
+    """Call a distribution, and add the name of its hyperparameter to its errors."""
     try:
         return call(argument)
     except SpaceError as error:
@@ -330,7 +328,7 @@ def _naming(name: str, call: Callable[[T], U], argument: T) -> U:
 
 
 def _generator(seed: int, index: int, name: str, attempt: int) -> np.random.Generator:
-    """A generator of its own for each (seed, index, name, attempt)."""
+    """Make a generator of its own for each (seed, index, name, attempt)."""
     again = f"again {attempt}/" if attempt else ""
     digest = sha256(f"{again}{operator.index(seed)}/{index}/{name}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))

@@ -1,4 +1,4 @@
-"""What becomes of a tuned hyperparameter when the model or the run gets larger.
+"""Transferability: how a tuned hyperparameter gets to a larger model or a longer run.
 
 The classes follow the project's rule table: values given at the base shape are carried across width and depth by the
 parametrization; the training horizon, the batch and regularization are not its subject.
@@ -18,11 +18,11 @@ from typing import Literal, TypeAlias
 from search_spaces.errors import SpaceError, unknown
 
 Axis: TypeAlias = Literal["horizon", "batch", "tokens_per_param"]
-"""What a law runs over: tokens of the run, tokens of one optimizer step, tokens of the run per parameter."""
+"""Variable of a law: tokens of the run, tokens of one optimizer step, tokens of the run per parameter."""
 
 
 class TransferClass(StrEnum):
-    """How a tuned value gets from the proxy to the target."""
+    """Class of a tuned value's transfer from the proxy to the target."""
 
     UNDER_MUP = "under_mup"
     """Unchanged, as a value at the base shape: the parametrization does the scaling."""
@@ -41,8 +41,8 @@ class Transferability:
     Attributes:
         name: The hyperparameter.
         transfer: Its class.
-        axes: What the law runs over; empty unless the class is `BY_LAW`.
-        reason: Why, in a sentence or two.
+        axes: Variables of the law; empty unless the class is `BY_LAW`.
+        reason: Reason, in a sentence or two.
         source: arXiv ids separated by commas, "assumed", or "measured here" with what was measured.
     """
 
@@ -273,7 +273,7 @@ TRANSFERABILITY: dict[str, Transferability] = {
 
 
 def transferability(name: str) -> Transferability:
-    """The class of the hyperparameter `name`.
+    """Return the class of the hyperparameter `name`.
 
     Raises:
         SpaceError: If the table has no such name: an unknown hyperparameter is never assumed to transfer.

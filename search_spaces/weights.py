@@ -1,4 +1,4 @@
-"""The value of a simplex: part names and their weights, as a table that nothing changes."""
+"""The value of a simplex: an immutable table from part names to weights."""
 
 from __future__ import annotations
 

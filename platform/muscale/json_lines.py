@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from proxy_models.atomic_write import atomic_write, named
+from proxy_models.files import atomic_write, named
 
 _LONGEST = 1 << 16  # bytes of a record; one of a full run's metrics has some hundreds (assumed)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.errors import StageError, StudyDirectoryError, StudyFileError
 from muscale.layout import STUDY_FILE
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from muscale.errors import MuscaleError
 from muscale.fingerprint import package_files, package_fingerprint
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 _TAG = "py3-none-any"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can tell: equal sources make equal files

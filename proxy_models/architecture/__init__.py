@@ -1,1 +1,1 @@
-"""The decoder: its shape, its layers, the rules that carry tuned values to any size, what it takes in memory, what it writes."""
+"""The decoder: its shape, its layers, the rules that carry tuned values to any size, its memory, its text."""

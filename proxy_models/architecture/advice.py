@@ -20,7 +20,7 @@ _USABLE = 8  # in 16 bytes: below that older libraries leave the Tensor Cores un
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One finding: what of the shape, what it costs, what would mend it, and who says so."""
+    """A finding about one dimension of a shape: its cost, a better value, and the source."""
 
     name: str
     finding: str

@@ -4,7 +4,7 @@ The mup package compares a base and a delta model to find the dimensions that ar
 to find by how much each grew. Build all three on the meta device (`with torch.device("meta")`): nothing is allocated
 and no random number is drawn. All three have the depth of the target, because parameters are matched by name.
 
-What the rules can't serve is refused by name: a wrong class would train, and transfer nothing.
+A parameter without a rule is refused by name: with a wrong class it would train, but its values would not transfer.
 """
 
 from __future__ import annotations

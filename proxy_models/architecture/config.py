@@ -122,7 +122,7 @@ class ModelConfig(Serializable):
 
     @property
     def is_random(self) -> bool:
-        """Whether a training step draws random numbers."""
+        """True if a training step draws random numbers."""
         dropped = {name for name in DROPPED if getattr(self, name) > 0}
         return bool(dropped - {"stochastic_depth"} if self.n_layers == 1 else dropped)
 
@@ -148,7 +148,7 @@ class ModelConfig(Serializable):
 
     @property
     def n_params_total(self) -> int:
-        """Every parameter, the embedding table included."""
+        """Number of all parameters, the embedding table included."""
         return sum(self.n_params_by_group.values())
 
     @property
@@ -188,7 +188,7 @@ class ModelFamily:
     base: ModelConfig
 
     def at(self, *, width: int | None = None, depth: int | None = None) -> ModelConfig:
-        """The member of this width and depth; what is not named stays as in the base.
+        """Return the member of this width and depth; a dimension that is not given stays as in the base.
 
         Raises:
             ValueError: If the shape breaks a rule of `ModelConfig`.
@@ -200,7 +200,7 @@ class ModelFamily:
         )
 
     def for_params(self, n_params: float, *, depth: int | None = None) -> ModelConfig:
-        """The member whose `n_params` is nearest to the wanted one in ratio.
+        """Return the member whose `n_params` is nearest to the wanted one in ratio.
 
         Widths are those of whole groups of heads at which `mlp_ratio` is exact.
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a readout whose logits never stand in memory whole: a chunk of positions at a time, computed again going backward.
+"""Cross-entropy of a readout whose logits are never all in memory: chunks of positions, recomputed in the backward pass.
 
 Per position, with logits z, target y, V tokens, smoothing s and the weight c of z-loss, the loss is
 lse(z) - (1 - s)·z_y - s/V·sum(z) + c·lse(z)², and its gradient softmax(z)·(1 + 2·c·lse(z)) - s/V - (1 - s)·[y].
@@ -33,11 +33,11 @@ def whole_cross_entropy(
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """The same of the logits hidden · weightᵀ, of which only `memory.CHUNK_ENTRIES` stand at a time.
+    """Mean cross-entropy of the logits hidden · weightᵀ, of which only `memory.CHUNK_ENTRIES` are in memory at a time.
 
     Args:
         hidden: (…, width).
-        weight: (vocab_size, width), whole; its gradient is summed over the chunks in its own precision.
+        weight: (vocab_size, width), not sharded; its gradient is summed over the chunks in its own precision.
         targets: (…), token ids.
         label_smoothing, z_loss: Of the training loss.
 
@@ -95,6 +95,6 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunks(n_positions: int, vocab_size: int) -> list[slice]:
-    """Consecutive positions, as many at a time as may stand, but one at least."""
+    """Consecutive positions, at most `memory.CHUNK_ENTRIES` logits at a time but at least one position."""
     size = max(1, memory.CHUNK_ENTRIES // vocab_size)
     return [slice(begin, begin + size) for begin in range(0, n_positions, size)]

@@ -33,7 +33,7 @@ def rotary_angles(context_length: int, rotary_dim: int) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + r/2}) of the first r coordinates of every head by their position's angle.
 
-    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2); what lies beyond r stays.
+    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2); coordinates beyond r stay as they are.
     """
     n_pairs = cos.shape[-1]
     first, second, rest = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs], x[..., 2 * n_pairs :]
@@ -41,7 +41,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def alibi_bias(context_length: int, n_heads: int) -> Tensor:
-    """What ALiBi adds to the logits, shape (n_heads, context_length, context_length), -inf on the future.
+    """Bias that ALiBi adds to the logits, shape (n_heads, context_length, context_length), -inf on the future.
 
     Head h of n is slowed by 2^(-8h/n) for each token of distance (Press et al., arXiv 2108.12409, section 3).
     """
@@ -63,7 +63,7 @@ def constants(config: ModelConfig) -> dict[str, Tensor | None]:
 
 
 class Positions(NamedTuple):
-    """What attention knows of positions: angles of rotary ones, or what is added to the logits; None where not used."""
+    """Positions as attention takes them: rotary angles, or a bias on the logits; None where not used."""
 
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -217,7 +217,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def write_constants(self) -> None:
-        """Write what `constants` gives, into a decoder that was built without values; computed on the CPU as everywhere."""
+        """Write `constants` into a decoder that was built without values; they are computed on the CPU, as everywhere."""
         for name, value in constants(self.config).items():
             if value is not None:
                 self.get_buffer(name).copy_(value)
@@ -225,8 +225,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
         """Logits of the next token at every position; with targets, their mean cross-entropy in nats, chunk by chunk.
 
-        `regularized` adds the config's label smoothing and z-loss to that. It is computed in here because sharded weights are
-        whole only in here.
+        `regularized` adds the config's label smoothing and z-loss. The loss is computed in here because sharded weights are
+        gathered only within the forward pass.
         """
         time = tokens.shape[1]
         x = self.embedding(tokens) * self.embedding_multiplier
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         return chunked_cross_entropy(x, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
 
     def positions(self, time: int) -> Positions:
-        """What attention knows of the positions of `time` tokens."""
+        """Return the positions of `time` tokens as attention takes them."""
         if self.cos is not None and self.sin is not None:
             return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None])
         return Positions(bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time])
@@ -259,7 +259,7 @@ def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
 
 
 def training_loss(model: Decoder, sequences: Tensor) -> Tensor:
-    """What a step minimises: `next_token_loss`, with the config's label smoothing and z-loss."""
+    """Return the loss that a step minimises: `next_token_loss` with the config's label smoothing and z-loss."""
     config, tokens, targets = model.config, sequences[:, :-1], sequences[:, 1:]
     if is_chunked(targets.numel(), config.vocab_size):
         return cast(Tensor, model(tokens, targets, regularized=True))

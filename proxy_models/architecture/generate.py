@@ -1,7 +1,7 @@
 """Text from a decoder, as a sanity check of its weights: greedy, or sampled with a seed.
 
-Every token is a forward pass over all tokens in the context: nothing is cached, so that it is the model that was trained which
-speaks. For speed, export the model and use an inference server.
+Every token is a forward pass over all tokens in the context, without a cache, so the text is that of the model as it was
+trained. For speed, export the model and use an inference server.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def generate(
     stop: int | None = None,
     n_ids: int | None = None,
 ) -> Tokens:
-    """Continue a prompt; of a text longer than the context its last tokens are what the model sees.
+    """Continue a prompt; if the text is longer than the context, the model sees its last tokens.
 
     Args:
         model: In fp32, on any device; dropout is off meanwhile.
         prompt: Ids, at least one.
-        n_tokens: To add, at most.
+        n_tokens: Largest number of tokens to add.
         temperature: 0 takes the likeliest token; otherwise the logits are divided by it, and the token is drawn.
         top_p: Draw among the likeliest tokens whose probabilities reach it in sum (Holtzman et al., arXiv 1904.09751,
             section 3.1).
-        seed: Of the draws, which are the same on every device as far as the logits are.
-        stop: Id that ends the text, and is its last.
+        seed: Seeds the draws, which are the same on every device as far as the logits are.
+        stop: Id that ends the text, as its last token.
         n_ids: Ids from here on are never chosen; a model's vocabulary may be larger than its tokenizer's.
 
     Returns:

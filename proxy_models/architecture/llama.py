@@ -28,12 +28,11 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import NORM_EPS, ROTARY_BASE, Decoder
-from proxy_models.atomic_directory import atomic_directory
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
-from proxy_models.tensor_file import save_tensors
+from proxy_models.files import atomic_directory, save_tensors
 
-MAX_SHARD_BYTES = 5 * 10**9  # as transformers 4 by default; what loads a shard holds it in memory
+MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers 4; a loader holds one shard in memory
 WEIGHTS = "model.safetensors"
 _LAYER = "model.layers"
 _NAMES = {
@@ -47,7 +46,7 @@ _NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Of a block's modules, ours to Llama's."""
+"""Names of a block's modules, ours to Llama's."""
 _LLAMA: dict[str, tuple[Any, str]] = {
     "norm": ("rmsnorm", "Llama's norms are RMSNorm"),
     "activation": ("swiglu", "Llama's MLP is gated by SiLU"),
@@ -56,20 +55,20 @@ _LLAMA: dict[str, tuple[Any, str]] = {
     "qk_norm": (False, "Llama has no norm over queries and keys"),
     "parallel": (False, "Llama's blocks have attention and MLP one after the other"),
 }
-"""What a setting must be, and why."""
+"""Value that each setting must have, and the reason."""
 
 
 class NotLlamaError(ValueError):
-    """An architecture that Llama's layout has no place for."""
+    """Error for an architecture that Llama's layout cannot hold."""
 
 
 def require_llama(config: ModelConfig) -> None:
-    """Let an architecture pass that Llama's layout can hold.
+    """Require an architecture that Llama's layout can hold.
 
     Dropout and the terms of the training loss do not count: they are not in the trained model.
 
     Raises:
-        NotLlamaError: Naming every setting that it can't, and its value.
+        NotLlamaError: Naming every setting that it cannot hold, and its value.
     """
     odd = [
         f"model.{name} must be {wanted!r} ({why}), got {getattr(config, name)!r}"
@@ -155,11 +154,11 @@ def write_llama(
     card: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write what `AutoModelForCausalLM` and `AutoTokenizer` load from a folder.
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     Args:
         decoder: With its weights and multipliers.
-        folder: Written whole or not at all; there must be nothing yet, or an empty folder.
+        folder: Must not exist or be empty; it appears with all files or not at all.
         tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
         card: The text of a README.md beside them.
         max_shard_bytes: Weights of more are split over several files, listed in an index.

@@ -1,4 +1,4 @@
-"""What training a decoder takes in memory on each device: parameters, gradients, optimizer state, activations.
+"""Memory that training a decoder takes on each device: parameters, gradients, optimizer state, activations.
 
 Weights, gradients and moments are fp32, whatever matrices are multiplied in. Activations are counted tensor by tensor, as
 autograd keeps them for the backward pass of `Decoder` (tests compare the count with what it keeps, in fp32 and bf16); attention
@@ -13,17 +13,17 @@ from typing import Literal
 from proxy_models.architecture.config import ModelConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
-"""What matrices are multiplied in; weights and moments are fp32 always, and fp16 scales the loss."""
+"""Precision of matrix products; weights and moments are always fp32, and fp16 scales the loss."""
 Sharding = Literal["none", "zero2", "full", "hybrid"]
-"""What is cut across devices: nothing; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
-whole of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.
+"""State sharded across devices: none; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
+duration of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.
 Rajbhandari et al., arXiv 1910.02054, section 5."""
 Checkpointing = Literal["none", "selective", "full"]
-"""What of a block's activations is computed again in the backward pass; `recomputing` says what each keeps."""
+"""Activations of a block that are recomputed in the backward pass; `recomputing` describes each kind."""
 CHUNK_ENTRIES = 2**26
-"""Logits that may stand at a time: 256 MiB in fp32. Fewer than that are not chunked, and their loss is `F.cross_entropy`'s own."""
+"""Largest number of logits in memory at a time: 256 MiB in fp32. Fewer are not chunked; `F.cross_entropy` takes them."""
 MEMORY_SHARE = 0.85
-"""Of a device's memory that an estimate may fill: the allocator's and the communication's buffers need the rest (assumed)."""
+"""Share of a device's memory that an estimate may fill; the allocator and communication buffers need the rest (assumed)."""
 _FP32 = 4
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"adamw": (2, 2), "adam": (2, 2), "lion": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
@@ -32,7 +32,7 @@ Adafactor keeps means of rows and columns only, which is little."""
 
 
 def is_chunked(n_positions: int, vocab_size: int) -> bool:
-    """Whether so many logits are too many to stand at once."""
+    """Return True if so many logits are too many to hold at once."""
     return n_positions * vocab_size > CHUNK_ENTRIES
 
 
@@ -41,11 +41,11 @@ class MemoryEstimate:
     """Bytes on each device.
 
     Attributes:
-        parameters: What the device keeps of the weights.
-        gathered: Weights outside the blocks, whole from the forward pass to the end of the backward pass, and those of the
+        parameters: Weights that the device keeps.
+        gathered: Weights outside the blocks, gathered from the forward pass to the end of the backward pass, and those of the
             block that is computed; all of them under "none" and "zero2", as FSDP2 computes with a copy; 0 on one device.
-        gradients: What it keeps of the gradients.
-        optimizer: What it keeps of the moments.
+        gradients: Gradients that it keeps.
+        optimizer: Moments that it keeps.
         activations: Kept between forward and backward of one micro-batch, with the matrices in low precision.
     """
 
@@ -82,12 +82,12 @@ def training_memory(
     Args:
         config: The model.
         micro_batch: Sequences that a device takes at once.
-        precision: What matrices are multiplied in.
+        precision: Precision of matrix products.
         optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
-        sharding: What is cut across the devices.
+        sharding: State sharded across the devices.
         world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
         tensor_parallel: Devices that share each block's products; `world_size` counts such a group once.
-        checkpointing: What a block keeps; one block's activations stand at a time where they are computed again.
+        checkpointing: Activations that are recomputed, those of one block at a time.
 
     Raises:
         ValueError: If a number is below 1 or the optimizer is not known.
@@ -132,10 +132,10 @@ def activation_bytes(
 ) -> int:
     """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
 
-    Of devices that share products, each keeps its own heads and its own columns of the MLP, and the residual stream, the norms
-    and the logits whole.
+    Devices that share products each keep their own heads and columns of the MLP, and all of the residual stream, the norms
+    and the logits.
 
-    Chunked logits are not kept; those of one chunk stand, and their exponentials, when the loss is computed.
+    Chunked logits are not kept; those of one chunk and their exponentials are in memory while the loss is computed.
 
     In low precision these are also a copy of every matrix that is not cast again, and one of a norm's output for each matrix
     that reads it, as autocast makes them.

@@ -60,17 +60,17 @@ RATE_EXPONENT: dict[OptimizerName, float] = {
     "adam": 1.0,  # the same, without decay: coupled decay does not scale (Tensor Programs V, appendix B.3)
     "lion": 1.0,  # the sign of the momentum: entries of size 1, as Adam's (Chen et al., arXiv 2302.06675, section 3)
     # The update is the rate times the tensor's root mean square, which falls as m^-1/2 by the initial values (Everett et
-    # al., arXiv 2407.05872, section 4, find this exponent for Adafactor); `adafactor` says what it leaves out for that.
+    # al., arXiv 2407.05872, section 4, find this exponent for Adafactor); `adafactor` describes what differs from the paper.
     "adafactor": 0.5,
     # Orthogonalised, and scaled by .2·sqrt(max(fan_in, fan_out)) to Adam's size (Liu et al., arXiv 2502.16982, section
     # 2.2): the largest singular value is .2·sqrt(width).
     "muon": 0.5,
 }
-"""x of each optimizer that has rules; another one can't transfer."""
+"""The exponent x of each optimizer that has rules; values tuned with any other do not transfer."""
 
 
 class TensorClass(StrEnum):
-    """What the rules distinguish."""
+    """Classes of parameters that the rules distinguish."""
 
     EMBEDDING = "embedding"
     HIDDEN = "hidden"
@@ -83,7 +83,7 @@ class TensorClass(StrEnum):
     TIED = "tied"
 
 
-_TOLD = 3  # differences between two tables that an error lists
+_LISTED = 3  # differences between two tables that an error lists
 
 _IN_BLOCK = {TensorClass.HIDDEN, TensorClass.BLOCK_NORM, TensorClass.BLOCK_BIAS, TensorClass.QK_NORM}
 _MATRICES = {TensorClass.EMBEDDING, TensorClass.HIDDEN, TensorClass.READOUT, TensorClass.TIED}
@@ -92,7 +92,7 @@ _READOUTS = {TensorClass.READOUT, TensorClass.TIED}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShape:
-    """What the rules need to know of one parameter: its class, its fan-in (1 for vectors), and its width against the base."""
+    """Shape of one parameter as the rules take it: its class, its fan-in (1 for vectors), and its width against the base."""
 
     tensor_class: TensorClass
     fan_in: int
@@ -121,7 +121,7 @@ _MOST = (2 - 2**-23) * 2.0**127  # of 32 bits, as decoders keep them
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardMultipliers:
-    """What the forward pass multiplies by: the embedding's output, each residual branch, the readout's input, the attention logits."""
+    """Multipliers of the forward pass: on the embedding's output, each residual branch, the readout's input, the attention logits."""
 
     embedding: float
     branch: float
@@ -149,9 +149,9 @@ class Parametrization(Serializable):
 
     Attributes:
         scheme: "mup", or "standard" for comparison (one rate for all, fan-in initialisation).
-        optimizer: Whose rules they are.
+        optimizer: The optimizer that the rules are for.
         rules: By parameter name.
-        multipliers: Of the forward pass, before the tuned multipliers are applied to them.
+        multipliers: Multipliers of the forward pass, before the tuned ones are applied.
     """
 
     scheme: Scheme
@@ -160,7 +160,7 @@ class Parametrization(Serializable):
     multipliers: ForwardMultipliers
 
     def require(self, saved: Parametrization) -> None:
-        """Refuse to go on from what was trained under another table.
+        """Refuse a state that was trained under another table.
 
         Raises:
             ValueError: Naming the parameters and fields that differ.
@@ -168,12 +168,12 @@ class Parametrization(Serializable):
         here, there = self._entries(), saved._entries()
         odd = [name for name in here | there if here.get(name) != there.get(name)]
         if odd:
-            told = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in odd[:_TOLD])
-            more = f"; and {len(odd) - _TOLD} more" if len(odd) > _TOLD else ""
-            raise ValueError(f"the state was trained under another parametrization: {told}{more}")
+            listed = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in odd[:_LISTED])
+            more = f"; and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
+            raise ValueError(f"the state was trained under another parametrization: {listed}{more}")
 
     def _entries(self) -> dict[str, Any]:
-        """Every value of the table by where it stands."""
+        """Values of the table by their places."""
         plain = self.to_dict()
         entries = {"scheme": self.scheme, "optimizer": self.optimizer}
         entries |= {
@@ -296,15 +296,15 @@ def parametrize(
     optimizer: OptimizerName = "adamw",
     decay_scaling: DecayScaling = "timescale",
 ) -> Parametrization:
-    """The table that carries what was tuned at `base` to `config`.
+    """Return the table that carries values tuned at `base` to `config`.
 
     Args:
         config: The shape to train.
         base: The shape at which the hyperparameters were tuned.
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
-        optimizer: Whose rules.
-        decay_scaling: What of the decay of hidden matrices stays at every width; "sublayer_gain" is AdamW's only.
+        optimizer: The optimizer that the rules are for.
+        decay_scaling: Rule for the decay of hidden matrices across width; "sublayer_gain" is for AdamW only.
 
     Raises:
         ValueError: If the two differ in anything but width, depth, the exponent is out of its range, or the
@@ -337,7 +337,7 @@ def parametrization_of(
     optimizer: OptimizerName = "adamw",
     decay_scaling: DecayScaling = "timescale",
 ) -> Parametrization:
-    """The table of any model whose parameters have these shapes.
+    """Return the table of any model whose parameters have these shapes.
 
     Args:
         shapes: By parameter name; `proxy_models.architecture.base_shapes.module_shapes` finds them for any `nn.Module`.
@@ -345,8 +345,8 @@ def parametrization_of(
         attention: Scale of the attention logits.
         scheme: "mup", or "standard".
         depth_exponent: CompleteP's alpha, between 0.5 and 1.
-        optimizer: Whose rules.
-        decay_scaling: What of the decay of hidden matrices stays at every width; "sublayer_gain" is AdamW's only.
+        optimizer: The optimizer that the rules are for.
+        decay_scaling: Rule for the decay of hidden matrices across width; "sublayer_gain" is for AdamW only.
 
     Raises:
         ValueError: If there is no readout or readouts of several widths, the exponent is out of its range, or the

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import library as operators
 from torch.utils.flop_counter import register_flop_formula
 
-_MIN_FEATURES, _MIN_ROWS = 64, 256  # below, what a call costs eats up what it saves
+_MIN_FEATURES, _MIN_ROWS = 64, 256  # below, the overhead of a call exceeds its savings
 
 
 def _mkl_is_slow() -> bool:
@@ -31,11 +31,11 @@ def _mkl_is_slow() -> bool:
 
 
 MKL_IS_SLOW = _mkl_is_slow()  # here and not at the first call, which torch.compile would trace
-"""Whether this machine's processor is one for which MKL has AVX-512 kernels that it does not use."""
+"""True if MKL has AVX-512 kernels that it does not use on this machine's processor."""
 
 
 class Linear(nn.Linear):
-    """torch's, by the faster library."""
+    """torch's linear layer, computed by the faster library."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in_features) to (…, out_features)."""

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a block keeps between its forward and backward pass; the rest is computed again.
+"""Activation checkpointing: a block keeps some activations for its backward pass and recomputes the rest.
 
 "full" keeps the block's input (Chen et al., arXiv 1604.06174). "selective" keeps the outputs of matrix products and of fused
-attention too, so that only what is cheap is computed again (Korthikanti et al., arXiv 2205.05198, section 5, do so for attention's
-core, which fused kernels do by themselves). Losses are the same: what is computed again draws the same random numbers.
+attention too, so that only cheap operations are recomputed (Korthikanti et al., arXiv 2205.05198, section 5, do so for attention's
+core, which fused kernels do by themselves). Losses are the same, as recomputation draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _selective_contexts = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def recomputing(kind: Checkpointing, function: Callable[..., Tensor], *arguments: Any, is_random: bool) -> Tensor:
-    """Call `function`, and keep for its backward pass what `kind` says.
+    """Call `function`, keeping for its backward pass the activations that `kind` keeps.
 
-    `is_random` is whether it draws random numbers, whose state is then kept too.
+    If it draws random numbers, `is_random`, their state is kept too.
     """
     if kind == "none" or not torch.is_grad_enabled():
         return function(*arguments)

@@ -1,6 +1,6 @@
-"""Tensors of which a device holds a part (torch's DTensor), for code that works on whole ones too.
+"""Sharded tensors (torch's DTensor), for code that works on ordinary ones too.
 
-Importing DTensor takes most of a second, so it is not imported here: where nobody has, there is none.
+Importing DTensor takes most of a second, so it is not imported here: if nothing else has imported it, no tensor is sharded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor."""
+    """Return True for a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def own(tensor: Tensor) -> Tensor:
-    """What this device holds of it, with gradients: of a replicated one, and of one that is no DTensor, the whole."""
+    """Return the part of a tensor on this device, with gradients; a replicated or ordinary tensor is all here."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or not is_sharded(tensor):
         return tensor
     return tensor.to_local()
@@ -30,7 +30,7 @@ def own(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(parameter: Tensor, values: Tensor) -> None:
-    """Overwrite a parameter with `values` of its whole shape, of which every device takes its own part; nothing is sent."""
+    """Overwrite a parameter with `values` of its global shape; every device takes its own part and nothing is sent."""
     if not is_sharded(parameter):
         parameter.copy_(values)
         return

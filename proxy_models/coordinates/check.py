@@ -41,18 +41,21 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import pandas as pd
 
-from proxy_models.coordinates.sizes import Axis
-
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+Axis = Literal["width", "depth"]
+MIN_SIZES = 4  # widths, or depths
+MIN_SPAN = 8.0  # largest over smallest of them
+MIN_SEEDS = 2
 _SHOWN = 3  # findings in the printed result
 _SLOPE_COLUMNS = ["axis", "module", "kind", "quantity", "step", "slope", "criterion", "low", "high", "fault"]
 
@@ -80,7 +83,7 @@ _BY_READOUT: dict[Axis, Criterion] = {"width": READOUT_SIZE, "depth": READOUT_IN
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One module that breaks a bound: the fault it points to, and its worst slope."""
+    """A module that breaks a bound: the fault it points to, and its worst slope."""
 
     fault: str
     axis: Axis
@@ -103,7 +106,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CoordinateCheck:
-    """What was measured, and what follows from it.
+    """Result of the check: the measurements, their slopes, and the slopes that break a bound.
 
     Attributes:
         measurements: One row for each axis ("width" or "depth"), width, depth, module, quantity ("size" or "change" since
@@ -133,10 +136,10 @@ class CoordinateCheck:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """One for each module that breaks a bound at the first step at which any does along its axis, worst first.
+        """Findings, one for each module that breaks a bound at the first step at which any does along its axis, worst first.
 
-        Later steps are left out: what breaks there may be a consequence. So a wrong init, or a readout that is wrong
-        from the start, is told by its own name although it disturbs training too.
+        Later steps are left out, as their faults may be consequences. A wrong init, or a readout that is wrong from the
+        start, is therefore reported under its own name although it disturbs training too.
         """
         held = self.slopes.dropna(subset="fault")
         excess = np.maximum(held["slope"] - held["high"], held["low"] - held["slope"]).fillna(math.inf)
@@ -147,7 +150,7 @@ class CoordinateCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether every slope keeps its bound."""
+        """True if every slope keeps its bound."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -184,7 +187,7 @@ class CoordinateCheck:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
+        """Read what `to_dict` wrote."""
         return cls(
             measurements=pd.DataFrame(values["measurements"]).astype({"rms": float}), seeds=tuple(values["seeds"])
         )
@@ -225,3 +228,28 @@ def _slope(sizes: pd.Series[int], rms: pd.Series[float]) -> float:
     if not (np.isfinite(rms) & (rms > 0)).all():
         return math.nan
     return float(np.polyfit(np.log2(sizes.to_numpy(dtype=float)), np.log2(rms.to_numpy(dtype=float)), 1)[0])
+
+
+def require_sizes(axis: Axis, sizes: Sequence[int]) -> None:
+    """Require widths or depths from which a slope can be fitted.
+
+    Raises:
+        ValueError: If there are too few, or they span too little.
+    """
+    if len(set(sizes)) < MIN_SIZES:
+        raise ValueError(f"the coordinate check needs at least {MIN_SIZES} {axis}s, got {sorted(set(sizes))}")
+    if max(sizes) < MIN_SPAN * min(sizes):
+        raise ValueError(
+            f"{axis}s must span at least a factor of {MIN_SPAN:g}, got {min(sizes)} to {max(sizes)}, "
+            f"a factor of {max(sizes) / min(sizes):.3g}"
+        )
+
+
+def require_seeds(seeds: Sequence[int]) -> None:
+    """Require enough seeds to average over.
+
+    Raises:
+        ValueError: If there are too few.
+    """
+    if len(set(seeds)) < MIN_SEEDS:
+        raise ValueError(f"the coordinate check averages over at least {MIN_SEEDS} seeds, got {list(seeds)}")

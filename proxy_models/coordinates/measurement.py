@@ -1,4 +1,4 @@
-"""What the coordinate check measures: a few steps on one fixed batch, at several widths and depths."""
+"""Measurement for the coordinate check: a few steps on one fixed batch, at several widths and depths."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from proxy_models.architecture.config import ModelConfig, ModelFamily
 from proxy_models.architecture.cross_entropy import whole_cross_entropy
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import Parametrization, Scheme, TensorClass, parametrize
-from proxy_models.coordinates.check import CoordinateCheck
-from proxy_models.coordinates.sizes import Axis, require_seeds, require_sizes
+from proxy_models.coordinates.check import Axis, CoordinateCheck, require_seeds, require_sizes
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.metrics import rms, watching
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
-from proxy_models.training.watching import rms, watching
 
 Rule = Callable[[ModelConfig, ModelConfig], Parametrization]
 Key = tuple[str, str, str, int]  # module, kind, quantity, step
@@ -140,7 +139,7 @@ def recorded_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def _comparable_in_depth(measured: dict[Key, float], depth: int) -> dict[Key, float]:
-    """What has a counterpart at every depth: the stream as the last block leaves it, and the readout."""
+    """Keep what has a counterpart at every depth: the stream as the last block leaves it, and the readout."""
     stream = f"blocks.{depth - 1}"
     return {
         ("last block", "stream", quantity, step) if module == stream else (module, kind, quantity, step): rms

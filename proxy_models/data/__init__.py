@@ -1,1 +1,1 @@
-"""From text to batches: sources, tokenizers, token files, mixtures, and what a step sees."""
+"""Data from text to batches: sources, tokenizers, token files, mixtures, and the batch of each step."""

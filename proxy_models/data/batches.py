@@ -1,4 +1,4 @@
-"""What a step sees is a function of (corpus, seed, tokens seen so far, share) and of nothing else.
+"""Batches: the sequences of a step are a function of (corpus, seed, tokens seen so far, share) and of nothing else.
 
 The training tokens are cut into sequences, and an epoch visits each once in an order that is computed, not stored: a
 keyed permutation of the sequence numbers. So any step's batch, or any rank's share of it, is found directly, at any
@@ -23,7 +23,7 @@ from proxy_models.data.mixture import Interleaving, Mixture
 from proxy_models.data.tokenizer import Tokens
 
 _ROUNDS = 4  # of the Feistel network; four make a strong permutation (Luby and Rackoff, SIAM J. Comput. 17, 1988)
-_BLOCK = 1024  # sequences whose places are found at once: for one step's alone it would take as long as a small model's update
+_BLOCK = 1024  # sequences whose places are found at once: step by step it would take as long as a small model's update
 
 
 def permute(numbers: NDArray[np.uint64], size: int, key: int) -> NDArray[np.uint64]:
@@ -66,7 +66,7 @@ class Stream(Protocol):
 
         Args:
             tokens_seen: Position in the run, a multiple of the context length.
-            batch_tokens: Tokens of the whole step; a multiple of the context length.
+            batch_tokens: Tokens of the step over all shares; a multiple of the context length.
             rank: Which of `world_size` consecutive shares to return; they are equal, or the first ones have a sequence more.
             world_size: Number of shares, no more than sequences.
 
@@ -100,8 +100,8 @@ class TokenStream:
     @property
     def sequences_per_epoch(self) -> int:
         """Sequences in one pass; one is kept back, so that each epoch can cut the corpus at another offset."""
-        whole = (len(self.tokens) - 1) // self.context_length
-        return whole - 1 if whole > 1 else whole
+        sequences = (len(self.tokens) - 1) // self.context_length
+        return sequences - 1 if sequences > 1 else sequences
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
         """The sequences of a step, as `Stream.batch` states."""
@@ -120,7 +120,7 @@ class TokenStream:
         return sequences
 
     def _starts_of(self, block: int) -> NDArray[np.int64]:
-        """Where the sequences of a block begin; the last two blocks are kept, as a step may lie across their border."""
+        """Return where the sequences of a block begin; the last two blocks are cached, as a step may span their border."""
         if block not in self._kept:
             for old in list(self._kept)[:-1]:
                 del self._kept[old]
@@ -168,7 +168,7 @@ class MixtureStream:
 
     @cached_property
     def interleaving(self) -> Interleaving:
-        """Which source each sequence is from."""
+        """Source of each sequence."""
         return self.mixture.interleave(self.context_length, self.seed)
 
     def batch(self, tokens_seen: int, batch_tokens: int, *, rank: int = 0, world_size: int = 1) -> Tensor:
@@ -183,7 +183,7 @@ class MixtureStream:
 
 
 def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, world_size: int) -> NDArray[np.int64]:
-    """Numbers of a share's sequences in the run."""
+    """Return the numbers, in the run, of a share's sequences."""
     if tokens_seen < 0 or tokens_seen % context_length:
         raise ValueError(f"tokens_seen must be a multiple of context_length = {context_length}, got {tokens_seen}")
     if world_size < 1 or not 0 <= rank < world_size:
@@ -200,13 +200,13 @@ def _share(context_length: int, tokens_seen: int, batch_tokens: int, rank: int, 
 
 
 def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_tokens: int | None = None) -> Stream:
-    """The training batches of a corpus, of one source or a mixture.
+    """Return the training batches of a corpus, of one source or a mixture.
 
     Args:
-        corpus: What to read.
+        corpus: The corpus to read.
         context_length: Tokens that a sequence predicts.
         seed: Chooses the order.
-        run_tokens: Tokens of the whole run; needed where a stage ends at a fraction of it.
+        run_tokens: Tokens of the run; needed where a stage ends at a fraction of it.
 
     Raises:
         ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
@@ -232,7 +232,7 @@ class EvaluationSet:
 
     Attributes:
         sequences: int64 (sequences, context_length + 1).
-        weight: Of its loss in the corpus's; the weights of a corpus sum to 1.
+        weight: Weight of its loss in the corpus's; the weights of a corpus sum to 1.
     """
 
     sequences: Tensor
@@ -240,15 +240,15 @@ class EvaluationSet:
 
 
 def corpus_loss(sets: Mapping[str, EvaluationSet], source_losses: Mapping[str, float]) -> float:
-    """The corpus's validation loss: the sum of weight · loss over its sources."""
+    """Return the corpus's validation loss: the sum of weight · loss over its sources."""
     return sum(held_out.weight * source_losses[name] for name, held_out in sets.items())
 
 
 def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[str, EvaluationSet]:
-    """Fixed held-out sequences of each source, all sources alike in number, by the source's name.
+    """Return fixed held-out sequences of each source, equally many of each, by the source's name.
 
-    One source has weight 1 and all `n_tokens`; of a mixture each has an equal part of them, and as weight its share in the
-    last stage, the one that a finished model is for.
+    A single source has weight 1 and all `n_tokens`; each source of a mixture has an equal part of them, and as weight its
+    share in the last stage, the one that a finished model is for.
 
     Raises:
         ValueError: If a source's validation split is shorter than asked for.
@@ -265,7 +265,7 @@ def evaluation_sets(corpus: Corpus, context_length: int, n_tokens: int) -> dict[
 
 
 def evaluation_sequences(tokens: Tokens, context_length: int, n_tokens: int) -> Tensor:
-    """Fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
+    """Return fixed validation sequences, evenly spread over the split: int64 (n_tokens / context_length, context_length + 1).
 
     Raises:
         ValueError: If the split is shorter than asked for.

@@ -1,10 +1,10 @@
-"""What a study trains on: one tokenized source, or a mixture of several, in one folder with one manifest.
+"""Corpus of a study: one tokenized source, or a mixture of several, in one folder with one manifest.
 
     folder/manifest.json, train.bin, validation.bin        one source
     folder/manifest.json, sources/<name>/…                 a mixture
     folder/tokenizer.json, tokenizer.manifest.json         where the tokenizer is not bytes
 
-What is finished is not written again, and is compared with what is asked for: a folder never stands for another source.
+A finished corpus is not written again but compared with the request, so that a folder never stands for another source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from proxy_models.data.folder_lock import folder_lock
 from proxy_models.data.kept_tokenizer import (
     TrainingText,
     discard_tokenizer,
@@ -26,12 +25,13 @@ from proxy_models.data.kept_tokenizer import (
     tokenizer_name,
 )
 from proxy_models.data.mixture import MAX_EPOCHS, Mixture
-from proxy_models.data.pass_progress import OnProgress, PassProgress
 from proxy_models.data.sources import EMBEDDED, CorpusError, Source
 from proxy_models.data.token_files import (
     FORMAT,
     MANIFEST,
     STATED,
+    OnProgress,
+    PassProgress,
     TokenFiles,
     read_manifest,
     recorded_files,
@@ -39,6 +39,7 @@ from proxy_models.data.token_files import (
     write_token_files,
 )
 from proxy_models.data.tokenizer import BYTES, Tokenizer, TokenizerSettings, Tokens
+from proxy_models.files import folder_lock
 from proxy_models.hashing import content_key
 
 __all__ = [
@@ -54,7 +55,7 @@ __all__ = [
 ONE_SOURCE = "corpus"  # the name of the source of a corpus that is no mixture
 SOURCES = "sources"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_NAMED = "a source's name must be of letters, digits, - and _"  # as its folder is called so
+_NAMED = "a source's name must be of letters, digits, - and _"  # as it names its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Corpus:
 
     Attributes:
         folder: Where it lies.
-        manifest: What identifies it.
+        manifest: The content of its manifest.json.
         sources: The token files of each source, by name; one source is named "corpus".
         mixture: The proportions of the sources, or None with one source.
     """
@@ -78,7 +79,7 @@ class Corpus:
         """Open what `write_corpus` or `write_mixture` finished.
 
         Raises:
-            CorpusError: If a manifest is missing or broken, or a token file has not the size that it states.
+            CorpusError: If a manifest is missing or broken, or the size of a token file differs from it.
         """
         manifest = read_manifest(folder)
         if "mixture" not in manifest:
@@ -88,7 +89,7 @@ class Corpus:
             mixture = Mixture.from_dict(manifest["mixture"])
             keys = {name: str(manifest[SOURCES][name]) for name in mixture.names}
             _ = str(manifest["key"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CorpusError(f"{folder / MANIFEST}: not a mixture's manifest ({error})") from error
         if odd := [name for name in keys if not _NAME.fullmatch(name)]:
             raise CorpusError(f"{folder / MANIFEST}: {_NAMED}, got {odd[0]!r}")
@@ -143,12 +144,12 @@ class Corpus:
 
     @property
     def stages_by_fraction(self) -> bool:
-        """Whether a stage of the mixture ends at a fraction of the run, so that what a run sees hangs on its length."""
+        """True if a stage of the mixture ends at a fraction of the run, so that the data of a run depend on its length."""
         return self.mixture is not None and not self.mixture.is_resolved
 
     @property
     def evaluation_weights(self) -> dict[str, float]:
-        """Of each source's loss in the corpus's: its share in the last stage."""
+        """Weight of each source's loss in the corpus's: its share in the last stage."""
         return self.mixture.stages[-1].shares if self.mixture else {ONE_SOURCE: 1.0}
 
     @property
@@ -163,18 +164,22 @@ class Corpus:
         return sum(weights[name] * known[name] for name in each) if len(known) == len(each) else None
 
     def tokenizer(self) -> Tokenizer:
-        """What encoded the text; raises CorpusError if the corpus was given as tokens."""
+        """Return the tokenizer of the text.
+
+        Raises:
+            CorpusError: If the corpus was given as tokens.
+        """
         if all(files.manifest["tokenizer"] == STATED for files in self.sources.values()):
             raise CorpusError(f"{self.folder}: the corpus was given as tokens, their tokenizer is not known")
         return kept_tokenizer(self.folder)
 
     def epochs(self, n_tokens: int) -> dict[str, float]:
-        """How often a run of `n_tokens` sees each source."""
+        """Return how often a run of `n_tokens` sees each source."""
         planned = self.mixture.tokens(n_tokens) if self.mixture else {ONE_SOURCE: float(n_tokens)}
         return {name: planned[name] / files.n_tokens for name, files in self.sources.items()}
 
     def warnings(self, n_tokens: int) -> list[str]:
-        """A line for each source that a run of `n_tokens` sees more than four times."""
+        """Return a line for each source that a run of `n_tokens` sees more than four times."""
         return [
             f"{name}: {epochs:.1f} epochs of its {self.sources[name].n_tokens:,} tokens in a run of {n_tokens:,}; beyond "
             f"{MAX_EPOCHS:g} repeated data is worth much less than new (Muennighoff et al., arXiv 2305.16264)"
@@ -183,7 +188,7 @@ class Corpus:
         ]
 
     def __str__(self) -> str:
-        """A row for each source: tokens, fertility (tokens per word), bytes per token, share at the end."""
+        """One row for each source: tokens, fertility (tokens per word), bytes per token, share at the end."""
         rows = [f"{'source':<16}{'training':>16}{'validation':>14}{'tokens/word':>13}{'bytes/token':>13}{'share':>8}"]
         for name, files in self.sources.items():
             measured = [f"{x:.2f}" if x is not None else "–" for x in (files.fertility, files.bytes_per_token)]
@@ -204,14 +209,14 @@ def write_corpus(
 ) -> Corpus:
     """Write the token files and the manifest of one source into `folder`, or open them if they are finished.
 
-    Interrupted work is done again; a finished folder is compared with the source, by sizes and hashes.
+    An interrupted folder is written again; a finished one is compared with the source, by sizes and hashes.
 
     Args:
-        folder: Where to.
-        source: What to read; a string is the path of text.
-        validation_fraction: Held out.
+        folder: The folder to write.
+        source: The source to read; a string is the path of text.
+        validation_fraction: Share that is held out.
         tokenizer: Not used for a source of tokens.
-        on_progress: Called with bytes that are done and all bytes; BPE reads the source twice, and both count.
+        on_progress: Called with the bytes done and all bytes; BPE reads the source twice, and both passes count.
 
     Raises:
         CorpusError: If the source can't be read, a split would be empty, or the folder holds another corpus. Nothing
@@ -237,13 +242,13 @@ def write_mixture(
 ) -> Corpus:
     """Write several sources, tokenized alike, and their proportions into `folder`, or open them if they are finished.
 
-    Sources that were finished before an interruption or an error are kept, and compared like the whole.
+    Sources that were finished before an interruption or an error are kept, and compared in the same way.
 
     Args:
-        folder: Where to.
-        sources: By name.
-        mixture: Weighs the same names.
-        validation_fraction: Held out of each source.
+        folder: The folder to write.
+        sources: The sources by name.
+        mixture: Weights of the same names.
+        validation_fraction: Share of each source that is held out.
         tokenizer: Not used for sources of tokens; BPE is trained on all others together.
         on_progress: As in `write_corpus`, over all sources.
 
@@ -268,7 +273,7 @@ def write_mixture(
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What a folder is asked to hold."""
+    """Request for the content of a folder."""
 
     sources: dict[str, Source]
     mixture: Mixture | None
@@ -312,7 +317,7 @@ class _Request:
         try:
             there, recorded = Source(**manifest["source"]), recorded_files(manifest)
         except (ValueError, TypeError) as error:
-            raise CorpusError(f"{files.folder / MANIFEST}: source: not what a source is ({error})") from error
+            raise CorpusError(f"{files.folder / MANIFEST}: source: not a valid source ({error})") from error
         found = {file.path: file.content for file in source.fingerprint(recorded)}
         before = {file.path: file.content for file in recorded}
         changed = sorted(path for path in {*found, *before} if found.get(path) != before.get(path))

@@ -1,7 +1,7 @@
 """A corpus's tokenizer as the files that `transformers.AutoTokenizer` reads, giving the ids that the model was trained on.
 
-Nothing is added to a text there either: a template of a `tokenizer.json` that would put tokens around it is left out, and special
-tokens that are spelled out in a text are encoded as the characters that they are.
+transformers adds nothing to a text either: a template that would put tokens around it is left out, and special tokens that
+are spelled out in a text are encoded as plain characters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) 
     """Write `tokenizer.json` and `tokenizer_config.json` into a folder, and return their paths.
 
     Raises:
-        ValueError: If the tokenizer is none of ours.
+        ValueError: If the class of the tokenizer is unknown.
     """
     if isinstance(tokenizer, FileTokenizer):
         content, end = _without_template(tokenizer), tokenizer.end_name
@@ -54,11 +54,11 @@ def _bytes_as_bpe() -> dict[str, Any]:
 
     vocabulary = {character: byte for byte, character in _characters().items() if byte}
     model = models.BPE(vocab={END_OF_TEXT: 0, **vocabulary}, merges=[], unk_token=END_OF_TEXT, fuse_unk=False)
-    whole = Tokenizer(model)
-    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    whole.decoder = decoders.ByteLevel()
-    whole.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return dict(json.loads(whole.to_str()))
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return dict(json.loads(tokenizer.to_str()))
 
 
 def _characters() -> dict[int, str]:

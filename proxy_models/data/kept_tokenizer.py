@@ -1,6 +1,6 @@
-"""The tokenizer that a corpus keeps in its folder: trained or copied once, under a name that tells how.
+"""The tokenizer that a corpus keeps in its folder: trained or copied once, with a manifest that names how.
 
-The manifest is written last; without one, or with one of another wish, the tokenizer is made again.
+The manifest is written last; without one, or with another request in it, the tokenizer is made again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from proxy_models.data.documents import in_validation, pieces
-from proxy_models.data.pass_progress import PassProgress
 from proxy_models.data.sources import CorpusError, Source, SourceFile
-from proxy_models.data.token_files import replace
+from proxy_models.data.token_files import PassProgress, replace
 from proxy_models.data.tokenizer import BytesTokenizer, FileTokenizer, Tokenizer, TokenizerSettings, train_bpe
 from proxy_models.hashing import content_key
 
@@ -25,12 +24,12 @@ BPE_SAMPLE_BYTES = 512 << 20  # of text, evenly over the sources, that BPE is tr
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingText:
-    """What BPE is trained on: the training side of every source of text.
+    """Training text of BPE: the training side of every source of text.
 
     Attributes:
-        sources: By name.
+        sources: The sources by name.
         files: The fingerprint of each.
-        validation_fraction: What is left out.
+        validation_fraction: Share that is left out.
     """
 
     sources: Mapping[str, Source]
@@ -39,7 +38,7 @@ class TrainingText:
 
     @property
     def key(self) -> str:
-        """Hash of what identifies it: what is read of which files, wherever they lie."""
+        """Hash of the files' contents and the fields that are read, wherever the files lie."""
         contents = {
             name: {**self.sources[name].to_dict(), "path": None, "files": [file.content for file in files]}
             for name, files in self.files.items()
@@ -47,23 +46,23 @@ class TrainingText:
         return content_key({"sources": contents, "validation_fraction": self.validation_fraction})
 
     def read(self, progress: PassProgress) -> Iterator[bytes]:
-        """Its pieces, thinned evenly where it is longer than `BPE_SAMPLE_BYTES`."""
+        """Yield its pieces, thinned evenly where it is longer than `BPE_SAMPLE_BYTES`."""
         texts = {name: source for name, source in self.sources.items() if source.kind != "tokens"}
         share = BPE_SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in self.files[name]))
         for name, source in texts.items():
-            tell, done, at = progress.of(name), 0, ""
+            on_progress, done, at = progress.of(name), 0, ""
             sizes = {file.path: file.bytes for file in self.files[name]}
             for piece in pieces(source, self.validation_fraction):
                 if piece.file != at:
                     done, at = done + sizes.get(at, 0), piece.file
-                if tell:
-                    tell(done + piece.done_bytes, 0)
+                if on_progress:
+                    on_progress(done + piece.done_bytes, 0)
                 if piece.split == "train" and (share >= 1 or in_validation(piece.content.decode(), share)):
                     yield piece.content
 
 
 def tokenizer_name(settings: TokenizerSettings) -> str:
-    """What settings ask for; equal names encode a corpus equally.
+    """Name the tokenizer that settings ask for; equal names encode a corpus equally.
 
     Raises:
         CorpusError: If the file of a tokenizer can't be used.
@@ -100,13 +99,13 @@ def make_tokenizer(folder: Path, settings: TokenizerSettings, text: TrainingText
 
 
 def kept_name(folder: Path) -> str:
-    """The name of the tokenizer that a folder keeps."""
+    """Return the name of the tokenizer that a folder keeps."""
     path = folder / TOKENIZER_MANIFEST
     return str(_manifest(path)["name"]) if path.exists() else "bytes"
 
 
 def kept_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that a folder keeps."""
+    """Load the tokenizer that a folder keeps."""
     path = folder / TOKENIZER_MANIFEST
     if not path.exists():
         return BytesTokenizer()
@@ -114,23 +113,23 @@ def kept_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """Of a kept tokenizer.
+    """Read the manifest of a kept tokenizer.
 
     Raises:
-        CorpusError: If it can't be read, or does not say what it must.
+        CorpusError: If it can't be read, or a key is missing.
     """
     try:
-        told: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CorpusError(f"{path}: can't be read ({error})") from error
-    known = isinstance(told, dict) and isinstance(told.get("name"), str) and "end_of_document" in told
-    if not known or not isinstance(told["end_of_document"], str | None):
-        raise CorpusError(f"{path}: must be a table with name and end_of_document, got {repr(told)[:100]}")
-    return dict(told)
+    known = isinstance(values, dict) and isinstance(values.get("name"), str) and "end_of_document" in values
+    if not known or not isinstance(values["end_of_document"], str | None):
+        raise CorpusError(f"{path}: must be a table with name and end_of_document, got {repr(values)[:100]}")
+    return dict(values)
 
 
 def discard_tokenizer(folder: Path) -> None:
-    """Remove it."""
+    """Remove the tokenizer from the folder."""
     for name in (TOKENIZER_MANIFEST, TOKENIZER):
         (folder / name).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Several sources in stated proportions, the proportions changing along a run: which source a sequence is from.
+"""Mixtures of sources in stated proportions that may change along a run: the source of each sequence.
 
 A stage repeats one pattern of `SLOTS` slots. Each source has its share of them, spread evenly, so that every stretch of
 a run has the stated proportions up to a sequence or two. The n-th sequence of a run then has a source, and a number
@@ -30,9 +30,9 @@ class MixtureStage(Serializable):
     """A stretch of training with fixed proportions.
 
     Attributes:
-        weights: Of each source, in tokens, on any common scale; 0 leaves a source out.
-        until_tokens: Where the stage ends, in tokens of the run, rounded down to a whole sequence.
-        until_fraction: The same as a fraction of the run, for `Mixture.resolve`. The last stage has neither.
+        weights: Weight of each source, in tokens, on any common scale; 0 leaves a source out.
+        until_tokens: End of the stage, in tokens of the run, rounded down to a multiple of a sequence.
+        until_fraction: End of the stage as a fraction of the run, for `Mixture.resolve`. The last stage has neither.
     """
 
     weights: Mapping[str, float]
@@ -62,7 +62,7 @@ class MixtureStage(Serializable):
 
     @property
     def slots(self) -> dict[str, int]:
-        """Of every `SLOTS` sequences, how many are of each source: rounded by the largest remainder."""
+        """Number of sequences of each source in every `SLOTS`, rounded by the largest remainder."""
         total = sum(map(Fraction, self.weights.values()))
         exact = {name: Fraction(weight) / total * SLOTS for name, weight in self.weights.items()}
         slots = {name: math.floor(share) for name, share in exact.items()}
@@ -84,7 +84,7 @@ converter.register_unstructure_hook(
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture(Serializable):
-    """What a run is made of: one stage, or a curriculum of several."""
+    """Data of a run: one stage, or a curriculum of several."""
 
     stages: tuple[MixtureStage, ...]
 
@@ -111,7 +111,7 @@ class Mixture(Serializable):
 
     @classmethod
     def constant(cls, weights: Mapping[str, float]) -> Self:
-        """The same proportions all along."""
+        """Make a mixture with the same proportions all along."""
         return cls(stages=(MixtureStage(weights=dict(weights)),))
 
     @property
@@ -121,11 +121,11 @@ class Mixture(Serializable):
 
     @property
     def is_resolved(self) -> bool:
-        """Whether every end is stated in tokens, so that position alone decides."""
+        """True if every end is stated in tokens, so that position alone decides."""
         return all(stage.until_fraction is None for stage in self.stages)
 
     def resolve(self, n_tokens: int) -> Self:
-        """With every end in tokens, for a run of `n_tokens`.
+        """Return the mixture with every end in tokens, for a run of `n_tokens`.
 
         Raises:
             ValueError: If the stages don't end one after another in that run.
@@ -140,7 +140,7 @@ class Mixture(Serializable):
         )
 
     def tokens(self, n_tokens: int) -> dict[str, float]:
-        """Tokens of each source in a run of `n_tokens`."""
+        """Return the tokens of each source in a run of `n_tokens`."""
         ends = [min(stage.until_tokens or n_tokens, n_tokens) for stage in self.resolve(n_tokens).stages]
         lengths = np.diff([0, *ends]).tolist()
         return {
@@ -149,10 +149,10 @@ class Mixture(Serializable):
         }
 
     def interleave(self, context_length: int, seed: int) -> Interleaving:
-        """Which source each sequence of `context_length` tokens is from.
+        """Assign a source to each sequence of `context_length` tokens.
 
         Raises:
-            ValueError: If an end is a fraction: what follows then depends on the run's length.
+            ValueError: If an end is a fraction, which depends on the run's length.
         """
         if not self.is_resolved:
             raise ValueError("until_fraction needs the run's length: call resolve(n_tokens) first")
@@ -191,7 +191,7 @@ class Interleaving:
         return tuple(firsts)
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source and number within the source of each sequence of the run, both of the shape of `numbers`."""
+        """Return the source of each sequence of the run and its number within it, both of the shape of `numbers`."""
         sources, within = np.empty_like(numbers), np.empty_like(numbers)
         stages = np.searchsorted(self.starts, numbers, side="right") - 1
         for stage in np.unique(stages):
@@ -205,7 +205,7 @@ class Interleaving:
 
 
 def _pattern(stage: MixtureStage, names: tuple[str, ...], seed: str) -> NDArray[np.int64]:
-    """Each source's slots at even distances from an offset of its own, in the order of their places."""
+    """Place each source's slots at even distances from an offset of its own, and return the sources in that order."""
     places, sources = [], []
     for number, name in enumerate(names):
         slots = stage.slots[name]

@@ -1,6 +1,6 @@
-"""Where a corpus comes from: which files a source names, and the hashes that identify them.
+"""Sources of a corpus: the files that a source names, and the hashes that identify them.
 
-A source is named by a path and the kind of file that lies there. Reading its text is `documents`' part.
+A source is named by a path and the kind of file that lies there. `documents` reads its text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ _PATTERNS: dict[Kind, str] = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.par
 
 
 class CorpusError(ValueError):
-    """Data that can't be read or written; the message names the file, the place, the rule and the value."""
-
-
-_LONGEST = 4096  # bytes of a path, of Linux; 255 of a part of it
+    """Error for data that cannot be read or written, naming the file, the place, the rule and the value."""
 
 
 def at_home(path: str) -> Path:
-    """With ~ as the user's folder; that of a user who is not there stays as it is written."""
+    """Expand ~ to the user's folder; the path of an unknown user stays as it is."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -45,8 +42,8 @@ class SourceFile:
     Attributes:
         path: Relative to the source's root, with forward slashes.
         bytes: Its size.
-        modified_ns: Its time of modification; where it and the size are as before, the hash is taken to be.
-        sha256: Of its content.
+        modified_ns: Its time of modification; a file is not hashed again while this and its size stay the same.
+        sha256: Hash of its content.
     """
 
     path: str
@@ -56,22 +53,22 @@ class SourceFile:
 
     @property
     def content(self) -> tuple[str, int, str]:
-        """What identifies the content, wherever and whenever it was written."""
+        """Path, size and hash, which do not depend on where and when the file was written."""
         return self.path, self.bytes, self.sha256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Text, or tokens, to be read.
+    """Source of text or tokens.
 
     Attributes:
         path: `python-stdlib`, a file, or a folder.
         kind: "text": each file is a document in UTF-8. "jsonl": each line of the `*.jsonl` files is an object.
             "parquet": each row of the `*.parquet` files is a document. "huggingface": a folder that the datasets
             library's `save_to_disk` wrote. "tokens": little-endian token ids, one after another, in `*.bin` files.
-        field: Which field or column holds the text; for jsonl, parquet and huggingface.
-        dtype: Of the ids; for tokens, where it must be stated.
-        vocab_size: Ids lie below it; for tokens, where it must be stated.
+        field: Field or column that holds the text; for jsonl, parquet and huggingface.
+        dtype: Type of the ids; required for tokens.
+        vocab_size: Ids lie below it; required for tokens.
     """
 
     path: str
@@ -98,7 +95,7 @@ class Source:
             raise ValueError(f'dtype and vocab_size are for kind "tokens", got them for {self.kind!r}')
 
     def __str__(self) -> str:
-        """The path, with what else it takes to read it."""
+        """The path, with the settings for reading it."""
         settings = {"jsonl": f", field {self.field}", "parquet": f", column {self.field}"}
         settings |= {"huggingface": f", column {self.field}", "tokens": f" of {self.dtype}"}
         return self.path if self.kind == "text" else f"{self.path} ({self.kind}{settings[self.kind]})"
@@ -114,8 +111,6 @@ class Source:
             found = _library_files(root)
         else:
             root = at_home(self.path)
-            if len(os.fsencode(root)) >= _LONGEST or any(len(os.fsencode(part)) > 255 for part in root.parts):
-                raise CorpusError(f"{str(root)[:200]}…: no such file or folder, as none has so long a name")
             if self.kind == "huggingface":
                 found = _saved_files(root)
             elif root.is_file():
@@ -131,7 +126,7 @@ class Source:
         return root, found
 
     def fingerprint(self, known: Iterable[SourceFile] = ()) -> list[SourceFile]:
-        """Every file with its size and hash.
+        """Return every file with its size and hash.
 
         Args:
             known: Earlier fingerprints; a file of the same size and time of modification is not read again.
@@ -158,13 +153,13 @@ class Source:
         return fingerprints
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that matter for its kind, as plain values."""
+        """Return the fields that matter for its kind, as plain values."""
         relevant = {"text": (), "tokens": ("dtype", "vocab_size")}.get(self.kind, ("field",))
         return {name: value for name, value in asdict(self).items() if name in ("path", "kind", *relevant)}
 
 
 def _library_files(root: Path) -> list[Path]:
-    """The library's modules, without its tests and without what is installed beside it, which may be thousands of folders."""
+    """Return the library's modules, without its tests and installed packages, which may be thousands of folders."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - _NOT_THE_LIBRARY
@@ -190,5 +185,5 @@ def _saved_files(root: Path) -> list[Path]:
         raise CorpusError(f"{state}: can't be read ({error.strerror}); save_to_disk writes one") from error
     except CorpusError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CorpusError(f"{state}: not the state of a saved data set ({error})") from error

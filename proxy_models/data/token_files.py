@@ -1,6 +1,6 @@
 """One tokenized source on disk: training and validation tokens, memory-mapped, and the manifest that identifies them.
 
-Token files and manifest get their names only when they are whole, the manifest last: a folder without one is
+Token files and manifest get their names only when they are complete, the manifest last: a folder without one is
 unfinished and is written again.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,12 +19,11 @@ from typing import Any, Self, get_args
 
 import numpy as np
 
-from proxy_models.atomic_write import atomic_write, named
 from proxy_models.data.documents import Split
-from proxy_models.data.pass_progress import OnProgress
 from proxy_models.data.sources import CorpusError, Source, SourceFile, TokenDtype
 from proxy_models.data.tokenization import Block, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
+from proxy_models.files import atomic_write, named
 from proxy_models.hashing import content_key
 
 FORMAT = 2
@@ -32,6 +31,8 @@ MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("train", "validation")
 STATED = "stated"  # the tokenizer of a source of tokens
 UNFINISHED = ".unfinished"
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are done, and all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class TokenFiles:
         """Open what `write_token_files` finished.
 
         Raises:
-            CorpusError: If the manifest is missing or broken, or a token file has not the size that it states.
+            CorpusError: If the manifest is missing or broken, or the size of a token file differs from it.
         """
         manifest = read_manifest(folder)
         _require_fields(manifest, folder / MANIFEST)
@@ -71,12 +72,12 @@ class TokenFiles:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in the training split."""
+        """Number of tokens in the training split."""
         return int(self.manifest["tokens"]["train"])
 
     @property
     def n_validation_tokens(self) -> int:
-        """Tokens in the validation split."""
+        """Number of tokens in the validation split."""
         return int(self.manifest["tokens"]["validation"])
 
     @property
@@ -125,15 +126,15 @@ def write_token_files(
     """Tokenize `source` into `folder`; one process at a time.
 
     A single text file and every file of tokens are split by position, their last part held out; other documents are
-    on one side as a whole.
+    not split.
 
     Args:
-        folder: Exists.
-        source: What to read.
+        folder: The folder to write, which exists.
+        source: The source to read.
         tokenizer: Not used for a source of tokens.
         files: The source's fingerprint.
-        validation_fraction: Held out, of the documents or of a file.
-        on_progress: Told after each block.
+        validation_fraction: Share of the documents or of a file that is held out.
+        on_progress: Called after each block.
 
     Raises:
         CorpusError: If the source can't be read or changes meanwhile, or a split would be empty; nothing is left then.
@@ -206,7 +207,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CorpusError(f"{path}: no such file; this folder holds no finished corpus") from error
     except OSError as error:
         raise CorpusError(f"{path}: can't be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorpusError(f"{path}: not a corpus manifest ({error})") from error
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise CorpusError(f"{path}: not a corpus manifest: a table with a format is needed")
@@ -216,7 +217,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _require_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Let a manifest of token files pass that has what is read of it later.
+    """Require the keys of a manifest of token files that are read later.
 
     Raises:
         CorpusError: Naming the file, the key, the rule and the value.
@@ -224,7 +225,7 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
     rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "dtype": ("a type of token files", lambda v: isinstance(v, str) and v in get_args(TokenDtype)),
         "tokens": ("counts of train and validation", lambda v: _are_counts(v, SPLITS)),
-        "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and 1 <= v < 2**63),
+        "vocab_size": ("a whole number of at least 1", lambda v: type(v) is int and v >= 1),
         "key": ("a hash", lambda v: isinstance(v, str) and bool(v)),
         "tokenizer": ("a name", lambda v: isinstance(v, str)),
         "text": ("null or counts", lambda v: v is None or _are_counts(v, ("documents", "bytes", "words"))),
@@ -241,7 +242,7 @@ def _require_fields(manifest: dict[str, Any], path: Path) -> None:
 
 
 def _are_counts(value: Any, names: Sequence[str]) -> bool:
-    return isinstance(value, dict) and all(type(value.get(name)) is int and 0 <= value[name] < 2**63 for name in names)
+    return isinstance(value, dict) and all(type(value.get(name)) is int and value[name] >= 0 for name in names)
 
 
 def _are_files(value: Any) -> bool:
@@ -250,18 +251,42 @@ def _are_files(value: Any) -> bool:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Put the manifest in its place, whole or not at all."""
+    """Put the manifest in its place atomically."""
     replace(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     with atomic_write(path) as unfinished:
         unfinished.write_bytes(content)
 
 
+class PassProgress:
+    """Progress of a task that reads several sources, perhaps several times, in bytes over all passes."""
+
+    def __init__(
+        self, on_progress: OnProgress | None, prints: Mapping[str, Sequence[SourceFile]], *, passes: int
+    ) -> None:
+        self._on_progress = on_progress
+        self._sizes = {name: sum(file.bytes for file in files) for name, files in prints.items()}
+        self._passes, self._ended = passes, 0
+
+    def of(self, name: str) -> OnProgress | None:
+        """Return the callback for a pass over this source."""
+        if self._on_progress is None:
+            return None
+        report, total = self._on_progress, sum(self._sizes.values())
+        names = list(self._sizes)
+        before = sum(self._sizes[other] for other in names[: names.index(name)]) + self._ended * total
+        return lambda done, _total: report(before + done, total * self._passes)
+
+    def start_last_pass(self) -> None:
+        """Count every other pass as done from now on."""
+        self._ended = self._passes - 1
+
+
 class _Tally:
-    """Counts and hashes of what is written."""
+    """Counts and hashes of the written tokens."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         sizes = [file.bytes for file in files]

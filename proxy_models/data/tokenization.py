@@ -1,4 +1,4 @@
-"""From a source to blocks of token ids, each checked and counted, in bounded memory."""
+"""Tokenization of a source into blocks of ids, each checked and counted, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Block:
 
     Attributes:
         file: Relative to the source's root.
-        split: Which side they are on.
+        split: Side that they are on.
         tokens: The ids, closing tokens among them.
-        done_bytes: How far reading has come in the file.
+        done_bytes: Bytes of the file that have been read.
         n_documents: Documents that end in the block.
         n_bytes: Bytes of text that it encodes.
         n_words: Words in them: runs without ASCII white space.
@@ -40,7 +40,7 @@ class Block:
 
 
 def blocks(source: Source, tokenizer: Tokenizer, validation_fraction: float) -> Iterator[Block]:
-    """Every token of a source, file after file.
+    """Yield every token of a source, file after file.
 
     Raises:
         CorpusError: If a file can't be read or is broken, or an id lies beyond the vocabulary.
@@ -103,6 +103,6 @@ def _token_blocks(source: Source, validation_fraction: float) -> Iterator[Block]
 
 
 def _count_words(text: bytes) -> int:
-    """Runs without ASCII white space."""
+    """Count runs without ASCII white space."""
     in_word = ~_IS_SPACE[np.frombuffer(text, dtype=np.uint8)]
     return int(np.count_nonzero(in_word[1:] & ~in_word[:-1])) + int(in_word[:1].any())

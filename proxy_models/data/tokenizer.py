@@ -1,7 +1,7 @@
-"""From text to token ids: bytes, byte-level BPE trained on the corpus, or any `tokenizer.json`.
+"""Tokenizers: bytes, byte-level BPE trained on the corpus, or any `tokenizer.json`.
 
 Every document is closed by one token of its own. Text can't produce that token: with bytes it is byte 0, which no text
-holds, and elsewhere special tokens that are spelled out in a text are encoded as the characters that they are.
+holds, and elsewhere special tokens that are spelled out in a text are encoded as plain characters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer.
+    """Interface of a corpus's tokenizer.
 
     Attributes:
         key: Identifies it; equal keys encode equally.
@@ -52,12 +52,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """Which tokenizer a corpus is written with.
+    """Choice of the tokenizer that a corpus is written with.
 
     Attributes:
         kind: "bytes"; "bpe", trained on the training split of the corpus; or "file", a `tokenizer.json`.
-        vocab_size: Of "bpe", the closing token and the 256 bytes counted.
-        path: Of "file".
+        vocab_size: Ids of "bpe", with the closing token and the 256 bytes.
+        path: Path of "file".
         end_of_document: The token of a "file" that closes documents; None takes the one of the usual names it has.
     """
 
@@ -106,7 +106,7 @@ class FileTokenizer:
         """Read a tokenizer.
 
         Raises:
-            CorpusError: If the file can't be read, or has not the token that closes documents.
+            CorpusError: If the file can't be read, or lacks the token that closes documents.
         """
         try:
             content = path.read_bytes()
@@ -151,7 +151,7 @@ def smallest_dtype(vocab_size: int) -> TokenDtype:
 
 
 def stored_dtype(name: str) -> np.dtype[np.unsignedinteger[Any]]:
-    """How ids lie in a file: little-endian on every machine."""
+    """Return the type of ids in a file: little-endian on every machine."""
     return np.dtype(name).newbyteorder("<")
 
 

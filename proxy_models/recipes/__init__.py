@@ -1,1 +1,1 @@
-"""How a run is trained: hyperparameters, schedules, and the segments that they come to."""
+"""Recipes of runs: hyperparameters, schedules, and the segments that a run is trained in."""

@@ -2,7 +2,7 @@
 
 Doubling follows Merrill et al. (arXiv 2505.23971), GPT-3 grew its batch linearly (arXiv 2005.14165, appendix B). Every stage
 lasts whole final batches, so that any multiple of the final batch is the end of a step, and with it a place for a rung, a
-branch or a checkpoint. The schedule's factor does not know of the batch: it is the same function of the tokens.
+branch or a checkpoint. The schedule's factor does not depend on the batch: it is the same function of the tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MOST_DOUBLINGS = 62
-"""As a batch has at most 63 bits; 2 to the power of more need not be worked out."""
+"""Largest number of doublings, as a batch has at most 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from proxy_models.recipes.schedule import COOLING, Cooldown, LinearCooldown, Pha
 from proxy_models.recipes.segments import Segment, branch, single_phase
 
 ContinuedSchedule = Literal["wsd", "wsd_linear", "constant", "linear", "cosine"]
-"""Those of `schedule.ScheduleName` that need nothing but a warmup, a cooldown's share or a final fraction."""
+"""Schedules that need only a warmup, a cooldown's share or a final fraction."""
 
 
 def continued(
@@ -25,24 +25,24 @@ def continued(
     final_fraction: float = 0.1,
     optimizer: OptimizerName | None = None,
 ) -> tuple[Segment, ...]:
-    """The segments of a stage of `n_tokens` that goes on from a run's state, from 0 on.
+    """Return the segments, counted from 0, of a stage of `n_tokens` that goes on from a run's state.
 
     The rate rises linearly from zero to its peak over `rewarm_tokens` (re-warming: Gupta et al., arXiv 2308.04014; Ibrahim et
     al., arXiv 2403.08763, section 4), then follows the schedule. With a cooldown of all of it the stage is a branch of the run
     (Hägele et al., arXiv 2405.18392). The product of rate and decay stays, and with it the decay's timescale in tokens.
 
     Args:
-        before: Of the run's last step.
+        before: Recipe of the run's last step.
         n_tokens: Rounded to whole batches; at least one.
         learning_rate: Peak rate at the base shape.
         rewarm_tokens: Rounded to whole batches.
-        schedule: After the re-warming.
+        schedule: Schedule after the re-warming.
         cooldown_fraction: Share of the stage that cools down to zero, of "wsd" and "wsd_linear"; 1: all of it.
         final_fraction: Factor on the rate at the end of "cosine".
-        optimizer: One that takes over with fresh moments; None: the run's, which keeps them.
+        optimizer: Optimizer that takes over with fresh moments; None: the run's, which keeps them.
 
     Raises:
-        ValueError: If the re-warming leaves no room for what follows it.
+        ValueError: If the re-warming leaves no tokens for the schedule after it.
     """
     batch = before.batch_tokens
     n_tokens = max(1, round(n_tokens / batch)) * batch

@@ -1,4 +1,4 @@
-"""What training is given at the base shape."""
+"""Hyperparameters of a training, given at the base shape."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _OF_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters(Serializable):
-    """Tuned at the base shape, transferable by the parametrization and the horizon law.
+    """Values tuned at the base shape, transferable by the parametrization and the horizon law.
 
     Attributes:
         learning_rate: Peak rate at the base shape.
         init_scale: Factor on every initial standard deviation of the parametrization's table.
-        zero_readout: Whether the readout starts at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2); an
+        zero_readout: True to start the readout at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2); for an
             untied one only.
         weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay.
@@ -46,8 +46,8 @@ class Hyperparameters(Serializable):
         batch_doublings: Times that the batch doubles on its way to `batch_tokens`.
         batch_ramp_tokens: Tokens until the last doubling, in equal stages, each rounded to whole batches.
         warmup_fraction: Warmup as a fraction of the run's tokens.
-        warmup_floor_tokens: Least warmup, whatever the fraction says.
-        schedule: One of `schedule.ScheduleName`, which says what each is.
+        warmup_floor_tokens: Least warmup, even where the fraction gives less.
+        schedule: One of `schedule.ScheduleName`, which describes each.
         cooldown_fraction: Share of the run that cools down, under "wsd", "wsd_linear" and "inverse_sqrt".
         final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
         milestones: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek LLM's,
@@ -60,9 +60,9 @@ class Hyperparameters(Serializable):
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
         embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table goes by the
             readout's.
-        swap_optimizer: One that takes over on the way, with fresh moments and another warmup; None: none does. The timescale
-            of the decay stays, and so do all other values.
-        swap_fraction: Share of the run's tokens after which it does.
+        swap_optimizer: Optimizer that takes over during the run, with fresh moments and another warmup; None: no swap. The
+            timescale of the decay stays, and so do all other values.
+        swap_fraction: Share of the run's tokens before the swap.
         swap_learning_rate: Its peak rate at the base shape; the rest of the schedule is the same.
         stages: Other values from points of the stable part on, under a schedule with a cooldown; the cooldown keeps the last.
     """
@@ -155,7 +155,7 @@ class Hyperparameters(Serializable):
 
     def _validate_swap(self) -> None:
         if self.swap_optimizer == self.optimizer:
-            raise ValueError(f"swap_optimizer must be another than optimizer, got {self.optimizer!r} for both")
+            raise ValueError(f"swap_optimizer must differ from optimizer, got {self.optimizer!r} for both")
         needed = (self.swap_fraction, self.swap_learning_rate)
         if any(not (value > 0 if self.swap_optimizer else value == 0) for value in needed):
             raise ValueError(
@@ -178,7 +178,7 @@ class Hyperparameters(Serializable):
 
     @property
     def stretches(self) -> tuple[Hyperparameters, ...]:
-        """What rules from the start and from each stage on, every one without stages."""
+        """Hyperparameters in force from the start and from each stage on, each without stages."""
         found = [replace(self, stages=())]
         for stage in self.stages:
             changes: dict[str, Any] = {**stage.changes}
@@ -189,23 +189,23 @@ class Hyperparameters(Serializable):
 
     @property
     def set_by_stages(self) -> frozenset[str]:
-        """Names of the values that do not stay as they are given here; the rate is no such, as stages are factors on it."""
+        """Names of the values that stages overwrite; the rate is not among them, as stages are factors on it."""
         return frozenset(name for stage in self.stages for name in stage.changes) - {"learning_rate"}
 
     def whole_batches(self, n_tokens: float) -> int:
-        """The multiple of `batch_tokens` nearest to `n_tokens`, at least one batch."""
+        """Return the multiple of `batch_tokens` nearest to `n_tokens`, at least one batch."""
         return max(1, round(n_tokens / self.batch_tokens)) * self.batch_tokens
 
     def stable_tokens(self, n_tokens: int) -> int:
-        """Tokens before the cooldown of a WSD run of `n_tokens`, which lasts one batch at least."""
+        """Return the tokens before the cooldown of a WSD run of `n_tokens`, which lasts at least one batch."""
         return min(self.whole_batches(n_tokens * (1 - self.cooldown_fraction)), n_tokens - self.batch_tokens)
 
     def annealed_tokens(self, stable_tokens: int) -> int:
-        """D of the run that cools down from `stable_tokens`: S / (1 - f), in whole batches and at least one of cooldown."""
+        """Return D of the run that cools down from `stable_tokens`: S / (1 - f), in whole batches, at least one of cooldown."""
         return max(self.whole_batches(stable_tokens / (1 - self.cooldown_fraction)), stable_tokens + self.batch_tokens)
 
     def resolve(self, n_tokens: int) -> Recipe:
-        """The absolute values of a run of `n_tokens`; a branch of it keeps them.
+        """Return the absolute values of a run of `n_tokens`; a branch of it keeps them.
 
         Raises:
             ValueError: If the warmup or the batch ramp does not fit into the run.

@@ -12,7 +12,7 @@ from proxy_models.serialization import Serializable
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Serializable):
-    """Absolute hyperparameters of one run at the base shape: nothing in it depends on what length was meant any more."""
+    """Absolute hyperparameters of one run at the base shape; none depends on the planned length any more."""
 
     learning_rate: float
     weight_decay: float
@@ -44,7 +44,7 @@ class Recipe(Serializable):
         )
 
     def swapped(self, optimizer: OptimizerName, learning_rate: float) -> Recipe:
-        """The recipe that another optimizer goes on with: rate · decay, and so the decay's timescale, stays."""
+        """Return the recipe that another optimizer goes on with; rate · decay, and so the decay's timescale, stays."""
         decay = self.weight_decay * self.learning_rate / learning_rate
         return replace(self, optimizer=optimizer, learning_rate=learning_rate, weight_decay=decay)
 

@@ -29,7 +29,7 @@ ScheduleName = Literal[
     "cosine_cycles",  # `cycles` times: (re-)warmup, half a cosine to `final_fraction`
 ]
 COOLING = ("wsd", "wsd_linear")
-"""Those that hold the rate and then cool it down to zero: runs of several lengths share their beginning."""
+"""Schedules that hold the rate and then cool it down to zero: runs of several lengths share their beginning."""
 
 
 def warmup_factor(tokens: int, batch_tokens: int, warmup_tokens: int) -> float:
@@ -38,12 +38,12 @@ def warmup_factor(tokens: int, batch_tokens: int, warmup_tokens: int) -> float:
 
 
 def _progress(tokens: int, start: int, end: int) -> float:
-    """How far from `start` to `end`, 0 before."""
+    """Return the progress from `start` to `end`, 0 before `start`."""
     return max(0, tokens - start) / (end - start)
 
 
 def _half_cosine(progress: float, final_fraction: float) -> float:
-    """From 1 to `final_fraction` along half a cosine (Loshchilov and Hutter, arXiv 1608.03983, section 3)."""
+    """Half a cosine from 1 to `final_fraction` (Loshchilov and Hutter, arXiv 1608.03983, section 3)."""
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -76,7 +76,7 @@ class InverseSqrt:
 
 @dataclass(frozen=True, kw_only=True)
 class Cooldown:
-    """From 1 at `start` to 0 at `end` as 1 - sqrt(progress) (Hägele et al., section 3)."""
+    """Cooldown from 1 at `start` to 0 at `end` as 1 - sqrt(progress) (Hägele et al., section 3)."""
 
     start: int
     end: int
@@ -88,7 +88,7 @@ class Cooldown:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCooldown:
-    """Linearly from `start_factor` at `start` to 0 at `end`.
+    """Linear cooldown from `start_factor` at `start` to 0 at `end`.
 
     After a constant phase: Hägele et al., section 3. After an inverse square root: Zhai et al., arXiv 2106.04560.
     """
@@ -160,7 +160,7 @@ class StepDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class CosineCycle:
-    """One of several: linear warmup from `start_factor` to 1, then half a cosine to `final_fraction` at `end`.
+    """One cycle of several: linear warmup from `start_factor` to 1, then half a cosine to `final_fraction` at `end`.
 
     Restarts are Loshchilov and Hutter's (arXiv 1608.03983, section 3); that a restarted language model is warmed up again
     is Gupta et al.'s (arXiv 2308.04014) and Ibrahim et al.'s (arXiv 2403.08763).
@@ -181,7 +181,7 @@ class CosineCycle:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarmed:
-    """What is left of a phase for an optimizer that takes over at `start`: its factor times a linear warmup from there."""
+    """The rest of a phase for an optimizer that takes over at `start`: its factor times a linear warmup from there."""
 
     phase: Phase
     start: int
@@ -189,7 +189,7 @@ class Rewarmed:
 
     @property
     def end(self) -> int | None:
-        """Where the phase's rate has come down, None for one that goes on for ever."""
+        """Tokens at which the phase's rate has come down, None for one without an end."""
         return getattr(self.phase, "end", None)
 
     def factor(self, tokens: int, batch_tokens: int) -> float:

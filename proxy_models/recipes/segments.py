@@ -1,4 +1,4 @@
-"""A run as the segments that it is trained in: from hyperparameters and a length to recipes, phases and token positions."""
+"""Segments that a run is trained in: from hyperparameters and a length to recipes, phases and token positions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Segment(Serializable):
 
     @property
     def begins_with_swap(self) -> bool:
-        """Whether its recipe's optimizer takes over from another at its start."""
+        """True if its recipe's optimizer takes over from another at its start."""
         return isinstance(self.phase, Rewarmed) and self.phase.start == self.start
 
     def rate_factor(self, tokens: int) -> float:
@@ -70,7 +70,7 @@ def stem(recipe: Recipe, stable_tokens: int) -> Segment:
 def branch(
     recipe: Recipe, stable_tokens: int, n_tokens: int, schedule: ScheduleName = "wsd"
 ) -> tuple[Segment, Segment]:
-    """A whole run that cools down to zero: its stem to `stable_tokens`, then the cooldown to `n_tokens`.
+    """Return a run that cools down to zero: its stem to `stable_tokens`, then the cooldown to `n_tokens`.
 
     Raises:
         ValueError: If the schedule has no cooldown.
@@ -92,7 +92,7 @@ def branch(
 
 
 def staged_branch(h: Hyperparameters, stable_tokens: int, n_tokens: int, *, tuned_at: int) -> tuple[Segment, ...]:
-    """A whole run that cools down from `stable_tokens`, a segment for each stage; warmup and decay as in one of `tuned_at`.
+    """Return a run that cools down from `stable_tokens`, a segment for each stage; warmup and decay as in a run of `tuned_at`.
 
     Raises:
         ValueError: If the schedule has no cooldown, or the run is too short for its warmup, batch ramp or stages.
@@ -102,7 +102,7 @@ def staged_branch(h: Hyperparameters, stable_tokens: int, n_tokens: int, *, tune
     cuts = [0, *(h.whole_batches(stage.after * stable_tokens) for stage in h.stages), stable_tokens]
     if any(end <= begin for begin, end in pairwise(cuts)):
         raise ValueError(
-            f"stages: {stable_tokens} tokens before the cooldown are too few for these, which would begin after "
+            f"stages: {stable_tokens} tokens before the cooldown are too few for stages that would begin after "
             f"{', '.join(map(str, cuts[1:-1]))} tokens"
         )
     stretches = zip(recipes, pairwise(cuts), strict=True)
@@ -111,11 +111,11 @@ def staged_branch(h: Hyperparameters, stable_tokens: int, n_tokens: int, *, tune
 
 
 def chain(hyperparameters: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
-    """The segments of a run of `n_tokens` (whole batches) to its end, annealed unless the schedule is "constant".
+    """Return the segments of a run of `n_tokens` (whole batches) to its end, annealed unless the schedule is "constant".
 
     Raises:
         ValueError: If the run is too short for its warmup, batch ramp, stages and cooldown, its cycles for their warmups, or
-            what lies before or after a swap of the optimizer for the warmup there.
+            the parts before and after a swap of the optimizer for the warmup there.
     """
     h = hyperparameters
     segments = _scheduled(h, n_tokens)
@@ -126,7 +126,7 @@ def chain(hyperparameters: Hyperparameters, n_tokens: int) -> tuple[Segment, ...
 
 
 def _scheduled(h: Hyperparameters, n_tokens: int) -> tuple[Segment, ...]:
-    """The run under one optimizer."""
+    """Return the segments of the run under its first optimizer."""
     recipe = h.resolve(n_tokens)
     warmup, final_fraction = recipe.warmup_tokens, h.final_fraction
     phase: Phase
@@ -150,7 +150,7 @@ def single_phase(
     end: int,
     final_fraction: float,
 ) -> Phase:
-    """The one phase of a run under such a schedule, which ends at `end` tokens; `final_fraction` is of the last two."""
+    """Return the one phase of a run that ends at `end` tokens; only the last two schedules read `final_fraction`."""
     match schedule:
         case "constant":
             return Constant(warmup_tokens=warmup_tokens)
@@ -163,7 +163,7 @@ def single_phase(
 
 
 def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -> tuple[Segment, ...]:
-    """Equal cycles in whole batches; each after the first warms up from where the one before it ended."""
+    """Return equal cycles in whole batches; each after the first warms up from the final fraction."""
     batch = recipe.batch_tokens
     if cycles > n_tokens // batch:
         raise ValueError(f"{n_tokens // batch} batches are too few for {cycles} cycles")
@@ -191,7 +191,7 @@ def _cycles(recipe: Recipe, n_tokens: int, cycles: int, final_fraction: float) -
 
 
 def _swapped(segments: tuple[Segment, ...], recipe: Recipe, swap: int) -> tuple[Segment, ...]:
-    """The same run, cut after `swap` tokens, and from there on under another optimizer's recipe."""
+    """Cut the run after `swap` tokens, and from there on put it under another optimizer's recipe."""
     n_tokens, warmup = segments[-1].end, recipe.warmup_tokens
     if not warmup <= swap < n_tokens - warmup:
         raise ValueError(

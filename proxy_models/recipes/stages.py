@@ -1,7 +1,7 @@
 """A schedule that changes more than the rate: from points of the stable part on, training goes on with other values.
 
-It is what a member of a population followed (Jaderberg et al., arXiv 1711.09846, section 4.3 calls it a schedule that was
-discovered), written so that a run of any size and length can follow it, too.
+A member of a population follows such a schedule (Jaderberg et al., arXiv 1711.09846, section 4.3, call it discovered); stages
+write it down so that a run of any size and length can follow it, too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from proxy_models.serialization import Serializable, converter
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparameterStage(Serializable):
-    """Other values from a point on; what a stage leaves out stays as it was.
+    """Values that change at a point of the stable part; values that a stage leaves out stay as they were.
 
     Attributes:
         after: Share of the tokens before the cooldown after which it begins.
-        learning_rate: Factor on the run's own rate (not on the rate of the stage before), so that what carries the rate
-            across width and length carries the course of the rate as well.
+        learning_rate: Factor on the run's own rate (not on the rate of the stage before), so that the rules that carry the rate
+            across width and length carry its course as well.
         weight_decay_tau, beta1, beta2, clip_norm, embedding_rate, output_rate: The values themselves.
     """
 
@@ -41,7 +41,7 @@ class HyperparameterStage(Serializable):
 
     @property
     def changes(self) -> dict[str, float]:
-        """The values that it gives, by name; the rate's is a factor."""
+        """The values that it changes, by name; the rate's is a factor."""
         return {name: value for name in CHANGEABLE if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class HyperparameterStage(Serializable):
 
 
 CHANGEABLE = tuple(field.name for field in fields(HyperparameterStage) if field.name != "after")
-"""What may change in mid-run without changing the function that the weights compute."""
+"""Names of values that may change during a run without changing the function that the weights compute."""
 
 converter.register_unstructure_hook(
     HyperparameterStage, make_dict_unstructure_fn(HyperparameterStage, converter, _cattrs_omit_if_default=True)

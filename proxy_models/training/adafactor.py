@@ -19,9 +19,9 @@ _LEAST_RMS = 1e-3  # epsilon 2: a tensor that is smaller moves as if it were of 
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Without momentum; a matrix keeps a mean squared gradient for each row and each column, a vector for each entry.
+    """Adafactor without momentum; a matrix keeps a mean squared gradient per row and per column, a vector per entry.
 
-    Works on sharded tensors, and waits for no device.
+    It works on sharded tensors and never waits for a device.
     """
 
     def __init__(self, settings: list[dict[str, Any]]) -> None:

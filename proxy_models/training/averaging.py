@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AVERAGED_SHARE = 0.15
-"""Of the tokens so far: the stretch whose averaged weights a rung ranks by (measured here; as Hägele et al., arXiv 2405.18392,
-section 4, average a stretch without cooldown)."""
-_HALF_LIVES = 10  # of an exponential average that are summed: what is left out weighs less than 1/1000
+"""Share of the tokens so far over which a rung's weights are averaged (measured here; Hägele et al., arXiv 2405.18392,
+section 4, average a stretch without cooldown, too)."""
+_HALF_LIVES = 10  # of an exponential average that are summed; the rest weighs less than 1/1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """Uniform mean over the last `AVERAGED_SHARE` of all tokens: what rungs rank by."""
+    """Uniform mean over the last `AVERAGED_SHARE` of all tokens, by which rungs rank."""
 
     def begins(self, end: int, batch_tokens: int) -> int:
         """Position of the first step whose weights count for the average at `end`."""

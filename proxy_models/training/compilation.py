@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 Compile = bool | Literal["auto"]
-"""Whether to compile; "auto" where it pays."""
+"""Compile or not; "auto" where it pays."""
 _PAYS_FROM_TOKENS = 4_000_000
 
 
 @cache
 def missing_compiler(device_type: str) -> str | None:
-    """Why torch.compile can't work for this machine's "cpu" or "cuda" devices, or None.
+    """Return the reason why torch.compile cannot work for this machine's "cpu" or "cuda" devices, or None.
 
-    It needs Python's headers, and for a CPU a C++ compiler, for a GPU Triton and the C compiler that Triton calls. What is
-    missing is logged, once in a process.
+    It needs Python's headers, and for a CPU a C++ compiler, for a GPU Triton and the C compiler that Triton calls. The reason
+    is logged, once in a process.
     """
     reason = None
     language, compilers = ("C++", ("g++", "clang++")) if device_type == "cpu" else ("C", ("gcc", "clang"))
@@ -45,7 +45,7 @@ def configure() -> None:
 
 
 def pays(n_tokens: int) -> bool:
-    """Whether compiling a shape saves more time than it costs, for so many tokens on a CPU.
+    """Return True if compiling a shape saves more time than it costs, for so many tokens on a CPU.
 
     Measured here at depth 2, widths 32 to 256, batches of 8 × 128 tokens, one thread: compiling took 7 to 21 s and then saved
     3 to 5.5 microseconds a token at any width, as it is the overhead of single operations that it saves. Both grow with depth
@@ -55,6 +55,6 @@ def pays(n_tokens: int) -> bool:
 
 
 def decide(compile: Compile, n_tokens: int, device_type: str) -> bool:
-    """Whether to compile a shape that so many tokens will be trained at on a "cpu" or "cuda" device."""
+    """Decide whether to compile a shape that will be trained for so many tokens on a "cpu" or "cuda" device."""
     wanted = pays(n_tokens) if compile == "auto" else compile
     return wanted and missing_compiler(device_type) is None

@@ -1,15 +1,32 @@
-"""Where a training runs: the CPU or one CUDA device, and how its batches get there."""
+"""The device of a training, the CPU or one CUDA device: choice, transfers, and its datasheet's FLOP/s."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 from torch import Tensor
 
+from proxy_models.architecture.memory import Precision
+
 CPU = torch.device("cpu")
+_HALF_PRECISION = {
+    r"H100 PCIe": 756e12,
+    r"H100 NVL": 835e12,
+    r"G?H200|H100": 989e12,
+    r"GB200": 2500e12,
+    r"B200": 2250e12,
+    r"A100": 312e12,
+    r"L40S": 362e12,
+    r"L4": 121e12,
+}
+"""FLOP/s of one GPU in bf16 or fp16 with fp32 sums, dense, by a pattern in the name that the driver reports; the first that
+matches counts. From NVIDIA's datasheets of A100, H100, H200, GH200, L4, L40S, HGX B200 and GB200 NVL72; where they state
+the rate of sparse matrices, half of it."""
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """The device that is meant; "cuda" alone is torch's current one.
+    """Resolve a device; "cuda" alone is torch's current one.
 
     Raises:
         ValueError: If it is neither the CPU nor a CUDA device that torch sees here.
@@ -30,11 +47,22 @@ def usable(device: str | torch.device) -> torch.device:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device; to a GPU by way of pinned memory, as any other copy waits for the steps before it."""
+    """Copy a tensor from the CPU to the device; through pinned memory to a GPU, as other copies wait for earlier steps."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def wait(device: torch.device) -> None:
-    """Return when the device has done all that it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def datasheet_flops(name: str, precision: Precision) -> float | None:
+    """Return the vendor's FLOP/s for the GPU of this name (`torch.cuda.get_device_name`), or None where none is known here.
+
+    None is known in fp32, where the rate depends on whether TF32 is allowed, nor for a slice of a GPU (MIG). It is the
+    denominator of model FLOP utilisation (Chowdhery et al., arXiv 2204.02311, appendix B).
+    """
+    if precision == "fp32" or "MIG" in name.split():
+        return None
+    return next((flops for part, flops in _HALF_PRECISION.items() if re.search(rf"\b({part})\b", name)), None)

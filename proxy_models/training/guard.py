@@ -1,11 +1,11 @@
 """The stability guard: a step whose loss or gradient norm is far out of the ordinary is not taken.
 
-What is ordinary is told by the median and the median absolute deviation of the accepted steps before it, which one spike
+The reference is the median and the median absolute deviation of the accepted steps before it, which one spike
 can't move. Skipping the batch, and going back before skipping, are what PaLM's training did by hand (Chowdhery et al., arXiv
 2204.02311, section 5.1).
 
 The guard is off unless a run asks for it. A search wants to know which configurations are unstable, and one whose spikes are
-mended would be ranked as if it were not; and a decision needs the numbers of each step at once, which makes an accelerator
+skipped would be ranked as if it were stable; and a decision needs the numbers of each step at once, which makes an accelerator
 wait. A loss that is not finite ends a run as diverged, guard or none.
 """
 
@@ -28,7 +28,7 @@ Action = Literal["skip", "rewind"]
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """What is a spike and what is done about it; they determine the numbers of a run.
+    """Definition of a spike and the action taken on one; they determine the numbers of a run.
 
     Attributes:
         action: "skip" leaves the step out; "rewind" also puts the weights and moments of the last snapshot back. The
@@ -61,7 +61,7 @@ class GuardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where and why a training ended without a loss."""
+    """Step and reason of a training that ended without a loss."""
 
     step: int
     reason: str
@@ -82,7 +82,7 @@ class Spike:
 
 
 class Guard:
-    """Judges one step after the other; `memory` is all that it must know to go on."""
+    """Judges one step after the other; `memory` is all the state that it needs to go on."""
 
     def __init__(self, settings: GuardSettings, memory: NDArray[np.float64] | None = None) -> None:
         self.settings = settings
@@ -106,7 +106,7 @@ class Guard:
         return rows
 
     def judge(self, step: int, loss: float, norm: float) -> Spike | Divergence | None:
-        """None if the step may be taken."""
+        """Return None if the step may be taken, else the spike or the divergence."""
         for name, value in (("training loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return Divergence(step=step, reason=f"the {name} is {value} at step {step}")

@@ -1,14 +1,16 @@
-"""What is seen along a run: one number a step and quantity, and now and then the validation loss and the size of every layer.
+"""Measurements along a run: a row for each step, and at intervals the validation loss and the size of every layer.
 
-Observing changes no bit of the training: what is measured besides the step itself is measured in passes of its own.
+Observing changes no bit of the training: everything but the step's own numbers is measured in separate passes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from proxy_models.training.device import CPU, wait
-from proxy_models.training.watching import rms, watching
 
 WAIT_EVERY = 32
 """Steps after which a GPU is waited for, so that the time of as many steps is known."""
@@ -26,7 +27,7 @@ WAIT_EVERY = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What to measure along a run, each at the first step that passes a multiple of so many tokens; None: never.
+    """Quantities to measure along a run, each at the first step that passes a multiple of so many tokens; None: never.
 
     Attributes:
         evaluate_every_tokens: Validation loss of the current weights.
@@ -44,7 +45,7 @@ class Observation:
 
 
 def passes(every_tokens: int | None, before: int, after: int) -> bool:
-    """Whether a multiple of `every_tokens` lies in (before, after]."""
+    """Return True if a multiple of `every_tokens` lies in (before, after]."""
     return every_tokens is not None and after // every_tokens > before // every_tokens
 
 
@@ -55,7 +56,7 @@ class Curve:
     Attributes:
         start: Tokens seen before the first step.
         tokens: Tokens seen after the step.
-        train_loss: What the step minimised, on its batch before the step, nats per token; with label smoothing or z-loss it
+        train_loss: The minimised loss on the step's batch before the step, nats per token; with label smoothing or z-loss it
             is not the validation loss's kind.
         grad_norm: Global norm before clipping.
         rate_factor: The schedule's.
@@ -83,15 +84,15 @@ class Curve:
         train_flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> pd.DataFrame:
-        """A row a step, with what follows from the measured: bits per byte, perplexity, tokens per second, utilisation.
+        """Return a row for each step with derived columns: bits per byte, perplexity, tokens per second, utilisation.
 
-        The last two are of the latest `window` steps, and NaN before there are so many.
+        The last two are means over the latest `window` steps, and NaN before there are so many.
 
         Args:
-            bytes_per_token: Of the text, such as `Corpus.bytes_per_token`; None where unknown: bits per byte are NaN then.
+            bytes_per_token: Bytes of text per token, such as `Corpus.bytes_per_token`; None where unknown: bits per byte are NaN then.
             train_flops_per_token: `ModelConfig.train_flops_per_token`.
-            peak_flops: FLOP/s of the device in the run's precision, such as `peak.datasheet_flops`; with both, the column `mfu`
-                tells the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
+            peak_flops: FLOP/s of the device in the run's precision, such as `device.datasheet_flops`; with both, the column `mfu`
+                is the share that was used (Chowdhery et al., arXiv 2204.02311, appendix B).
         """
         tokens, seconds = np.array([self.start, *self.tokens]), np.array([0.0, *self.seconds])
         rate = np.full(len(self.tokens), np.nan)
@@ -117,16 +118,16 @@ class Curve:
 
 
 class Recorder:
-    """Collects a curve; losses and norms stay tensors until somebody looks, so that no step waits for them."""
+    """Collects a curve; losses and norms stay tensors until they are read, so that no step waits for them."""
 
     def __init__(self, start: int, module: nn.Module, observation: Observation, evaluate: Callable[[], float]) -> None:
         """Begin, and start the clock.
 
         Args:
             start: Tokens seen before the first step.
-            module: What is trained.
-            observation: What to measure besides the steps.
-            evaluate: Validation loss of the module as it is.
+            module: The model in training.
+            observation: Quantities to measure besides the steps.
+            evaluate: Returns the validation loss of the module as it is.
         """
         self._start, self._module, self._observation, self._evaluate = start, module, observation, evaluate
         self._device = next(module.parameters()).device
@@ -147,7 +148,7 @@ class Recorder:
 
     @contextmanager
     def observing(self, tokens: int, after: int, sequences: Tensor) -> Iterator[None]:
-        """Around the step from `tokens` to `after`: measure what is due. The time of measuring does not count."""
+        """Measure what is due around the step from `tokens` to `after`, without counting the time that it takes."""
         layers = passes(self._observation.layers_every_tokens, tokens, after)
         if layers:
             with self._stopped():
@@ -173,11 +174,11 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Time that counted so far."""
+        """Seconds so far, without those of measuring."""
         return time.perf_counter() - self._started
 
     def curve(self) -> Curve:
-        """What was collected."""
+        """Return the collected curve."""
         tokens, factors, seconds = zip(*self._steps, strict=True)
         return Curve(
             start=self._start,
@@ -210,3 +211,24 @@ def activation_rms(module: nn.Module, sequences: Tensor) -> dict[str, float]:
 def update_rms(module: nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
     """Root mean square of every parameter's change since `before`, by name."""
     return {name: rms(parameter - before[name]) for name, parameter in module.named_parameters()}
+
+
+@contextmanager
+def watching(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Show `look` the name of every module and the tensor it puts out, in the forward passes inside; "" is the model."""
+
+    def hook(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            look(name, output)
+
+    handles = [module.register_forward_hook(partial(hook, name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def rms(tensor: Tensor) -> float:
+    """Root mean square of all entries, summed in double precision."""
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) / math.sqrt(tensor.numel())

@@ -1,4 +1,4 @@
-"""What determines the numbers of a training besides its hyperparameters."""
+"""Everything that determines the numbers of a training besides its hyperparameters."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from proxy_models.training.guard import GuardSettings
 
 SEMANTICS = 1
 """Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of
-a sum): results of another number are not reused. tests/muscale/golden.json holds what must be the same under one number."""
+a sum): results of another number are not reused. tests/muscale/golden.json holds losses that are fixed by the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics(Serializable):
-    """All that determines the numbers of a training, except its segments.
+    """Inputs that determine the numbers of a training, except its segments.
 
     Attributes:
         model, base: The shape, and the one that its hyperparameters are given at.
         corpus_key: `Corpus.key`.
-        seed: Of the initial values, the data order and dropout.
-        evaluation_tokens: Held out.
-        scheme, depth_exponent, decay_scaling: Of the parametrization.
-        precision: Of the matrices.
-        guard: None: every step is taken.
-        stages_by_fraction: The corpus's.
-        run_tokens: Length of the run whose stages are meant, from `for_run`; None where no stage ends at a fraction of it,
-            so that there runs of several lengths may begin alike.
-        semantics: Of the code.
+        seed: Seeds the initial values, the data order and dropout.
+        evaluation_tokens: Held-out tokens that are evaluated.
+        scheme, depth_exponent, decay_scaling: Arguments of `parametrize`.
+        precision: Precision of matrix products.
+        guard: Settings of the stability guard; None: every step is taken.
+        stages_by_fraction: True if stages of the corpus end at fractions of the run.
+        run_tokens: Length of the run, set by `for_run`; None where no stage ends at a fraction of it, so that runs of several
+            lengths may share their beginning.
+        semantics: Version of the training semantics.
     """
 
     model: ModelConfig
@@ -56,14 +56,14 @@ class Numerics(Serializable):
             )
 
     def for_run(self, n_tokens: int) -> Self:
-        """The same for a run of `n_tokens`; another only where the corpus's stages end at fractions of it."""
+        """Return the numerics of a run of `n_tokens`; they differ only where the corpus's stages end at fractions of it."""
         return replace(self, run_tokens=n_tokens) if self.stages_by_fraction else self
 
     def require_length(self, end: int) -> None:
-        """Let training go up to `end` tokens.
+        """Require that training may go up to `end` tokens.
 
         Raises:
-            ValueError: If it has to be known how long the run is, and it is not known or shorter.
+            ValueError: If the run's length must be known, and it is unknown or shorter.
         """
         if not self.stages_by_fraction:
             return
@@ -75,7 +75,7 @@ class Numerics(Serializable):
             )
 
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
-        """The table of this shape against its base, for an optimizer."""
+        """Return the table of this shape against its base, for an optimizer."""
         return parametrize(
             self.model,
             self.base,

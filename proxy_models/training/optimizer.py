@@ -25,7 +25,7 @@ _MUON_RATE = (
 def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recipe, *, seed: int) -> None:
     """Write the initial values in place: N(0, (init_scale · init_std)²), gains 1, biases 0, and the forward multipliers.
 
-    A recipe may start the readout at 0. Only `Decoder` is given the multipliers: any other module is to apply
+    A recipe may start the readout at 0. Only `Decoder` is given the multipliers: any other module must apply
     `Parametrization.multipliers`, times the recipe's, in its own forward pass.
 
     Each tensor draws from a generator of its own, seeded by (seed, name): the values do not depend on the order of the
@@ -62,7 +62,7 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
 
 
 def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardMultipliers:
-    """Those of the forward pass, the recipe's tuned ones in them."""
+    """Return the forward multipliers of the table times the tuned ones of the recipe."""
     return parametrization.multipliers.tuned(
         embedding=recipe.embedding_multiplier,
         readout=recipe.output_multiplier,
@@ -71,7 +71,7 @@ def multipliers_of(parametrization: Parametrization, recipe: Recipe) -> ForwardM
 
 
 def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: Recipe) -> torch.optim.Optimizer:
-    """The optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
+    """Make the optimizer that the table is for, with one group for each distinct (rate, decay, eps, algorithm).
 
     `peak_lr` in a group is its rate at schedule factor 1. "muon" trains the hidden matrices by Muon and all else by AdamW.
     "adam" takes no weight decay. AdamW is torch's fused kernel on every device: it rounds otherwise than the unfused one.
@@ -112,10 +112,10 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups that say `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
+    """Muon for the groups marked `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
 
-    Groups and state are this optimizer's, and are lent to the two for each step. Of a sharded matrix the update is gathered,
-    and every rank orthogonalises the whole: torch's Muon would communicate in each of its products.
+    Groups and state are this optimizer's, and are lent to the two for each step. The update of a sharded matrix is gathered
+    and every rank orthogonalises all of it: torch's Muon would communicate in each of its products.
     """
 
     def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
@@ -138,7 +138,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both."""
+        """Take one step of both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,7 +154,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_sharded(self, group: dict[str, Any]) -> None:
-        """Momentum and decay on each rank's own rows; torch's Muon, without either, on the whole update."""
+        """Apply momentum and decay to each rank's own rows; torch's Muon, without either, to the gathered update."""
         from torch.distributed.tensor import distribute_tensor
 
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""What matrices are multiplied in: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are fp32 always.
+"""Precision of matrix products: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are always fp32.
 
 On a GPU fp32 is not TF32, unless the process allows it by `torch.set_float32_matmul_precision`.
 """
@@ -19,14 +19,14 @@ _FIRST_SCALE = 2.0**16  # torch's default; it halves with each overflow and doub
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass."""
+    """Return the context of a forward pass."""
     dtype = _DTYPES.get(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
 
 @cache
 def unsupported(precision: Precision, device: torch.device) -> str | None:
-    """Why this device can't train in this precision, or None; found out by multiplying two small matrices."""
+    """Return the reason why this device cannot train in this precision, or None; it multiplies two small matrices."""
     dtype = _DTYPES.get(precision)
     if dtype is None:
         return None
@@ -42,7 +42,7 @@ def unsupported(precision: Precision, device: torch.device) -> str | None:
 class LossScaler:
     """fp16's loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2): a step whose gradients overflow is left out.
 
-    Its scale is looked at after every step, for which a GPU is waited for; bf16 needs no scale.
+    The scale is read after every step, which waits for a GPU; bf16 needs no scale.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class LossScaler:
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *, take: bool = True) -> None:
-        """Step unless the gradients overflowed or it is not to be taken, and adapt the scale."""
+        """Step unless the gradients overflowed or `take` is false, and adapt the scale."""
         if take:
             self._scaler.step(optimizer)
         self._scaler.update()
@@ -73,6 +73,6 @@ class LossScaler:
         return torch.tensor([values["scale"], values["_growth_tracker"]], dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
-        """Go on from what `state` gave."""
+        """Load what `state` returned."""
         scale, tracker = state.tolist()
         self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": scale, "_growth_tracker": int(tracker)})

@@ -1,4 +1,4 @@
-"""What a training needs to go on exactly, as tensors by name, in memory and on disk."""
+"""State from which a training goes on exactly, as tensors by name, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.parametrization import Parametrization
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 
 class StateError(ValueError):
-    """A file that holds no whole training state: torn, or changed since it was written."""
+    """Error for a file that holds no complete training state: torn, or changed since it was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where a training stands.
+    """State of a training after a number of tokens.
 
     Attributes:
         tokens: Tokens seen.
         parametrization: The table that it was trained under.
-        tensors: Weights, the optimizer's moments, and what loss scaling and the guard remember; on the CPU, so that any
-            device can go on from them.
+        tensors: Weights, the optimizer's moments, and the state of loss scaling and guard; on the CPU, so that any device
+            can go on from them.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class TrainState:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            StateError: If it is not whole, or a byte of it changed since.
+            StateError: If it is torn, or a byte of it changed since.
         """
         try:
             with zipfile.ZipFile(path) as archive:
@@ -71,7 +71,7 @@ class TrainState:
 
 
 class _ErrorKeepingWriter(io.BufferedWriter):
-    """Remembers why it could not be written: torch tells only that it found itself at an unexpected position."""
+    """Keeps the error of a write: torch reports only that it found itself at an unexpected position."""
 
     error: OSError | None = None
 
@@ -94,13 +94,13 @@ def capture(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def without_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but the optimizer's state, that in a guard's snapshot included: what another optimizer goes on with."""
+    """Return all tensors but the optimizer's state, that of a guard's snapshot included, for another optimizer to go on with."""
     return {key: tensor for key, tensor in tensors.items() if "/" not in key or key.split("/")[-2] == "weight"}
 
 
 @torch.no_grad()
 def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Write back what `capture` copied, to where module and optimizer keep it; the tensors stay the caller's."""
+    """Write back what `capture` copied, on the devices of module and optimizer; the tensors stay the caller's."""
     fused = {parameter: group.get("fused") for group in optimizer.param_groups for parameter in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

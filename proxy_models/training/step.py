@@ -1,9 +1,9 @@
 """One optimizer step: loss and gradients over micro-batches, norm, guard, rate, update. The lean loop and Lightning take it.
 
-Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. Under
-another micro-batch size or number of ranks, or on another kind of device, they are other draws from the same distribution.
+Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. With
+another micro-batch size, number of ranks or kind of device the draws differ, from the same distribution.
 
-On a GPU nothing here waits for it, but for what must know a number to go on: the guard, and fp16's loss scale.
+On a GPU only the guard and fp16's loss scale wait, as they need a number to go on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_seed(seed: int, tokens: int, rank: int) -> int:
 
 
 class Stepper:
-    """Takes the steps of one training; holds what is remembered from one to the next beside weights and moments.
+    """Takes the steps of one training, with the state that passes between steps besides weights and moments.
 
     Attributes:
         spikes: Steps that the guard left out.
@@ -60,14 +60,14 @@ class Stepper:
         Args:
             module: The model, on its device, sharded or not.
             optimizer: Of its parameters, each group with its peak rate.
-            numerics: Seed, precision and guard.
-            recipe: Clipping.
+            numerics: Gives seed, precision and guard.
+            recipe: Gives the norm to clip at.
             loss: `training_loss`, or the same compiled.
-            micro_batch: Sequences of one forward and backward pass; None: the whole (local) batch.
-            rank: Of this process.
-            ranks: How many share a batch; their gradients are averaged by the sharding.
-            mean: Mean of a loss over ranks.
-            before_part: Called before each micro-batch with whether it is the step's last, where there are several.
+            micro_batch: Sequences of one forward and backward pass; None: all of the (local) batch.
+            rank: Rank of this process.
+            ranks: Number of ranks that share a batch; the sharding averages their gradients.
+            mean: Averages a loss over ranks.
+            before_part: Called before each of several micro-batches with True for the step's last.
         """
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
@@ -90,10 +90,10 @@ class Stepper:
     def step(
         self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float, of: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Take step `number`, which starts after `tokens` tokens; returns loss and gradient norm before it.
+        """Take step `number`, which starts after `tokens` tokens; return its loss and its gradient norm before clipping.
 
-        `of` is the sequences of the whole batch; None: every rank has as many as this one. Afterwards `divergence` may be
-        set; the weights are then those before the step.
+        `of` is the number of sequences in the global batch; None: every rank has as many as this one. Afterwards `divergence`
+        may be set; the weights are then those before the step.
         """
         guard = self._guard
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
@@ -116,20 +116,20 @@ class Stepper:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _accumulate(self, sequences: Tensor, whole: int) -> Tensor:
-        """Gradients of this rank's part of the mean over `whole` sequences, and that part; each sequence counts alike.
+    def _accumulate(self, sequences: Tensor, of: int) -> Tensor:
+        """Add the gradients of this rank's part of the mean over `of` sequences, and return that part of the loss.
 
-        Where shares differ by a sequence, a rank may have a pass less than others: it joins theirs, as all gather weights.
+        Where shares differ by a sequence, a rank may have one pass less than others: it joins theirs, as all gather weights.
         """
-        largest = -(-whole // self._ranks)
+        largest = -(-of // self._ranks)
         if not self._micro_batch or largest <= self._micro_batch:
-            return self._backward(sequences, len(sequences) * self._ranks / whole)
+            return self._backward(sequences, len(sequences) * self._ranks / of)
         passes, parts = -(-largest // self._micro_batch), torch.split(sequences, self._micro_batch)
         shares = []
         for number in range(passes):
             self._before_part(number == passes - 1)
             part, weight = (parts[number], 1.0) if number < len(parts) else (sequences[:1], 0.0)
-            shares.append(self._backward(part, weight * len(part) * self._ranks / whole))
+            shares.append(self._backward(part, weight * len(part) * self._ranks / of))
         return torch.stack(shares).sum()
 
     def _backward(self, sequences: Tensor, share: float) -> Tensor:
@@ -155,7 +155,7 @@ class Stepper:
     def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         """Go on under another recipe with an optimizer made for it.
 
-        If it is of the same kind, it is given the moments of the one before it; else the guard's snapshot loses them, too.
+        An optimizer of the same kind takes over the moments; with another kind the guard's snapshot loses them, too.
         """
         if recipe.optimizer == self.recipe.optimizer:
             optimizer.state.update(self.optimizer.state)  # by parameter, whatever the groups
@@ -164,7 +164,7 @@ class Stepper:
         self.optimizer, self.recipe = optimizer, recipe
 
     def memory(self) -> dict[str, Tensor]:
-        """What the next step depends on beside weights and moments: loss scale, the guard's window, its snapshot."""
+        """Return the state that the next step needs besides weights and moments: loss scale, the guard's window, its snapshot."""
         tensors = {}
         if self._scaler:
             tensors["scaler"] = self._scaler.state()
@@ -173,7 +173,7 @@ class Stepper:
         return tensors | {f"{GOOD}{name}": tensor for name, tensor in self._good.items()}
 
     def remember(self, tensors: dict[str, Tensor]) -> None:
-        """Go on with what `memory` gave."""
+        """Load what `memory` returned."""
         if self._scaler:
             self._scaler.load(tensors["scaler"])
         if self._guard:

@@ -37,19 +37,19 @@ _NO_OBSERVATION = Observation()
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentResult:
-    """What training one segment gave.
+    """Result of training one segment.
 
     Attributes:
         state: The state at its end; None after a divergence.
         loss: Validation loss of the last weights, nats per token; None after a divergence.
-        source_losses: The same of each source of a mixture; empty for one source alone and after a divergence.
+        source_losses: Validation loss of each source of a mixture; empty for a single source and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
-        average_losses: Validation loss of each other average that was asked for.
-        curve: What was measured at each step.
-        divergence: None if all went well.
+        average_losses: Validation loss of each other average that was requested.
+        curve: Measurements at each step.
+        divergence: Set if the training diverged.
         spikes: Steps that the guard left out.
-        seconds: Wall time of the steps, evaluation and observation not counted.
-        compiled: Whether the steps were compiled.
+        seconds: Wall time of the steps, without evaluation and observation.
+        compiled: True if the steps were compiled.
     """
 
     state: TrainState | None = field(repr=False)
@@ -65,7 +65,7 @@ class SegmentResult:
 
     @property
     def train_losses(self) -> NDArray[np.float32]:
-        """What each step minimised, on its batch before the step, nats per token."""
+        """Minimised loss of each step on its batch before the step, nats per token."""
         return self.curve.train_loss
 
 
@@ -84,13 +84,13 @@ class Trainer:
         """Open a trainer.
 
         Args:
-            corpus: What is trained on.
-            device: Where: "cpu", "cuda" or "cuda:<number>". Initial values and batches are the same everywhere; what is
-                computed from them differs by rounding, and dropout in its draws. On a GPU a run repeats bit for bit only
+            corpus: The training data.
+            device: "cpu", "cuda" or "cuda:<number>". Initial values and batches are the same everywhere; the losses
+                differ by rounding, and dropout in its draws. On a GPU a run repeats bit for bit only
                 under `torch.use_deterministic_algorithms`, as attention's gradients may be summed in any order.
-            compile: Whether steps are compiled; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
+            compile: True to compile the steps; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
             planned_tokens: Tokens that this process will train at each shape; None: those of the segment at hand.
-            micro_batch: Sequences of one forward and backward pass, as memory allows; None: the whole batch. The numbers
+            micro_batch: Sequences of one forward and backward pass, as memory allows; None: all of the batch. The numbers
                 are the same but for rounding (and the draws of dropout), so it is in no key.
 
         Raises:
@@ -122,12 +122,12 @@ class Trainer:
 
         Args:
             numerics: Model, data, seed, precision, guard.
-            segment: What to train; starts where `state` ends.
-            state: Where to go on; without its moments if the segment begins with a swap of the optimizer.
-            averaged: Also evaluate the weights averaged over the last stretch.
+            segment: The segment to train; it starts where `state` ends.
+            state: The state to go on from; without its moments if the segment begins with a swap of the optimizer.
+            averaged: Also evaluate the weights averaged as in `Tail`.
             averages: Also evaluate these averages.
-            observation: What else to measure along the way.
-            on_step: Called now and then with (tokens seen, training loss).
+            observation: Further measurements along the way.
+            on_step: Called every few steps with (tokens seen, training loss).
             moves: Called at every step that this thread took or, on a GPU, launched.
 
         Raises:
@@ -285,7 +285,7 @@ class Trainer:
 
 
 def _divergence(losses: list[Tensor], first: int) -> Divergence | None:
-    """Of the steps since the last look; step `first` gave the first loss."""
+    """Return the divergence among the steps since the last check; step `first` has the first loss."""
     finite = torch.isfinite(torch.stack(losses[-WAIT_EVERY:]))
     if bool(finite.all()):
         return None

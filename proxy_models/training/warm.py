@@ -1,4 +1,4 @@
-"""Models kept between trainings: one for each shape, compiled or not, and no more than a few."""
+"""Models kept between trainings: a few, one for each shape, compiled or not."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class WarmModel:
 
 
 class WarmModels:
-    """A bounded cache of warm models on one device; the one that was not used for longest goes first."""
+    """Cache of warm models on one device, which drops the least recently used."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
         self._models: OrderedDict[tuple[ModelConfig, bool], WarmModel] = OrderedDict()
 
     def get(self, config: ModelConfig, *, compiled: bool) -> WarmModel:
-        """The model of this shape."""
+        """Return the model of this shape."""
         key = (config, compiled)
         if key not in self._models:
             self._models[key] = WarmModel(config, compiled=compiled, device=self._device)
@@ -55,10 +55,10 @@ class WarmModels:
 
 
 def _own_code(loss: Loss) -> Loss:
-    """The same function over a code object of its own.
+    """Return the same function over a code object of its own.
 
-    Dynamo keeps graphs by code object and for ever: of a shared one, shapes would pile up to the recompile limit however
-    few are warm. These go with the model.
+    Dynamo keeps graphs by code object and for ever: with a shared one, shapes would add up to the recompile limit however
+    few are warm. These graphs go with the model.
     """
     if not isinstance(loss, types.FunctionType):
         raise TypeError(f"only a plain function can be copied, got {loss!r}")

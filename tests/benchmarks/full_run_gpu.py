@@ -31,8 +31,8 @@ from proxy_models.architecture.memory import Checkpointing, training_memory
 from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
+from proxy_models.training.device import datasheet_flops
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.peak import datasheet_flops
 
 VOCAB_SIZE, CONTEXT = 50_304, 2048
 SHAPES = {"125M": (768, 12), "350M": (1024, 24), "1.3B": (2048, 24)}

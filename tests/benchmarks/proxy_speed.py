@@ -37,9 +37,8 @@ from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
 from proxy_models.data.tokenizer import Tokens
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
-from proxy_models.training.device import CPU, send, usable, wait
+from proxy_models.training.device import CPU, datasheet_flops, send, usable, wait
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.peak import datasheet_flops
 from proxy_models.training.precision import autocast
 from proxy_models.training.trainer import Trainer
 

@@ -18,8 +18,7 @@ from muscale import Study
 from muscale.layout import LEDGER, REPORT
 from muscale.search.record import Record, RungResult
 from muscale.store.run_selection import save
-from proxy_models.atomic_directory import atomic_directory
-from proxy_models.tensor_file import save_tensors
+from proxy_models.files import atomic_directory, save_tensors
 from tests.faults.conftest import SmallDisk
 from tests.faults.drivers import COLUMNS
 from tests.faults.lean import Tally, assert_kept, losses, rows

@@ -14,11 +14,11 @@ from muscale.layout import CORPUS, CURVES, STALLS, STATES
 from muscale.store.lease import lease, record_segment
 from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
-from proxy_models.atomic_write import atomic_write
 from proxy_models.data.corpus import Corpus
+from proxy_models.files import atomic_write
 from proxy_models.training.averaging import Tail
 from proxy_models.training.compilation import Compile
-from proxy_models.training.peak import datasheet_flops
+from proxy_models.training.device import datasheet_flops
 from proxy_models.training.state import StateError, TrainState
 from proxy_models.training.trainer import SegmentResult, Trainer
 

@@ -33,11 +33,10 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.memory import training_memory
 from proxy_models.architecture.parametrization import OptimizerName
-from proxy_models.atomic_directory import atomic_directory
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
 from proxy_models.data.token_files import STATED
-from proxy_models.tensor_file import save_tensors
+from proxy_models.files import atomic_directory, save_tensors
 from proxy_models.training.optimizer import multipliers_of
 from proxy_models.training.state import capture
 from proxy_models.training.step import GOOD, Stepper

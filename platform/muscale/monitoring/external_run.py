@@ -21,7 +21,7 @@ from muscale.monitoring.losses import LossSource, Row
 from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import ResultKind
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 TOLERANCE = 1e-3  # of D: other frameworks end on another whole batch (assumed)
 _MOST_LOG = 700.0  # of a loss: exp is finite up to there

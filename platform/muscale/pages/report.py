@@ -19,7 +19,7 @@ from muscale.pages.report_contents import ReportContents
 from muscale.pages.search_sections import running_section, search_sections, transfer_sections
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, page_file, templates
 from muscale.pages.spending import draw_spending, format_spending
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 if TYPE_CHECKING:
     from muscale.monitoring.calibration import Calibration

@@ -14,7 +14,7 @@ import torch
 from muscale.plans.planning import Plan
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer, multipliers_of

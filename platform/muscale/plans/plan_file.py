@@ -29,7 +29,7 @@ from muscale.settings.toml_file import read_toml
 from muscale.store.differing import first_difference
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 EDITABLE = "resources"
 SPIKE_KEYS = ("on_spike", "spike_threshold", "max_interventions", "spike_margin_tokens", "rewarm_tokens")

@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.search.optuna_space import optuna_params_of
 from muscale.search.record import Record
 from muscale.search.sweep import Sweep, annealed_runs
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 _STATES = {
     "completed": TrialState.COMPLETE,

@@ -9,7 +9,7 @@ from typing import Any
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import CheckSettings, StudyTables
-from proxy_models.coordinates.sizes import require_seeds, require_sizes
+from proxy_models.coordinates.check import require_seeds, require_sizes
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from search_spaces import Choice, Fixed, Ordinal, Space

@@ -16,7 +16,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from muscale.errors import RunSelectionError
 from muscale.store.ledger import NESTED
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,

@@ -284,7 +284,7 @@ def test_generation_and_export_need_only_the_bundle(copied: Path, transformers: 
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, bundle.decoder()(ids), atol=1e-4, rtol=0)
     assert (folder / parts.CARD).read_text() == (copied / parts.CARD).read_text()
-    with pytest.raises(BundleError, match="there is something already"):
+    with pytest.raises(BundleError, match="must not exist"):
         bundle.export(folder)
 
 
@@ -330,7 +330,7 @@ def test_a_pickle_in_place_of_the_weights_is_not_opened(copied: Path, tmp_path: 
 
 
 def test_a_bundle_is_never_written_over_another_nor_by_halves(case: Case, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="there is something already"):
+    with pytest.raises(BundleError, match="must not exist"):
         write_bundle(case.run, case.bundle)
     broken = replace(case.run, lineage={"sweep": None})  # the card fails, after the weights are written
     with pytest.raises(KeyError):

@@ -26,16 +26,16 @@ from proxy_models.architecture.parametrization import (
     TensorRule,
     parametrize,
 )
-from proxy_models.coordinates.check import CoordinateCheck
+from proxy_models.coordinates.check import Axis, CoordinateCheck
 from proxy_models.coordinates.figures import coordinates_data
 from proxy_models.coordinates.measurement import Rule, coordinate_check, measure
-from proxy_models.coordinates.sizes import Axis
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.optimizer import clip, initialize, make_optimizer
 
-FAMILY = ModelFamily(base=ModelConfig(d_model=64, n_layers=2))
-WIDTHS = (32, 64, 128, 256)
+FAMILY = ModelFamily(base=ModelConfig(d_model=32, n_layers=2, context_length=32))
+WIDTHS = (16, 32, 64, 128)
+SHALLOW = (1, 2, 4, 8)
 DEPTHS = (2, 4, 8, 16)
 VALUES = Hyperparameters(learning_rate=2**-8, batch_tokens=512)
 
@@ -107,12 +107,14 @@ def test_mup_passes(check: Callable[..., CoordinateCheck]) -> None:
     result = check()
     assert result.passed, str(result)
     assert result.findings == ()
-    assert str(result).startswith("coordinate check passed: widths 32, 64, 128, 256; 2 seeds; 5 steps")
+    assert str(result).startswith("coordinate check passed: widths 16, 32, 64, 128; 2 seeds; 5 steps")
 
 
 def test_mup_passes_in_every_variant(corpus: Corpus, variant: dict[str, Any]) -> None:
-    family = ModelFamily(base=ModelConfig(d_model=64, n_layers=2, context_length=64, **variant))
-    result = coordinate_check(family, VALUES, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3)
+    group = variant.get("queries_per_kv", 1)  # the narrowest model has one group of heads
+    family = ModelFamily(base=replace(FAMILY.base, d_model=32 * group, **variant))
+    widths = [width * group for width in WIDTHS]
+    result = coordinate_check(family, VALUES, corpus, widths=widths, depths=SHALLOW, n_steps=3)
     assert result.passed, str(result)
 
 
@@ -136,7 +138,7 @@ def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: 
 
     own = RATE_EXPONENT[name]
     result = coordinate_check(
-        FAMILY, values, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3, parametrization=planted(own)
+        FAMILY, values, corpus, widths=WIDTHS, depths=SHALLOW, n_steps=3, parametrization=planted(own)
     )
     assert result.passed, str(result)
     for other in (own - 0.5, own + 0.5):
@@ -146,7 +148,7 @@ def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: 
 
 def test_a_readout_that_starts_at_zero_passes(corpus: Corpus) -> None:
     values = replace(VALUES, zero_readout=True)
-    result = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=3)
+    result = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, depths=SHALLOW, n_steps=3)
     assert result.passed, str(result)
     assert set(
         result.slopes.dropna(subset="criterion").query("quantity == 'change' and module != 'readout'")["step"]
@@ -155,8 +157,7 @@ def test_a_readout_that_starts_at_zero_passes(corpus: Corpus) -> None:
 
 def in_depth(corpus: Corpus, rule: Rule | None = None) -> CoordinateCheck:
     """The check along depth, beside the one along width."""
-    family = ModelFamily(base=replace(FAMILY.base, context_length=64))
-    return coordinate_check(family, VALUES, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=1, parametrization=rule)
+    return coordinate_check(FAMILY, VALUES, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=1, parametrization=rule)
 
 
 def test_depth_passes_under_the_other_exponent(corpus: Corpus) -> None:
@@ -360,9 +361,9 @@ def test_in_depth_it_compares_the_last_block_s_stream_and_the_readout(corpus: Co
         "(g) readout in depth": 2,
     }
     sizes = result.measurements.groupby("axis").agg({"width": "unique", "depth": "unique"})
-    assert [list(cell) for cell in sizes.loc["depth"]] == [[64], list(DEPTHS)]
+    assert [list(cell) for cell in sizes.loc["depth"]] == [[32], list(DEPTHS)]
     assert [list(cell) for cell in sizes.loc["width"]] == [list(WIDTHS), [2]]
-    assert "widths 32, 64, 128, 256; depths 2, 4, 8, 16; 2 seeds; 1 steps" in str(result)
+    assert "widths 16, 32, 64, 128; depths 2, 4, 8, 16; 2 seeds; 1 steps" in str(result)
 
 
 def test_the_same_call_measures_the_same(corpus: Corpus) -> None:

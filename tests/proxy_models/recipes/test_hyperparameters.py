@@ -250,7 +250,7 @@ def test_the_shortest_run_still_cools_down() -> None:
         ({"optimizer": "adafactor", "eps": 1e-8}, 'optimizer "adafactor" would ignore 1e-08'),
         ({"optimizer": "adafactor", "beta1": 0.8}, 'beta1 is .*: optimizer "adafactor" would ignore 0.8'),
         ({"optimizer": "adafactor", "beta2": 0.8}, 'beta2 is .*: optimizer "adafactor" would ignore 0.8'),
-        ({"swap_optimizer": "adamw"}, "swap_optimizer must be another than optimizer, got 'adamw' for both"),
+        ({"swap_optimizer": "adamw"}, "swap_optimizer must differ from optimizer, got 'adamw' for both"),
         ({"swap_optimizer": "lion", "swap_fraction": 0.5}, "a swap needs .*, got 'lion', 0.5 and 0.0"),
         ({"swap_fraction": 0.5, "swap_learning_rate": 0.1}, "a swap needs swap_optimizer, .*, got None, 0.5 and 0.1"),
         ({"batch_doublings": 1}, "needs batch_doublings and batch_ramp_tokens, got 1 and 0"),

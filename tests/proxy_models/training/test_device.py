@@ -17,7 +17,7 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain, stem
-from proxy_models.training.device import CPU, usable
+from proxy_models.training.device import CPU, datasheet_flops, usable
 from proxy_models.training.guard import GuardSettings
 from proxy_models.training.metrics import Observation
 from proxy_models.training.numerics import Numerics
@@ -197,3 +197,26 @@ def test_observing_and_the_caller_s_random_numbers_are_left_alone(corpus: Corpus
     )
     assert observed.train_losses == pytest.approx(plain.train_losses, rel=ROUNDING)
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("Tesla T4", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(name: str, expected: float | None) -> None:
+    assert datasheet_flops(name, "bf16") == datasheet_flops(name, "fp16") == expected
+    assert datasheet_flops(name, "fp32") is None

@@ -12,7 +12,7 @@ from muscale.errors import StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.layout import RUN
 from proxy_models.architecture.parametrization import ForwardMultipliers
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import multipliers_of
 

@@ -19,7 +19,7 @@ from muscale.layout import FAILURE, RESULT
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 
 def launch(

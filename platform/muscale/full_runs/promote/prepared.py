@@ -22,7 +22,7 @@ from muscale.layout import CORPUS
 from muscale.plans.planning import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.strict import short_repr
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
 

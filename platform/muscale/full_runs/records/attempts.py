@@ -16,7 +16,7 @@ from muscale.full_runs.distributed import rank
 from muscale.full_runs.records import goodput, recovery
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.store.spike_handling import Incident, read_incidents, record_incident, utc_now
-from proxy_models.atomic_write import atomic_write
+from proxy_models.files import atomic_write
 
 
 def finished(directory: Path) -> dict[str, Any] | None:

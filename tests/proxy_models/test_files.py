@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy_models.atomic_directory import atomic_directory
+from proxy_models.files import atomic_directory
 
 
 def test_it_appears_at_the_end_only_also_over_an_empty_folder(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_kill_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from proxy_models.atomic_directory import atomic_directory\n"
+        "import os, signal, sys; from pathlib import Path; from proxy_models.files import atomic_directory\n"
         "with atomic_directory(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'file').write_text('text'); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -61,7 +61,7 @@ def test_what_is_there_is_never_replaced(tmp_path: Path) -> None:
             (path / "file").write_text("mine")
         else:
             path.symlink_to(tmp_path / "nowhere")
-        with pytest.raises(FileExistsError, match="there is something already"), atomic_directory(path):
+        with pytest.raises(FileExistsError, match="must not exist"), atomic_directory(path):
             pytest.fail("nothing is to be written")
     with pytest.raises(FileExistsError), atomic_directory(tmp_path / "late"):
         (tmp_path / "late").write_text("came meanwhile")
