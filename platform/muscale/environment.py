@@ -1,4 +1,4 @@
-"""What a training ran on: recorded beside its result, no part of its key."""
+"""The machine and versions of a training: recorded with its result, not part of its key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def environment(device: torch.device, *, world_size: int = 1, compiled: bool = F
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's, as its driver tells it, or the processor's: with another one products may be summed in another order."""
+    """The name of the GPU or the processor: another one may sum products in another order."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 

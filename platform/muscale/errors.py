@@ -1,4 +1,4 @@
-"""The exceptions a user of muscale may meet, all others being faults of ours, and what the errors of libraries say."""
+"""Exceptions that a user of muscale may meet (any other is a bug), and excerpts of library errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 EXIT_PREEMPTED = 75
 """Exit code of a process that was preempted and has saved: EX_TEMPFAIL of sysexits.h, which invites a retry."""
 EXIT_FAULT = 70
-"""Of a command that met an error of ours: EX_SOFTWARE of sysexits.h, so that it is not taken for a check that failed."""
+"""Exit code of a command that met a bug: EX_SOFTWARE of sysexits.h, distinct from a failed check."""
 EXIT_BROKEN_PIPE = 141
-"""Of a command whose output nobody reads any more: 128 + SIGPIPE, as a shell tells it of other programs."""
+"""Exit code of a command whose output pipe was closed: 128 + SIGPIPE, as for other programs."""
 
 
 class MuscaleError(Exception):
@@ -56,7 +56,7 @@ class PreemptedError(MuscaleError):
 
 
 def of_storage(error: BaseException | None) -> str:
-    """What to tell of an error that befell a disk, whatever was to be written; nothing of others."""
+    """The message for an error of a disk; "" for other errors."""
     if not isinstance(error, OSError) or error.errno not in _OF_STORAGE:
         return ""
     where = f"{error.filename}: " if error.filename is not None else ""
@@ -64,10 +64,10 @@ def of_storage(error: BaseException | None) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the statement and the stack that libraries put below it."""
+    """The first line of an error, without the statement and the stack that libraries append."""
     return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
 
 
 def last_line(error: Exception) -> str:
-    """The end of an error of Ray's, which begins with the ids of what died and ends with the reason."""
+    """The last line of an error of Ray's, which states the reason after the ids."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

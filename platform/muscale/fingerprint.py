@@ -1,17 +1,27 @@
-"""Which muscale a process runs: a key means the same training only where the code is the same."""
+"""The muscale that a process runs, and a wheel of it for `ray job submit`: these sources, and no dependencies.
+
+A key means the same training only where the code is the same. Ray installs a wheel of `py_modules` on each node with
+`pip install --target`, which would install all dependencies again, torch and Ray among them; those belong to the nodes' image.
+Ray identifies a wheel by its file name alone, so the name holds the fingerprint: a changed wheel is uploaded again.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from muscale.errors import PackageMismatchError
+from muscale.errors import MuscaleError, PackageMismatchError
+from proxy_models.files import atomic_write
 
 _PACKAGES = ("muscale", "proxy_models", "scaling", "search_spaces")
+_TAG = "py3-none-any"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can tell: so equal sources make equal files
 
 
 def package_files() -> Iterator[tuple[str, Path]]:
@@ -48,3 +58,39 @@ def require_same_package(driver: str) -> None:
             'ray job submit --runtime-env-json \'{"py_modules": ["dist/muscale-….whl"]}\' -- python -m muscale …, '
             "or install the same version on all of them"
         )
+
+
+def write_wheel(folder: Path) -> Path:
+    """Write the wheel into a folder, made if it is not there; returns its path.
+
+    Raises:
+        MuscaleError: If the folder can't be written to.
+    """
+    version = package_fingerprint()
+    info = f"muscale-{version}.dist-info"
+    contents = {name: path.read_bytes() for name, path in package_files()}
+    contents[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: muscale\nVersion: {version}\n".encode()
+    contents[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: muscale\nRoot-Is-Purelib: true\nTag: {_TAG}\n".encode()
+    rows = [f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in contents.items()]
+    contents[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"]).encode()
+    path = folder / f"muscale-{version}-{_TAG}.whl"
+    try:
+        _write(path, contents)
+    except OSError as error:
+        raise MuscaleError(f"{folder}: can't hold a wheel: {error.strerror}") from error
+    return path
+
+
+def _write(path: Path, contents: dict[str, bytes]) -> None:
+    """Write the archive atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for name, data in contents.items():
+            member = zipfile.ZipInfo(name, _EPOCH)
+            member.compress_type, member.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            wheel.writestr(member, data)
+
+
+def _digest(data: bytes) -> str:
+    """A hash in the form of a wheel's RECORD."""
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

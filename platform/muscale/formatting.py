@@ -1,4 +1,4 @@
-"""Plain values as JSON has them, and plain words for what people read."""
+"""Durations, read errors and JSON values for people and files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def format_read_error(error: Exception) -> str:
-    """Why a file can't be read, in plain words and without its name, which the message begins with."""
+    """The reason why a file can't be read, without its name, with which the message begins."""
     match error:
         case FileNotFoundError():
             return "there is no such file"
@@ -29,7 +29,7 @@ def format_duration(seconds: float) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: null in its place."""
+    """The values with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Records that are appended to a file, a JSON object a line; a line that a kill tore is no record."""
+"""Records appended to a file, one JSON object a line; a torn line, as after a kill, is skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST = 1 << 16  # bytes of a record; one of a full run's metrics has some hu
 
 
 def append(file: Path, *records: dict[str, Any]) -> None:
-    """Add records and have them on the disk; what several processes add goes into whole lines."""
+    """Append records and sync them to disk; several processes may append to one file."""
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
     with named(file):
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -22,9 +22,9 @@ def append(file: Path, *records: dict[str, Any]) -> None:
             end = os.fstat(descriptor).st_size
             if (
                 end and os.pread(descriptor, 1, end - 1) != b"\n"
-            ):  # torn: what follows on its line would be no record either
+            ):  # torn: a record appended to that line would be lost too
                 content = b"\n" + content
-            while content:  # a disk that becomes full takes a part
+            while content:  # a full disk takes only some of it
                 content = content[os.write(descriptor, content) :]
             os.fsync(descriptor)
         finally:
@@ -43,7 +43,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def last(file: Path) -> dict[str, Any] | None:
-    """The last record of a file, None where there is none; however long the file is, only its end is read."""
+    """The last record of a file, or None; only the end of the file is read."""
     if not file.exists():
         return None
     with file.open("rb") as opened:
@@ -56,6 +56,6 @@ def last(file: Path) -> dict[str, Any] | None:
 
 
 def keep(file: Path, records: list[dict[str, Any]]) -> None:
-    """Write the file anew with these records, whole or not at all."""
+    """Replace the file's records atomically."""
     with atomic_write(file) as unfinished:
         unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))

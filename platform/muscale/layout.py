@@ -1,4 +1,4 @@
-"""Where things lie in a study's directory."""
+"""Names of files and folders in a study's directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets of the environment, kept out of whatever a library says about them."""
+"""Secrets in the environment, redacted from messages of libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST = 4  # characters of a password in a URL; fewer stand in half of all word
 
 
 def redacted(text: str) -> str:
-    """The text with the name of its variable in place of each secret, and of a URL's password alone."""
+    """The text with the variable's name in place of each secret and of each URL's password."""
     for name in NAMES:
         if value := os.environ.get(name):
             for secret in (value, *_passwords(value)):
@@ -26,7 +26,7 @@ def redacted(text: str) -> str:
 
 
 def _passwords(url: str) -> list[str]:
-    """The password in a URL, as it stands there and as its server is told it."""
+    """The password in a URL, quoted and unquoted."""
     try:
         found = urlsplit(url).password or ""
     except ValueError:  # no URL

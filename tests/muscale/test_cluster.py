@@ -14,8 +14,7 @@ import pandas as pd
 import pytest
 
 from muscale import Study
-from muscale.fingerprint import package_fingerprint
-from muscale.wheel import write_wheel
+from muscale.fingerprint import package_fingerprint, write_wheel
 from tests.muscale.ray_nodes import RayNodes
 
 pytestmark = pytest.mark.cluster

@@ -13,13 +13,12 @@ from muscale import StageError, StudyDirectoryError
 from muscale.actors import jobs
 from muscale.actors.jobs import Job, finish
 from muscale.errors import MuscaleError, PackageMismatchError
-from muscale.fingerprint import package_fingerprint, require_same_package
+from muscale.fingerprint import package_fingerprint, require_same_package, write_wheel
 from muscale.layout import CORPUS, LEDGER
 from muscale.settings.tables import ResourceSettings, StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.open_ledger import open_ledger
-from muscale.wheel import write_wheel
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters

@@ -45,7 +45,7 @@ ALLOWED = {
         "platform/muscale/search/tune_adapter.py",
         "cloudpickle",
     ): "reads an error that Tune wrote in this process a moment ago",
-    ("platform/muscale/wheel.py", "zipfile"): "writes a wheel, opens none",
+    ("platform/muscale/fingerprint.py", "zipfile"): "writes a wheel, opens none",
     ("proxy_models/training/state.py", "zipfile"): "compares the checksums of a state's records, extracts none",
 }
 

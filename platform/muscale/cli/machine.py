@@ -65,7 +65,7 @@ def wheel(folder: Path = Path("dist"), *, json: AsJson = False) -> int:
         folder: Created if it is not there.
         json: Print the result as JSON, and nothing else on standard output.
     """
-    from muscale.wheel import write_wheel
+    from muscale.fingerprint import write_wheel
 
     with result_alone(json):
         written = write_wheel(folder)

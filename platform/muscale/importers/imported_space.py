@@ -1,4 +1,4 @@
-"""A search that another tool describes, in the words of a study file, with what has no counterpart there."""
+"""A search that another tool describes, as tables of a study file, with notes about what has no counterpart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_STEPS = 64  # of a quantised range that is listed value by value
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedSpace:
-    """What a study file would say.
+    """Settings for a study file.
 
     Attributes:
         source: What it is from.
@@ -37,7 +37,7 @@ class ImportedSpace:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Hyperparameters that no training here has, each with the one that may be meant."""
+        """Hyperparameters that no training here has, each with the nearest name."""
         names = [field.name for field in dataclasses.fields(Hyperparameters)]
         found = []
         for name in self.space:
@@ -53,8 +53,8 @@ class ImportedSpace:
 
     def __str__(self) -> str:
         """TOML to paste into a study file, the notes as comments."""
-        # As a file's name or a parameter's may have anything in it, which must stay behind its #.
-        lines = [f"# {_plain(line)}" for line in (f"From {self.source}.", *self.notes, *self.unknown)]
+        # Names of files and parameters may hold anything, which must stay in the comment.
+        lines = [f"# {_printable(line)}" for line in (f"From {self.source}.", *self.notes, *self.unknown)]
         lines += ["[sweep]", tomlkit.dumps(dict(self.settings)).strip(), "", "[sweep.space]"]
         for name, table in self.space.to_dict().items():
             entry = tomlkit.document()
@@ -63,12 +63,12 @@ class ImportedSpace:
         return "\n".join(line for number, line in enumerate(lines) if line or number > 2)
 
 
-def _plain(text: str) -> str:
+def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def place_of(source: str) -> tuple[str, str]:
-    """The path and what stands behind its "#", the name of a study; a path may have one in it, too."""
+    """The path and the study's name behind "#"; a path may hold a "#" too."""
     parts = source.split("#")
     for end in range(len(parts), 0, -1):
         if Path(path := "#".join(parts[:end])).is_file():
@@ -96,7 +96,7 @@ def space_from(source: str, distributions: Mapping[str, Distribution], names: Ma
 
 
 def listed(values: Sequence[Any]) -> Distribution:
-    """Values without further word: numbers in rising order are taken to have one."""
+    """The distribution of listed values: rising numbers are ordinal."""
     if len(values) == 1:
         return Fixed(value=values[0])
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -106,7 +106,7 @@ def listed(values: Sequence[Any]) -> Distribution:
 
 
 def stepped(low: float, high: float, step: float, otherwise: Distribution) -> tuple[Distribution, str]:
-    """A range in steps: its values where they are few, else `otherwise`; and what is to be said of it."""
+    """A range in steps: its values where they are few, else `otherwise`; and a note about it."""
     count = int((high - low) / step + 1e-9) + 1
     if count > MOST_STEPS:
         return otherwise, f"its steps of {step:g} are left out, as there are {count}"

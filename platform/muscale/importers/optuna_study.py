@@ -29,18 +29,18 @@ _OF_OPTUNA = (
     *(optuna.exceptions.OptunaError, RuntimeError, ValueError, LookupError, TypeError),
     *(AttributeError, ArithmeticError, AssertionError),
 )
-"""What its readers raise at rows that it did not write."""
-_LONGEST = 300  # characters of what they say
+"""Errors that Optuna's readers raise at rows that Optuna did not write."""
+_LONGEST = 300  # characters of their message
 SEARCHERS = {"TPESampler": "tpe", "GPSampler": "gp", "CmaEsSampler": "cma_es", "RandomSampler": "random"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptunaStudy:
-    """What is taken from a storage.
+    """One study of a storage.
 
     Attributes:
-        name: Of the study.
-        trials: All of them.
+        name: The study's name.
+        trials: All trials.
         maximises: Whether larger values are better there.
     """
 
@@ -99,7 +99,7 @@ def open_study(source: str) -> OptunaStudy:
 
 @contextmanager
 def _readable(text: str) -> Iterator[None]:
-    """Whatever Optuna says of a file that it can't read, as one error."""
+    """Turn Optuna's errors about a file into one error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of distributions that it puts right as it reads them
@@ -108,12 +108,12 @@ def _readable(text: str) -> Iterator[None]:
         raise
     except (sqlite3.Error, sa.exc.SQLAlchemyError, *_OF_OPTUNA) as error:
         known = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
-        told = " ".join(first_line(known).split())[:_LONGEST] if isinstance(known, Exception) else ""
-        raise StageError(f"optuna: {text}: can't be read: {told or type(error).__name__}") from error
+        reason = " ".join(first_line(known).split())[:_LONGEST] if isinstance(known, Exception) else ""
+        raise StageError(f"optuna: {text}: can't be read: {reason or type(error).__name__}") from error
 
 
 def _require_plain(trials: Sequence[FrozenTrial]) -> None:
-    """Refuse names and values that Optuna passes on as they stand in the file."""
+    """Refuse names and values of other types, which Optuna passes on unchecked."""
     for trial in trials:
         for name, value in trial.params.items():
             if not isinstance(name, str):
@@ -155,7 +155,7 @@ def space_of(study: OptunaStudy, source: str, names: Mapping[str, str]) -> Impor
         notes.append(f"not in every trial: {', '.join(sometimes)}; write its condition as `when`")
     if study.maximises:
         notes.append("the study maximises; the held-out loss is minimised here")
-    notes.append("set sweep.n_tokens: a trial's tokens here, which the study does not tell")
+    notes.append("set sweep.n_tokens: a trial's tokens here, which the study does not state")
     notes.append(f"its results inform the searcher with learn_from = [{source!r}], if they are losses of this corpus")
     space = space_from(source, distributions, names)
     return ImportedSpace(source=source, space=space, settings={"trials": len(trials)}, notes=tuple(notes))
@@ -183,7 +183,7 @@ def _distribution(distribution: BaseDistribution) -> tuple[Distribution, str]:
 
 
 def results_of(study: OptunaStudy) -> pd.DataFrame:
-    """A row for each trial that came to its end: its parameters and its loss, NaN where it failed."""
+    """A row for each finished trial: its parameters and its loss, NaN where it failed."""
     rows: list[dict[str, Any]] = []
     for trial in study.trials:
         if trial.state not in FINISHED:

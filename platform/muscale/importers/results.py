@@ -1,4 +1,4 @@
-"""Known results from outside: tables of hyperparameters with losses, as their owner tells them.
+"""Known results from outside: tables of hyperparameters with losses.
 
 They inform a sweep's searcher. They never become runs of the ledger, so no fit of a law, no table and no figure has them;
 that they were used is recorded with the sweep.
@@ -27,7 +27,7 @@ _SCALES = ("n_params", "n_tokens")
 
 
 def is_outside(source: Path) -> bool:
-    """Whether a path is of such results, and not of another study: a table, or a storage of Optuna's ("#name" behind it)."""
+    """Whether a path holds such results rather than a study: a table, or a storage of Optuna's, with "#name" or without."""
     if source.suffix.lower() in TABLES:
         return True
     plain = Path(place_of(str(source))[0])
@@ -65,7 +65,7 @@ def outside_results(source: Path, space: Space, *, n_params: int, n_tokens: int)
 
 
 def describe_results(source: Path, table: pd.DataFrame) -> str:
-    """How many there are, and what they are good for."""
+    """A line for people: how many results there are, and what they are used for."""
     return (
         f"{len(table)} results of {source} inform the searcher as their owner tells them; no fit of a law has them"
         + ("" if len(table) else ": it is empty")
@@ -73,7 +73,7 @@ def describe_results(source: Path, table: pd.DataFrame) -> str:
 
 
 def record_results(ledger: Ledger, sweep: str, source: Path, table: pd.DataFrame) -> None:
-    """Keep that a sweep was informed by them, once: asserted, from outside."""
+    """Record once that they informed a sweep: asserted, from outside."""
     payload: dict[str, Any] = {"sweep": sweep, "source": str(source), "n_results": len(table), "asserted": True}
     payload["sha256"] = sha256(table.to_csv(index=False).encode()).hexdigest()
     ledger.record_result(ResultKind.OUTSIDE_RESULTS, input_key(sweep, payload["source"], payload["sha256"]), payload)

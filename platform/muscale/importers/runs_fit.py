@@ -17,13 +17,13 @@ from scaling.fits.runs import read_table
 from scaling.forms.law import NATS
 
 _CLOSE = 2e-3
-"""Relative spread within which a column is taken to be the loss in another unit: four digits are what tables print (assumed)."""
+"""Relative spread within which a column counts as the loss in another unit: tables print four digits (assumed)."""
 _PERPLEXITY = ("perplexity", "ppl", "val_ppl", "val_perplexity")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunsFit:
-    """A fit, what a budget buys by it, and why its losses may be in another unit than they were said to be."""
+    """A fit, the decision for a budget, and warnings about the unit of its losses."""
 
     fit: ScalingFit
     decision: Decision | None
@@ -63,7 +63,7 @@ def fit_runs(
 
 
 def _unit_doubts(table: pd.DataFrame, loss_unit: str) -> list[str]:
-    """Why losses that are said to be nats may be bits, or the other way round: another column says so."""
+    """Warnings that losses stated in nats may be bits, or the reverse, by another column."""
     if loss_unit not in (NATS, "bits per token"):
         return []
     # Rows that the table itself leaves out may hold anything.

@@ -18,7 +18,7 @@ TAILS = 4.0
 SEARCHERS = {"grid": "grid", "random": "random", "bayes": "gp"}
 _KNOWN = ("method", "parameters", "early_terminate", "run_cap", "metric")
 _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_factor and rungs
-_RUNGS = 4  # where the file doesn't tell: the study file's default
+_RUNGS = 4  # where the file states none: the study file's default
 
 
 def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
@@ -53,7 +53,7 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     else:
         notes.append("no run_cap: set sweep.trials")
     settings |= _scheduler(path, tree.get("early_terminate"), notes)
-    notes.append("set sweep.n_tokens: a trial's tokens here, which the file does not tell")
+    notes.append("set sweep.n_tokens: a trial's tokens here, which the file does not state")
     metric = tree.get("metric")
     if isinstance(metric, dict) and metric.get("goal", "minimize") != "minimize":
         notes.append(f"metric.goal {short_repr(metric.get('goal'))}: the held-out loss is minimised here")
@@ -104,15 +104,15 @@ def _flat(path: Path, parameters: dict[str, Any], before: str, notes: list[str])
 
 
 def _distribution(table: dict[str, Any]) -> tuple[Distribution, str]:
-    """A parameter as a distribution, and what is to be said of it."""
-    kind = table.get("distribution") or _meant(table)
+    """A parameter as a distribution, and a note about it."""
+    kind = table.get("distribution") or _default_kind(table)
     if kind not in _KINDS:
         raise ValueError(f"distribution must be one of {', '.join(_KINDS)}")
     return _KINDS[kind](table)
 
 
-def _meant(table: dict[str, Any]) -> str:
-    """What W&B takes a parameter without a distribution for."""
+def _default_kind(table: dict[str, Any]) -> str:
+    """The distribution that W&B assumes where none is named."""
     if "value" in table:
         return "constant"
     if "values" in table:

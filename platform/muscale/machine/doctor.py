@@ -1,4 +1,4 @@
-"""Whether this machine can run a study: versions, devices, workers, Ray, storage, keys. No secret is ever told."""
+"""Whether this machine can run a study: versions, devices, workers, Ray, storage, keys. No secret is ever shown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print("FOUND", sum(node["Alive"] for node in ray.nodes()), int(r.get("CPU", 0)),
 
 
 def diagnose(study: Path | None = None) -> Diagnosis:
-    """Look at everything; in under ten seconds where nothing has to be waited for.
+    """Run all checks; they take under ten seconds where nothing has to be waited for.
 
     Args:
         study: A study file, whose directory, storage and resources are looked at; else this directory.
@@ -66,7 +66,7 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    """What pyproject.toml declares against what is installed."""
+    """Declared requirements against the installed packages."""
     declared = [Requirement(text) for text in metadata.requires("muscale") or []]
     wrong, versions = [], {}
     for wanted in declared:
@@ -110,7 +110,7 @@ def _tracking() -> Finding:
 
 
 def _ray_cluster() -> Finding:
-    """Whether the cluster that RAY_ADDRESS names lets us in: joined in a process of its own, which is ended by its id."""
+    """Whether the cluster of RAY_ADDRESS can be joined, tried in a process of its own."""
     version, address = _version("ray"), os.environ.get("RAY_ADDRESS", "")
     if not address:
         found = f"{version}; RAY_ADDRESS is not set, so that a study starts a Ray of its own on this machine"
@@ -122,17 +122,17 @@ def _ray_cluster() -> Finding:
     except subprocess.TimeoutExpired:
         found = f"{version}; no answer from {address} (RAY_ADDRESS) within {_RAY_SECONDS:.0f} s"
         return Finding(what="ray", status="fail", found=found, do=do)
-    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    if not told:
-        why = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason told")
+    found_lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    if not found_lines:
+        why = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
         return Finding(what="ray", status="fail", found=f"{version}; can't join {address} (RAY_ADDRESS): {why}", do=do)
-    nodes, cpus, gpus = told[-1]
+    nodes, cpus, gpus = found_lines[-1]
     found = f"{version}; cluster at {address}: {nodes} nodes, {cpus} CPUs, {gpus} GPUs"
     return Finding(what="ray", status="ok", found=found)
 
 
 def _token() -> Finding:
-    """Where Ray's token would come from, in Ray's order; the token itself is not read."""
+    """The source of Ray's token, in Ray's order; the token itself is not read."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode == "disabled":
         return Finding(
@@ -159,7 +159,7 @@ def _token() -> Finding:
 
 
 def _devices(met: Handshake, gpus_per_worker: float) -> list[Finding]:
-    """What the two workers told of torch and its devices, and whether they met."""
+    """Findings about torch, its devices and whether the two workers met."""
     torch, findings = met.torch, []
     if torch:
         cuda = f"CUDA {torch['cuda']}, NCCL {torch['nccl']}" if torch["cuda"] and torch["nccl"] else "no CUDA"

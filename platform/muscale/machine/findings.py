@@ -1,4 +1,4 @@
-"""What `muscale doctor` finds: a line each, with what to do where something is amiss."""
+"""Findings of `muscale doctor`, each with a remedy where something is wrong."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Status = Literal["ok", "warning", "fail"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        what: Its name, in a few letters.
+        what: Name of the check.
         status: "fail" keeps a study from running here, "warning" does not.
-        found: What is so; never a secret.
-        do: What to do about it; empty where it is ok.
+        found: The result; never a secret.
+        do: The remedy; empty where it is ok.
     """
 
     what: str
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings, in the order in which they were looked at."""
+    """All findings, in order."""
 
     findings: tuple[Finding, ...]
 
@@ -37,7 +37,7 @@ class Diagnosis:
         return not any(finding.status == "fail" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, `passed` with them."""
+        """Plain values, with `passed`."""
         return {"passed": self.passed, "findings": [asdict(finding) for finding in self.findings]}
 
     def __str__(self) -> str:

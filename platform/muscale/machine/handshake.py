@@ -1,4 +1,4 @@
-"""Two processes of a training meet and add a number up: whether this machine can train on more than one worker.
+"""A handshake of two training processes, which sum a number: can this machine train on more than one worker?
 
 `python -m muscale.machine.handshake` is one of the two; it prints what it found as JSON.
 """
@@ -22,10 +22,10 @@ PATIENCE_SECONDS = 30.0  # assumed: some times what importing torch takes on a b
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """How the two met.
+    """The result of a handshake.
 
     Attributes:
-        torch: What the first of them says of torch and its devices; empty if it ended before.
+        torch: The first process's facts about torch and its devices; empty if it ended before.
         seconds: From joining to the sum, by the first one's clock; None if they did not meet.
         failure: Why they did not; empty otherwise.
     """
@@ -36,14 +36,14 @@ class Handshake:
 
 
 def shake_hands(patience: float = PATIENCE_SECONDS) -> Handshake:
-    """Start both, wait for them, and end by its id what is still there.
+    """Start both workers, wait for them, and kill what is still there.
 
     Args:
         patience: Seconds to wait.
     """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="muscale-handshake-") as folder:
-        files = [Path(folder) / f"told-{rank}" for rank in range(WORKERS)]
+        files = [Path(folder) / f"worker-{rank}" for rank in range(WORKERS)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, file in enumerate(files):
@@ -63,14 +63,14 @@ def shake_hands(patience: float = PATIENCE_SECONDS) -> Handshake:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        told = [_last(file) for file in files]
-        if all(process.returncode == 0 for process in processes) and all("sum" in row for row in told):
-            return Handshake(torch=told[0], seconds=told[0]["seconds"], failure="")
-        return Handshake(torch=told[0], seconds=None, failure=_failure(files, processes, patience))
+        rows = [_last(file) for file in files]
+        if all(process.returncode == 0 for process in processes) and all("sum" in row for row in rows):
+            return Handshake(torch=rows[0], seconds=rows[0]["seconds"], failure="")
+        return Handshake(torch=rows[0], seconds=None, failure=_failure(files, processes, patience))
 
 
 def _last(file: Path) -> dict[str, Any]:
-    """The last whole line that a worker told."""
+    """The last complete line that a worker printed."""
     lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
     return dict(json.loads(lines[-1])) if lines else {}
 
@@ -80,12 +80,12 @@ def _failure(files: list[Path], processes: list[subprocess.Popen[bytes]], patien
         lines = file.with_suffix(".err").read_text(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         if process.returncode not in (0, -9):
-            return f"worker {rank} ended with exit code {process.returncode}: {said or 'it said nothing'}"
+            return f"worker {rank} ended with exit code {process.returncode}: {said or 'without a message'}"
     return f"they did not meet within {patience:.0f} s"
 
 
 def _meet() -> None:
-    """One of the two: tell of torch, join the other, add up."""
+    """Run one of the two workers: print facts about torch, join the other, sum."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +94,7 @@ def _meet() -> None:
     rank, meeting = int(os.environ["RANK"]), os.environ["MUSCALE_MEETING"]
     n_gpus = torch.cuda.device_count()
     backend = "nccl" if n_gpus >= WORKERS else "gloo"  # NCCL puts no two workers on one GPU
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
@@ -106,7 +106,7 @@ def _meet() -> None:
         "compiler": missing_compiler("cuda" if n_gpus else "cpu"),
         "backend": backend,
     }
-    print(json.dumps(told), flush=True)  # noqa: T201
+    print(json.dumps(facts), flush=True)  # noqa: T201
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -117,7 +117,7 @@ def _meet() -> None:
     dist.all_reduce(number)
     if not bool((number == sum(range(1, WORKERS + 1))).all()):
         raise RuntimeError(f"the sum over the workers is wrong: {number[0].item()}")
-    print(json.dumps({**told, "sum": number[0].item(), "seconds": time.monotonic() - begun}), flush=True)  # noqa: T201
+    print(json.dumps({**facts, "sum": number[0].item(), "seconds": time.monotonic() - begun}), flush=True)  # noqa: T201
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.strict import StrictTable, lists_to_tuples, short_repr
 from muscale.settings.tables import ResourceSettings
 from muscale.settings.toml_file import read_toml
-from muscale.store.differing import first_difference
 from muscale.store.ledger import Ledger
 from muscale.store.tables import ResultKind
 from proxy_models.files import atomic_write
@@ -177,8 +177,16 @@ def hash_of(values: _Contents) -> str:
     return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
-def _exactly_same(ours: Any, theirs: Any) -> bool:
-    return _canonical(ours) == _canonical(theirs)
+def _first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any, Any] | None:
+    """The place of the first value of two JSON trees that differs, and both values; None where there is none."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        inner = [(str(key), ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        inner = [(str(number), *pair) for number, pair in enumerate(zip_longest(ours, theirs))]
+    else:
+        return None if _canonical(ours) == _canonical(theirs) else (place, ours, theirs)
+    found = (_first_difference(here, there, f"{place}.{name}" if place else name) for name, here, there in inner)
+    return next(filter(None, found), None)
 
 
 def _origin(found: _Contents, written: Sequence[_Contents]) -> _Contents | None:
@@ -192,7 +200,7 @@ def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
         return "the ledger has no file of this plan; run `muscale plan` to write one"
     origin = _origin(found, written)
     pair = (_fixed(written[0]), _fixed(found)) if origin is None else (origin, found)
-    key, was, now = first_difference(*pair, _exactly_same) or ("nothing", None, None)
+    key, was, now = _first_difference(*pair) or ("nothing", None, None)
     told = f"{key} was edited: {_shown(was)} in the ledger, {_shown(now)} in the file"
     table, _, name = key.partition(".")
     if table == EDITABLE:

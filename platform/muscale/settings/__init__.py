@@ -1,1 +1,1 @@
-"""The files that people write: the study's, a stage's, read strictly and told in words where they are wrong."""
+"""Settings: the files that people write, read strictly; messages name file, key, rule and value."""

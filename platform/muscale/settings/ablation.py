@@ -1,4 +1,4 @@
-"""[ablate] of the study file: what is taken away or swapped, and on which runs."""
+"""[ablate] of the study file: the components that are swapped, and the runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "biases": (False, True),
 }
-"""Components of a model that can be swapped, and for what."""
+"""The values of each component of a model that can be swapped."""
 
 
 class AblateSettings(StrictTable):

@@ -41,7 +41,7 @@ class StageSettings(StrictTable):
 
 
 class CorpusSettings(StrictTable):
-    """[corpus]: what is trained on, and what is held out of it."""
+    """[corpus]: the training data, and how much of it is held out."""
 
     source: str = EMBEDDED  # or a file, or a folder, relative to the study file
     kind: Kind = "text"
@@ -63,7 +63,7 @@ class CorpusSettings(StrictTable):
         return any(stage.until_fraction is not None for stage in self.stages)
 
     def identity(self) -> dict[str, Any]:
-        """What makes it another study's corpus; keys that have their default are left out, but for the first two."""
+        """The settings that identify the corpus; except for the first two, defaults are left out."""
         plain = self.model_dump(mode="json")
         named = ("kind", "field", "dtype", "vocab_size", "sources", "stages", "end_of_document")
         given = {name: plain[name] for name in named if getattr(self, name) not in (_DEFAULTS[name], {}, ())}
@@ -71,7 +71,7 @@ class CorpusSettings(StrictTable):
         return {f"corpus.{name}": value for name, value in values.items()} | {"tokenizer": self.tokenizer}
 
     def cross_field_errors(self, model_vocab_size: int) -> list[str]:
-        """What is wrong beyond single keys, a line each; reads no file."""
+        """Broken rules across keys, a line each; reads no file."""
         problems = []
         if self.sources:
             problems += [
@@ -181,7 +181,7 @@ def tokenizer(settings: CorpusSettings, directory: Path, model_vocab_size: int) 
 
 
 def check(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> None:
-    """Look whether the files are there, and whether the model's vocabulary is large enough; writes nothing.
+    """Check that the files exist and that the model's vocabulary is large enough; writes nothing.
 
     Raises:
         ValueError: Naming the key, the file, the rule and the value; a CorpusError is one.

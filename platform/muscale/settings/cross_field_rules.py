@@ -71,7 +71,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
             problems.append(f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]")
         elif name in h.set_by_stages:
             problems.append(
-                f"sweep.space.{name}: hyperparameters.stages set it on the way, so leave it out of one of them"
+                f"sweep.space.{name}: hyperparameters.stages change it during the run; remove it from one of the two"
             )
         elif name.startswith("swap_"):
             problems.append(f"sweep.space.{name}: {_NO_SWAP}")

@@ -47,7 +47,7 @@ class Parallelism:
             )
 
     def layout_errors(self, model: ModelConfig) -> Iterator[str]:
-        """Why the model's products can't be shared by so many ranks, each reason with its rule and value."""
+        """Reasons why so many ranks can't share the model's products, each with its rule and value."""
         n = self.tensor_parallel
         for what, size in (
             ("query heads", model.n_heads),
@@ -62,7 +62,7 @@ class Parallelism:
             )
 
     def require(self, model: ModelConfig) -> None:
-        """Refuse a model that can't be laid out so.
+        """Refuse a model that this layout does not fit.
 
         Raises:
             ValueError: Naming every rule that is broken.
@@ -71,7 +71,7 @@ class Parallelism:
             raise ValueError("; ".join(reasons))
 
     def unfit(self, world_size: int, *, sequences: int | None = None, node_ranks: int | None = None) -> Iterator[str]:
-        """Why a run can't be laid over so many ranks, each reason with its rule and value.
+        """Reasons against so many ranks, each with its rule and value.
 
         Args:
             world_size: Ranks.
@@ -100,7 +100,7 @@ class Parallelism:
 
     @property
     def takes_any_size(self) -> bool:
-        """Whether every number of ranks will do."""
+        """Whether any number of ranks works."""
         return self.tensor_parallel == 1 and self.sharding != "hybrid"
 
     def grid(self, world_size: int, *, node_ranks: int | None = None) -> tuple[int, int, int]:

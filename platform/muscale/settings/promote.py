@@ -100,18 +100,18 @@ class PromoteSettings(StrictTable):
 
     @property
     def evaluates_every(self) -> int | None:
-        """Tokens from one evaluation within the training to the next; None: it evaluates at its end alone."""
+        """Tokens between evaluations within the training; None: only the end is evaluated."""
         return self.evaluate_every_tokens if self.evaluation == "sync" else None
 
     @property
     def spike_handling(self) -> dict[str, Any]:
-        """What changes the numbers of a run that spikes. Not how often it may: a larger budget goes on as if it always had been."""
+        """Settings that change the numbers of a run that spikes; max_interventions is not among them."""
         names = ("on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
         return {name: getattr(self, name) for name in (names if self.on_spike != "stop" else names[:1])}
 
     @property
     def spike_policy(self) -> SpikePolicy | None:
-        """What the full run does about spikes; None: it ends where a loss is not finite."""
+        """The full run's response to spikes; None: a loss that is not finite ends it."""
         if self.on_spike == "stop":
             return None
         return SpikePolicy(
@@ -123,7 +123,7 @@ class PromoteSettings(StrictTable):
 
     @property
     def guard(self) -> GuardSettings | None:
-        """What tells a spike; the interventions' budget is the policy's."""
+        """The detection of spikes; the policy limits the interventions."""
         if self.on_spike == "stop":
             return None
         return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
@@ -148,7 +148,7 @@ class PromoteSettings(StrictTable):
 
     @property
     def parallelism(self) -> Parallelism:
-        """How the run is laid over its workers; no part of its key."""
+        """The layout over the workers; not part of the run's key."""
         return Parallelism(
             sharding=self.sharding,
             shard_ranks=self.shard_ranks,

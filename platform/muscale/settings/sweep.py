@@ -60,7 +60,7 @@ class SweepSettings(StrictTable):
         return self.scheduler in POPULATIONS
 
     def cross_field_errors(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
-        """What no single key can tell, a line each.
+        """Broken rules across keys, a line each.
 
         Args:
             h: The study's hyperparameters, under the schedule of the full run.
@@ -86,18 +86,18 @@ class SweepSettings(StrictTable):
             yield from self._average_contradictions(h, rung_tokens)
 
     def _course_contradictions(self, h: Hyperparameters) -> Iterator[str]:
-        """Why the full run can't follow what a population finds."""
+        """Reasons why the full run can't follow a population's schedule."""
         if h.schedule not in COOLING:
             yield (
                 f'sweep.scheduler: the course that "{self.scheduler}" finds is the full run\'s up to its cooldown: set '
                 f'hyperparameters.schedule to "wsd" or "wsd_linear", got "{h.schedule}"'
             )
         if h.stages:
-            told = "; ".join(map(str, h.stages))
-            yield f'hyperparameters.stages: "{self.scheduler}" finds the stages itself, so leave them out; got {told}'
+            stages = "; ".join(map(str, h.stages))
+            yield f'hyperparameters.stages: "{self.scheduler}" finds the stages itself, so leave them out; got {stages}'
 
     def _average_contradictions(self, h: Hyperparameters, rung_tokens: Sequence[int]) -> Iterator[str]:
-        """Why trials can't all be ranked by averaged weights: an average over two stages is of neither."""
+        """Reasons against ranking by averaged weights: an average must not span two stages."""
         cuts = rung_tokens if self.is_population else [h.whole_batches(s.after * rung_tokens[-1]) for s in h.stages]
         for rung in rung_tokens:
             begins = Tail().begins(rung, h.batch_tokens)
@@ -147,5 +147,5 @@ class SweepSettings(StrictTable):
 
 
 def changeable(space: Mapping[str, object]) -> Sequence[str]:
-    """The hyperparameters of a space that may change in mid-run; all else comes with the copied state."""
+    """The hyperparameters of a space that may change in mid-run; the others come with the copied state."""
     return [name for name in space if name in CHANGEABLE]

@@ -76,17 +76,17 @@ class ResourceSettings(StrictTable):
 
     @property
     def threads(self) -> int:
-        """Of a worker that trains on the CPU: one at least."""
+        """Threads of a worker that trains on the CPU, at least 1."""
         return max(1, int(self.cpus_per_worker))
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """What a worker trains on: the GPU that it was given, or its part of one; else the CPU."""
+        """The device of a worker: a GPU or its fraction of one if it has one, else the CPU."""
         return "cuda" if self.gpus_per_worker else "cpu"
 
 
 class StorageSettings(StrictTable):
-    """[storage]: where the ledger lies; the URL of PostgreSQL is a secret, and comes from MUSCALE_LEDGER_URL alone."""
+    """[storage]: where the ledger lies. PostgreSQL's URL is a secret and comes from MUSCALE_LEDGER_URL alone."""
 
     ledger: Literal["sqlite", "actor", "postgresql"] = "sqlite"
     path: str | None = None  # of "actor": an SQLite file on a local disk of the machine that begins the study
@@ -101,7 +101,7 @@ class StorageSettings(StrictTable):
 
 
 class TrackingSettings(StrictTable):
-    """[tracking]: no part of any key. Keys and addresses come from the environment alone: they are secrets."""
+    """[tracking]: not part of any key. API keys and addresses are secrets and come from the environment alone."""
 
     wandb: Literal["auto", "online", "offline", "off"] = (
         "auto"  # online where Weights & Biases has a key, else offline; WANDB_MODE is obeyed
@@ -179,7 +179,7 @@ class StudyTables(StrictTable):
         return plain
 
     def numerics(self, corpus: Corpus) -> Numerics:
-        """What every training of the study shares, at the base shape.
+        """The numerics that all trainings of the study share, at the base shape.
 
         Raises:
             StageError: If the corpus holds out too little for the evaluations.

@@ -1,4 +1,4 @@
-"""[transfer] of the study file: which grids the transfer check trains, and what can't be right about them."""
+"""[transfer] of the study file: the grids that the transfer check trains, and their rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLLOWED = (
     *("attention_multiplier", "clip_norm", "embedding_multiplier", "embedding_rate", "eps", "init_scale"),
     *("output_multiplier", "output_rate", "warmup_fraction", "weight_decay_tau"),
 )
-"""Hyperparameters whose scale is logarithmic; an octave of a beta, say, is no measure of how far it lies from its best."""
+"""Hyperparameters on a logarithmic scale; an octave of a beta does not measure its distance from the optimum."""
 MIN_VALUES = 5  # of a hyperparameter: a parabola, and degrees of freedom that tell its noise
 MIN_BATCHES = 4  # of the batch law: a parabola in the batch, and a degree of freedom that tells its noise
 
@@ -31,7 +31,7 @@ class OverSettings(StrictTable):
 
 
 class TransferSettings(StrictTable):
-    """[transfer]: the learning-rate grid at several widths, depths and horizons, and those of what else is named."""
+    """[transfer]: the learning-rate grid at several widths, depths and horizons, and grids of the hyperparameters in `over`."""
 
     widths: tuple[PositiveInt, ...]
     depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: the check is of widths only
@@ -59,16 +59,16 @@ class TransferSettings(StrictTable):
 
     @property
     def shared_horizons(self) -> tuple[float, ...]:
-        """Those at which every width and depth is trained."""
+        """Horizons at which every width and depth is trained."""
         return tuple(horizon for horizon in self.horizons if horizon <= 1)
 
     @property
     def further_horizons(self) -> tuple[float, ...]:
-        """Those of the smallest width alone."""
+        """Horizons of the smallest width alone."""
         return tuple(horizon for horizon in self.horizons if horizon > 1)
 
     def cross_field_errors(self, h: Hyperparameters, context_length: int) -> list[str]:
-        """What no single key can tell, a line each: `transfer.key: rule, got value`."""
+        """Broken rules across keys, a line each: `transfer.key: rule, got value`."""
         problems = [
             *_all_differ("widths", self.widths, 2),
             *_all_differ("depths", self.depths, 2),
@@ -90,7 +90,7 @@ class TransferSettings(StrictTable):
             elif unfit := _unfit(h, "batch_tokens", batch, self.n_tokens * min(self.horizons, default=1.0)):
                 problems.append(f"transfer.batches: {unfit}, got {batch}")
         for name, grid in self.over.items():
-            problems += _over_contradictions(h, name, grid, self.n_tokens)
+            problems += _over_errors(h, name, grid, self.n_tokens)
         return problems
 
 
@@ -102,15 +102,13 @@ def _all_differ(key: str, values: Sequence[float], least: int) -> list[str]:
     return []
 
 
-def _over_contradictions(h: Hyperparameters, name: str, grid: OverSettings, n_tokens: int) -> list[str]:
-    """Why a hyperparameter's optimum can't be followed over its grid, if it can't."""
+def _over_errors(h: Hyperparameters, name: str, grid: OverSettings, n_tokens: int) -> list[str]:
+    """Reasons why a hyperparameter's optimum can't be measured on its grid."""
     key = f"transfer.over.{name}"
     if name not in FOLLOWED:
         return [f"{key}: not a hyperparameter with a scale in octaves; allowed are {', '.join(FOLLOWED)}"]
     if name in h.set_by_stages:
-        return [
-            f"{key}: hyperparameters.stages set it on the way, so that a grid of it would vary the first stage only"
-        ]
+        return [f"{key}: hyperparameters.stages change it during the run, so a grid would vary the first stage only"]
     if grid.at and {"points", "octaves"} & grid.model_fields_set:
         return [f"{key}: points and octaves are for a grid around the sweep's best, got {list(grid.at)} beside them"]
     if grid.at and len(set(grid.at)) < MIN_VALUES:
@@ -119,7 +117,7 @@ def _over_contradictions(h: Hyperparameters, name: str, grid: OverSettings, n_to
 
 
 def _unfit(h: Hyperparameters, name: str, value: float, n_tokens: float) -> str:
-    """Why a run of `n_tokens` can't be trained with this value, "" if it can."""
+    """The reason why a run of `n_tokens` can't be trained with this value, or ""."""
     changed: dict[str, Any] = {name: value}
     try:
         varied = replace(h, **changed)

@@ -1,1 +1,1 @@
-"""What a study knows, and where that is kept: the ledger, its keys, its tables, who may write, what may go."""
+"""The ledger: databases, tables, keys, leases, retention, and read-only access to other ledgers."""

@@ -1,4 +1,4 @@
-"""Requests to end something that another process has at work: written into the ledger, and read there by whoever works.
+"""Requests to cancel a trial or a study: written into the ledger, and read there by the processes that train.
 
 A trial's request stands for ever: nothing more of the trial is trained, by this run of the study or a later one. A study's
 request is heeded once, by the processes that are at work when it is made; so it is told from older ones by their keys, and
@@ -58,7 +58,7 @@ def cancel_study(ledger: Ledger, reason: str) -> None:
 
 @contextmanager
 def cancellable(ledger: Ledger) -> Iterator[None]:
-    """Within it, a request to cancel the study interrupts this process as Ctrl-C does.
+    """Within this context, a request to cancel the study interrupts this process as Ctrl-C does.
 
     Only in the main thread, as only that is interrupted; within another such block it does nothing. A request from before the
     block is not about it.

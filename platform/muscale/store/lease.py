@@ -1,4 +1,4 @@
-"""A lease keeps two workers from training the same line at once, and a dead one's lease does not outlive it for long.
+"""Leases: they keep two workers from training the same line at once, and expire soon after their owner dies.
 
 The owner raises a counter; whoever waits judges by its own monotonic clock, so no two machines' clocks are compared. Each
 new owner gets a larger fencing token, and a result is accepted only with the current one. Time in which the ledger does not
@@ -31,14 +31,14 @@ from muscale.store.tables import leases, segments
 BEAT_SECONDS = 2.0
 EXPIRES_SECONDS = 20.0  # without a beat; a dead process of this machine is noticed at once
 _POLL_SECONDS = 0.2
-_TELLS_SECONDS = 3.0  # of waiting, before a person is told for whom
+_REPORT_AFTER_SECONDS = 3.0  # of waiting, before a message names the owner
 _ANSWER_SECONDS = 1.0  # what a call takes beyond that was spent waiting for the ledger
 _TRIES_WRITING = 0.8  # of the time without a beat
 
 _log = logging.getLogger(__name__)
 
 Standing: TypeAlias = tuple[str, int, int]
-"""Name, token and beat of a lease: the same again later means that nobody has beaten."""
+"""Name, token and beat of a lease; unchanged later means that its owner sent no heartbeat."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def lease(ledger: Ledger, name: str) -> Iterator[int]:
         while not done.wait(BEAT_SECONDS):
             try:
                 ledger.write(_beat, name, token)
-            except MuscaleError as error:  # the owner is told when it records; until then it trains on
+            except MuscaleError as error:  # recording fails later; until then the training continues
                 _log.warning("lease %s: no heartbeat: %s", name, error)
 
     heart = threading.Thread(target=beat, name=f"lease {name}", daemon=True)
@@ -98,7 +98,7 @@ def expired_leases(ledger: Ledger) -> frozenset[Standing]:
 
 
 def standing_of(row: Mapping[str, Any]) -> Standing:
-    """What identifies a lease as it stands."""
+    """The name, token and beat of a lease."""
     return row["name"], int(row["token"]), int(row["beat"])
 
 
@@ -137,7 +137,7 @@ def _acquire(ledger: Ledger, name: str) -> int:
     clock = _LedgerClock()
     seen: Standing | None = None
     since, tried = clock.now(), False
-    tells_at = since + _TELLS_SECONDS
+    tells_at = since + _REPORT_AFTER_SECONDS
     while True:
         row = next(iter(clock.timed(ledger.read, find, "leases", {"name": name})), None)
         standing = standing_of(row) if row else None

@@ -64,7 +64,7 @@ def now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a chain as the ledger has it: losses in nats per token, or why there are none."""
+    """The recorded end of a chain: losses in nats per token, or the reason why there are none."""
 
     key: str
     tokens: int
@@ -113,11 +113,11 @@ class Ledger:
         self.storage.close()
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a module's function of a connection finds, in one snapshot."""
+        """The result of a module's function of a connection, on one snapshot."""
         return self.storage.read(function, *args, **kwargs)
 
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a module's function while nobody else writes, all or nothing; it must come to the same if it is run twice."""
+        """Run a module's function in an exclusive transaction; running it twice must have the effect of once."""
         if self._held:
             write: Any = self.storage.write
             return cast(T, write(_fenced, *self._held, function, *args, **kwargs))
@@ -148,7 +148,7 @@ class Ledger:
             )
 
     def identity(self) -> dict[str, Any] | None:
-        """What identifies the study, or None before it was claimed."""
+        """The study's identity, or None before it was claimed."""
         return next((row["identity"] for row in self.read(find, "studies")), None)
 
     def result(self, kind: ResultKind, key: str) -> dict[str, Any] | None:
@@ -179,21 +179,21 @@ class Ledger:
         return self.read(find, "segments", {"line": line}, ["-tokens"])
 
     def outcome(self, chain: Chain) -> Outcome | None:
-        """How the chain ended, or None where that is not known; one that diverged on the way ended there."""
+        """The outcome of a chain, or None if it is unknown; a divergence at an earlier segment is its end."""
         return self.outcomes([chain]).get(chain.key)
 
     def outcomes(self, chains: Iterable[Chain]) -> dict[str, Outcome]:
-        """How those of the chains ended that did, by the chain's key."""
+        """The outcomes of the chains that ended, by key."""
         beginnings = {chain.key: [*_beginnings(chain)] for chain in chains}
-        parts = [part for some in beginnings.values() for part in some]
-        keys, lines = (dict.fromkeys(names) for names in ((p.key for p in parts), (p.line for p in parts)))
+        prefixes = [prefix for some in beginnings.values() for prefix in some]
+        keys, lines = (dict.fromkeys(names) for names in ((p.key for p in prefixes), (p.line for p in prefixes)))
         ended, diverged = self.read(_outcomes, [*keys], [*lines])
         found = {}
-        for key, (whole, *before) in beginnings.items():
-            for part in (whole, *before):
-                on_line = (row for row in diverged.get(part.line, ()) if row.tokens <= part.last.end)
-                outcome = ended.get(part.key) or next(on_line, None)
-                if outcome and (part is whole or outcome.diverged):
+        for key, (chain, *before) in beginnings.items():
+            for prefix in (chain, *before):
+                on_line = (row for row in diverged.get(prefix.line, ()) if row.tokens <= prefix.last.end)
+                outcome = ended.get(prefix.key) or next(on_line, None)
+                if outcome and (prefix is chain or outcome.diverged):
                     found[key] = outcome
                 if outcome:
                     break
@@ -280,19 +280,19 @@ class Ledger:
 
 def _beginnings(chain: Chain) -> Iterator[Chain]:
     """The chain, the one before its last segment, and so on to the first."""
-    part: Chain | None = chain
-    while part:
-        yield part
-        part = part.parent
+    prefix: Chain | None = chain
+    while prefix:
+        yield prefix
+        prefix = prefix.parent
 
 
 def stamped(table: sa.Table, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with the time in it."""
+    """The row with a timestamp."""
     return {**values, "registered_at" if table is forecasts else "created_at": now()}
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """What differs between two identities, for a message."""
+    """The differences of two identities, for a message."""
     return "; ".join(
         f"{name} is {here.get(name)!r} here but {there.get(name)!r} there"
         for name in sorted({*there, *here})
@@ -353,7 +353,7 @@ def _insert_latest(connection: sa.Connection, table: str, row: Mapping[str, Any]
 
 
 def check_token(connection: sa.Connection, name: str, token: int) -> None:
-    """Refuse, inside a writing transaction, a token that is no longer the lease's.
+    """Refuse a token that the lease no longer has, inside a writing transaction.
 
     Raises:
         LeaseLostError: If another owner has taken the lease since.

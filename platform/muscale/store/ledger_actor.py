@@ -61,7 +61,7 @@ class ActorStorage(Storage):
         return type(self), (self.host, self.path)
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function finds, in one snapshot of the database."""
+        """The function's result, on one snapshot of the database."""
         return self._run(False, function, *args, **kwargs)
 
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,8 +1,8 @@
-"""Keys: a training is known by what determines it.
+"""Keys: a training is identified by what determines it.
 
 A run is a chain of segments. A segment's key hashes its parent's key, what it trains with and where it ends, so that
-two chains with an equal beginning share the keys of that beginning. The part of the hash without the end is the line:
-all lengths of one training, where a longer one can go on from a shorter one's state. Where rungs lie is no part of it.
+two chains with an equal beginning share the keys of that beginning. The hash without the end is the line:
+all lengths of one training, where a longer one can go on from a shorter one's state. It does not depend on where rungs lie.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Chain:
 
     @cached_property
     def key(self) -> str:
-        """Hash of the whole chain."""
+        """Hash of the chain, its end included."""
         return content_key([self.line, self.last.end])
 
     @property
@@ -78,7 +78,7 @@ class Chain:
         return not isinstance(self.last.phase, Constant) and getattr(self.last.phase, "end", None) == self.last.end
 
     def row(self) -> dict[str, Any]:
-        """What the ledger keeps of the chain itself."""
+        """The chain's columns in the ledger."""
         return {
             "key": self.key,
             "line": self.line,
@@ -90,7 +90,7 @@ class Chain:
 
     @property
     def compute_flops(self) -> float:
-        """6·N·D of the whole chain."""
+        """6·N·D of all segments."""
         return 6.0 * self.numerics.model.n_params * self.last.end
 
 

@@ -1,4 +1,4 @@
-"""Opens the ledger that a study file asks for, where it was begun: never silently a new one.
+"""Opening the ledger of a study where it was begun: a new one is never begun silently.
 
 A ledger that does not lie in the study's directory leaves a small file there that says where it is: a host and a path, or a
 schema of a PostgreSQL database. Neither holds a secret.
@@ -88,7 +88,7 @@ def _storage(place: dict[str, Any]) -> ActorStorage | PostgresStorage:
 
 
 def _begin(settings: StorageSettings, directory: Path, name: str) -> dict[str, Any]:
-    """Make the ledger and note where it lies; of two processes that do so at once, one is the first."""
+    """Make the ledger and note where it lies; of two processes that do so at once, one wins."""
     place: dict[str, Any]
     if settings.ledger == "actor":
         path = Path(settings.path or directory / LEDGER)
@@ -109,7 +109,7 @@ def _begin(settings: StorageSettings, directory: Path, name: str) -> dict[str, A
 
 
 def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
-    """Write down where the ledger lies, whole or not at all, unless another process did so first; returns what stands there."""
+    """Write the ledger's place atomically unless another process was first; returns the place that stands there."""
     noted = directory / LEDGER_PLACE
     unfinished = directory / f"{LEDGER_PLACE}.{secrets.token_hex(4)}.unfinished"
     try:
@@ -126,7 +126,7 @@ def _note(directory: Path, place: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename_first(unfinished: Path, noted: Path) -> None:
-    """Rename a file to a name that nothing has: only the process that made the mark beside it may, the others wait.
+    """Rename a file to an unused name: only the process that made the mark file may, the others wait.
 
     Raises:
         StudyDirectoryError: If a process that made the mark did not finish.
@@ -152,4 +152,4 @@ def _rename_first(unfinished: Path, noted: Path) -> None:
 
 
 def _nothing(_connection: object) -> None:
-    """Opens a storage, and so makes its tables."""
+    """Do nothing; running it opens a storage and so makes its tables."""

@@ -29,7 +29,7 @@ def url_from_environment() -> sa.URL:
     """The database's URL.
 
     Raises:
-        StudyDirectoryError: If it is missing, or no PostgreSQL URL; the value is not told, as it may hold a password.
+        StudyDirectoryError: If it is missing, or no PostgreSQL URL; the message leaves the value out, since it may hold a password.
     """
     if not (value := os.environ.get(URL_VARIABLE)):
         raise StudyDirectoryError(
@@ -134,7 +134,7 @@ class PostgresStorage(Storage):
         connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": self.schema})
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function finds, in one snapshot of the database."""
+        """The function's result, on one snapshot of the database."""
 
         def attempt() -> T:
             with self._engine.connect() as connection:
@@ -162,24 +162,24 @@ class PostgresStorage(Storage):
             LedgerUnavailableError: If the server can't be reached; from the `read`, if it is lost on the way.
         """
 
-        def told(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        def call_checked(call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             try:
                 return call(*args, **kwargs)
             except sa.exc.OperationalError as error:
                 raise LedgerUnavailableError(f"{self.name}: {first_line(error)}") from None
 
-        with told(lambda: self._engine.connect()) as connection:
+        with call_checked(lambda: self._engine.connect()) as connection:
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
             # It holds up nobody's writes, and ours may take long between two reads.
-            told(connection.exec_driver_sql, "SET LOCAL idle_in_transaction_session_timeout = 0")
-            yield lambda function, *args, **kwargs: told(function, connection, *args, **kwargs)
+            call_checked(connection.exec_driver_sql, "SET LOCAL idle_in_transaction_session_timeout = 0")
+            yield lambda function, *args, **kwargs: call_checked(function, connection, *args, **kwargs)
 
     def drop_unclaimed(self) -> None:
         """Remove the schema, unless it is a study's."""
         self.write(_drop_unclaimed, self.schema)
 
     def _persist(self, attempt: Callable[[], T]) -> T:
-        """Outlast a server that is away for a while; one that never answered is told at once."""
+        """Outlast a server that is away for a while; one that never answered raises at once."""
 
         def known() -> T:
             try:

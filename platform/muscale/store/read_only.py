@@ -89,7 +89,7 @@ def read_only_uri(path: Path) -> str:
 
 
 def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> str:
-    """Why an untrusted SQLite file must not be read, "" if nothing is wrong.
+    """The reason why an untrusted SQLite file must not be read, or "".
 
     Args:
         connection: Of `connect`.
@@ -113,7 +113,7 @@ def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> 
 
 
 def _refusing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call; what it fails with is refused as the source's fault."""
+    """The same call; its errors are refused as faults of the source."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:

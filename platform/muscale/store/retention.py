@@ -1,4 +1,4 @@
-"""Which training states are kept, and what goes: results and curves stay for ever, states only where a training may go on.
+"""Retention of training states: results and curves stay for ever, states only where a training may continue.
 
 Kept are the states of running trials, of the best of each rung, of the longest end of each ladder stem (a longer ladder
 goes on from there), of whatever these started from, all that a worker holds a lease on and, while any does, of the last hour. A state
@@ -30,7 +30,7 @@ _UNFINISHED = ".unfinished"
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning(Result):
-    """What a pruning keeps and what goes.
+    """The states that a pruning keeps and removes.
 
     Attributes:
         kept: Bytes of the states that stay, by reason.
@@ -76,7 +76,7 @@ class Pruning(Result):
 def prune(
     ledger: Ledger, *, top_k: int = 3, dry_run: bool = False, expired: Collection[Standing] | None = None
 ) -> Pruning:
-    """Remove the states that no rule keeps, and files that no row knows.
+    """Remove the states that no rule keeps, and files without a row.
 
     Args:
         ledger: Of the study.
@@ -123,7 +123,7 @@ def prune(
 
 
 def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
-    """Why a state is kept, by the segment's key."""
+    """The reason why each state is kept, by the segment's key."""
     states = {row["key"]: row for row in facts["states"]}
     reasons: dict[str, str] = {}
 
@@ -150,7 +150,7 @@ def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
 
 
 def _leftovers(states: Path, curves: Path, known: set[Path], held: set[int]) -> Iterator[tuple[str, Path]]:
-    """Old files that no row knows: states without one, and what a dead process was writing."""
+    """Old files without a row: states, and unfinished files of dead processes."""
     for folder in (states, curves):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             unfinished = path.name.endswith(_UNFINISHED)
@@ -166,7 +166,7 @@ def _leftovers(states: Path, curves: Path, known: set[Path], held: set[int]) -> 
 
 
 def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
-    """What the rules look at, in one snapshot; of segments only those that have a state, and what they started from."""
+    """The rows that the rules need, on one snapshot; segments only with a state, and their parents."""
     s, r = segments.c, rungs.c
     query = sa.select(s.key, s.line, s.tokens, s.state, s.created_at).where(s.state.is_not(None))
     states = [dict(row) for row in connection.execute(query).mappings()]
@@ -187,7 +187,7 @@ def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
 
 
 def _parents(connection: sa.Connection, keys: Iterable[str]) -> dict[str, str | None]:
-    """What each of these segments started from, and that in its turn, to the beginning."""
+    """The ancestors of these segments, to the beginning."""
     query = sa.select(segments.c.key, segments.c.parent)
     found: dict[str, str | None] = {}
     wanted = [*dict.fromkeys(keys)]
@@ -228,7 +228,7 @@ def _bytes(path: Path) -> int:
 
 
 def _size(n_bytes: int) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes for people."""
     size = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -9,22 +9,22 @@ from typing import Any, Self
 
 import pandas as pd
 
-from muscale.store.differing import shown
 from muscale.store.run_selection import one_run
 
+_LONGEST = 60  # characters of a value in the table
 _NAMED = ("purpose", "label", "created_at", "n_params", "n_tokens", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """What differs between two runs.
+    """Differences between two runs.
 
     Attributes:
-        keys: Of both.
-        losses: Held-out, nats per token; None where one diverged.
-        seconds: That each took.
-        settings: Values of both by name, where they differ: of the run, its hyperparameters, its model and data.
-        environment: The same of what they were trained on.
+        keys: The keys of both.
+        losses: Held-out losses, nats per token; None where a run diverged.
+        seconds: Duration of each.
+        settings: Values of both where they differ, by name: run, hyperparameters, model and data.
+        environment: The same for machine and versions.
     """
 
     keys: tuple[str, str]
@@ -39,8 +39,8 @@ class RunComparison:
 
         Args:
             runs: The table.
-            first: Key of a run, or a beginning that no other key has.
-            second: The same of the other.
+            first: Key of a run, or the beginning of one key only.
+            second: The same for the other run.
 
         Raises:
             RunSelectionError: If there is no such run, or more than one.
@@ -65,16 +65,16 @@ class RunComparison:
         return None if first is None or second is None else second - first
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, the difference with them."""
+        """Plain values, with the difference."""
         return {**asdict(self), "difference": self.difference}
 
     def __str__(self) -> str:
         first = self.losses[0]
         rows = [("run", *self.keys)]
-        rows += [_told(name, pair) for name, pair in self.settings.items()]
-        rows += [_told(f"on {name}", pair) for name, pair in self.environment.items()]
-        rows.append(_told("seconds", self.seconds))
-        rows.append(_told("loss", self.losses, none="diverged"))
+        rows += [_row(name, pair) for name, pair in self.settings.items()]
+        rows += [_row(f"on {name}", pair) for name, pair in self.environment.items()]
+        rows.append(_row("seconds", self.seconds))
+        rows.append(_row("loss", self.losses, none="diverged"))
         wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{name:<{wide[0]}}  {a:<{wide[1]}}  {b}" for name, a, b in rows]
         if self.difference is not None and first:
@@ -84,8 +84,16 @@ class RunComparison:
         return "\n".join(lines)
 
 
-def _told(name: str, pair: tuple[Any, Any], none: str = "–") -> tuple[str, str, str]:
-    return name, shown(pair[0], none=none), shown(pair[1], none=none)
+def _row(name: str, pair: tuple[Any, Any], none: str = "–") -> tuple[str, str, str]:
+    return name, _short(pair[0], none), _short(pair[1], none)
+
+
+def _short(value: Any, none: str) -> str:
+    """A value in a table, cut off where it is long; `none` stands for None."""
+    if value is None:
+        return none
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _numerics(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which of the ledger's runs are meant, and which of their columns: terms such as `loss<2`, never evaluated as code."""
+"""Selection of the ledger's runs and columns by terms such as `loss<2`, which are never evaluated as code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RULE = "a term is COLUMN, one of = != < <= > >=, and a value, such as loss<2 or
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of the runs: those that all terms hold for, sorted, so many of them, with these columns.
+    """A choice of runs: those for which all terms hold, sorted, at most `limit`, with these columns.
 
     Attributes:
         where: Terms `column op value`, several in one joined by `and`; a value may stand in quotes.
@@ -56,7 +56,7 @@ class Selection:
         """
         plain = runs.drop(columns=[name for name in (*NESTED, "diverged_because") if name in runs])
         wide = widened(runs)
-        for term in (part for text in self.where for part in _terms(text)):
+        for term in (term for text in self.where for term in _terms(text)):
             wide = wide[_holds(wide, term)]
         if self.sort is not None:
             name = self.sort.removeprefix("-")
@@ -80,7 +80,7 @@ def widened(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
-    """The run whose key begins so.
+    """The run whose key begins with `prefix`.
 
     Raises:
         RunSelectionError: If there is none, or more than one.
@@ -97,7 +97,7 @@ def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
 
 
 def save(runs: pd.DataFrame, path: Path) -> Path:
-    """Write a table as its file's suffix says, .csv or .parquet, whole or not at all, and return the path.
+    """Write a table atomically as .csv or .parquet, and return the path.
 
     Raises:
         RunSelectionError: If it is another one, or the folder is not there.
@@ -116,14 +116,14 @@ def save(runs: pd.DataFrame, path: Path) -> Path:
 
 
 def _terms(text: str) -> list[str]:
-    """The terms of a text, which ` and ` joins outside of quotes."""
+    """The terms of a text, split at ` and ` outside quotes."""
     blanked = _QUOTED.sub(lambda quoted: "'" * len(quoted.group()), text)
     ends = [(0, 0), *((found.start(), found.end()) for found in re.finditer(r"\s+and\s+", blanked)), (len(text), 0)]
     return [text[after:start] for (_, after), (start, _) in itertools.pairwise(ends)]
 
 
 def _holds(runs: pd.DataFrame, term: str) -> pd.Series[bool]:
-    """For which rows a term holds; where a value is missing, only `!=` does."""
+    """Rows for which a term holds; for missing values only `!=` does."""
     found = _TERM.fullmatch(term)
     if not found or not found.group(3):
         raise RunSelectionError(f"--where {term.strip()}: {_RULE}")

@@ -1,4 +1,4 @@
-"""Incidents of a full run and what was done about each: batches left out, returns to a checkpoint, restarts; kept for ever."""
+"""Incidents of a full run, kept for ever: batches left out, returns to a checkpoint, restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Action = Literal["skip", "rollback", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """One thing that befell a run.
+    """One event of a run.
 
     Attributes:
         step: The step that was not taken, or the first one after a restart.
@@ -49,7 +49,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeHandling:
-    """What a policy about spikes made of a run: with the guard's settings, what determines its numbers beside its segments.
+    """The handling of a run's spikes: with the guard's settings, it determines the numbers beside the segments.
 
     The policy alone does not tell where a run went back to, as that is where its checkpoints happened to lie; and a run that left
     batches out is another training than one that saw them. So both are part of the key that the ledger knows the run by.
@@ -64,7 +64,7 @@ class SpikeHandling:
 
     @classmethod
     def of(cls, policy: SpikePolicy | None, incidents: Iterable[Incident]) -> Self | None:
-        """Of a run that ended; None where it had no policy."""
+        """The handling in a run that ended; None where it had no policy."""
         done = tuple(incident for incident in incidents if incident.action != "restart")
         return cls(policy=policy, interventions=done) if policy else None
 
@@ -79,15 +79,15 @@ class SpikeHandling:
 
 
 def read_incidents(directory: Path) -> list[Incident]:
-    """Those of a run, the oldest first."""
+    """The incidents of a run, oldest first."""
     return [Incident.from_dict(record) for record in json_lines.read(directory / INCIDENTS)]
 
 
 def record_incident(directory: Path, incident: Incident) -> None:
-    """Add one to those of a run."""
+    """Add an incident to a run's."""
     json_lines.append(directory / INCIDENTS, asdict(incident))
 
 
 def utc_now() -> str:
-    """The time as incidents note it."""
+    """The time in an incident's format."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,8 +1,8 @@
-"""Where a ledger's database lies: a storage runs functions of a connection, each in one transaction.
+"""Storages of a ledger: databases that run functions of a connection, each in one transaction.
 
 What is run is a function of a module with plain arguments, so that a process on another machine can run it for us
-(`muscale.store.ledger_actor`). A write may be run again when its answer was lost on the way, so each must come to the same if it
-is run twice: rows are inserted once by their keys, and times are taken by the caller.
+(`muscale.store.ledger_actor`). A write may be run again when its answer was lost on the way, so running each twice must
+have the effect of once: rows are inserted once by their keys, and times are taken by the caller.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function finds, in one snapshot of the database."""
+        """The function's result, on one snapshot of the database."""
 
     @abstractmethod
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -117,7 +117,7 @@ class SqliteStorage(Storage):
         connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
 
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function finds, in one snapshot of the database."""
+        """The function's result, on one snapshot of the database."""
         return self._run("BEGIN", function, *args, **kwargs)
 
     def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -170,7 +170,7 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
 
 
 def _sqlite(path: Path, host: str) -> SqliteStorage:
-    """A worker's, which never begins a ledger: on another machine the path would be another file."""
+    """Unpickle a worker's storage, which never begins a ledger: elsewhere the path would be another file."""
     if host != socket.gethostname():
         raise StudyDirectoryError(
             f"{path}: this ledger is SQLite on {host}, and the worker runs on {socket.gethostname()}; for several machines "
@@ -180,7 +180,7 @@ def _sqlite(path: Path, host: str) -> SqliteStorage:
 
 
 def sqlite_url(path: Path) -> sa.URL:
-    """Of a file that SQLAlchemy opens; one written as text would end at a question mark in the path."""
+    """The URL of a file for SQLAlchemy; as text it would end at a question mark in the path."""
     return sa.URL.create("sqlite", database=str(path))
 
 
@@ -203,7 +203,7 @@ def require_schema(name: str, found: int) -> None:
 
 
 def persist(name: str, attempt: Callable[[], T], transient: Callable[[Exception], bool]) -> T:
-    """Try again, at growing intervals of up to a second, while what fails is only passing.
+    """Try again at growing intervals of up to a second, while the errors are transient.
 
     Raises:
         LedgerUnavailableError: If the ledger called `name` does not answer for `PATIENCE_SECONDS`.

@@ -49,13 +49,6 @@ def test_a_machine_that_runs_the_tests_is_well(make_study: MakeStudy, capfd: pyt
     assert sorted(path.parent.rglob("*")) == before, "it leaves nothing behind"
 
 
-def test_two_workers_meet_and_add_up() -> None:
-    met = shake_hands()
-    assert met.failure == ""
-    assert met.seconds is not None
-    assert met.torch["backend"] in ("gloo", "nccl")
-
-
 def test_workers_that_do_not_meet_are_ended_and_the_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
     late = shake_hands(patience=0.2)

@@ -41,7 +41,7 @@ def test_a_clock_that_is_set_ends_no_owner(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_second_owner_waits_for_the_first_tells_so_and_has_a_larger_token(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(leases, "_TELLS_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "_REPORT_AFTER_SECONDS", 0.1)
     order: list[str] = []
 
     def second() -> None:

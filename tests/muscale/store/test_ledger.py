@@ -82,13 +82,13 @@ def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger
     ledger.rungs("s")
     writers = [
         multiprocessing.get_context("spawn").Process(target=_add_rungs, args=(ledger.directory / LEDGER, n))
-        for n in range(3)
+        for n in range(2)
     ]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
-    assert [row["sequence"] for row in ledger.rungs("s")] == list(range(1, 61))
+    assert [row["sequence"] for row in ledger.rungs("s")] == list(range(1, 41))
 
 
 def test_a_ledger_that_stays_busy_is_told_as_such(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
