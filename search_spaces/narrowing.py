@@ -39,7 +39,7 @@ def cut(distribution: Distribution, values: Sequence[Any], best: NDArray[np.bool
     Args:
         distribution: Its distribution.
         values: Its value in each trial that had one, all in the support.
-        best: Which of these trials count as the best.
+        best: True for the trials that count as the best.
         level: Probability that chance alone makes a cut.
     """
     if isinstance(distribution, Fixed):

@@ -28,7 +28,7 @@ def read(cls: type[T], table: object, what: str) -> T:
     Args:
         cls: The dataclass.
         table: A value for each field that has no default, and for others where wanted.
-        what: How messages call it.
+        what: Its name in messages.
 
     Raises:
         SpaceError: If it is no table, or a key is unknown or missing, or a value breaks a rule of the class.

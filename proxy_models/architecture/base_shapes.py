@@ -31,7 +31,7 @@ def module_shapes(
         delta: Any other width, larger or smaller, in every dimension that is width.
         readout: Names of the parameters that map the width to logits, e.g. ("readout.weight",); a table that is tied to
             the embedding goes by the embedding's name.
-        block_prefix: How names of parameters inside the residual blocks begin; the depth rules apply to them.
+        block_prefix: Prefix of the names of parameters inside the residual blocks; the depth rules apply to them.
 
     Returns:
         What `parametrization_of` takes.

@@ -29,7 +29,7 @@ class ModelConfig(Serializable):
             (Ainslie et al., arXiv 2305.13245), all of them multi-query (Shazeer, arXiv 1911.02150). The ratio is kept
             when the width grows.
         mlp_ratio: `d_ff / d_model`; the product must be whole, so that the ratio is exact at every width.
-        activation: Of the MLP: "swiglu" (gated, three matrices), "gelu", "relu", or "relu2", its square.
+        activation: Activation of the MLP: "swiglu" (gated, three matrices), "gelu", "relu", or "relu2", its square.
         norm: "rmsnorm" or "layernorm".
         qk_norm: RMSNorm over each head of queries and keys, before the positions (Henry et al., arXiv 2010.04245).
         positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
@@ -37,7 +37,7 @@ class ModelConfig(Serializable):
         parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
             section 2) instead of one after the other.
         tied: The readout is the embedding table.
-        biases: Of all matrices but the readout, and of LayerNorm.
+        biases: True for biases of all matrices but the readout, and of LayerNorm.
         attention_dropout, mlp_dropout, embedding_dropout: Probabilities: of an attention weight, of an output of the
             MLP, of an entry of the embedded input.
         stochastic_depth: Probability that the last block leaves a sequence as it is; rising linearly from the first

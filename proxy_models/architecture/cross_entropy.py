@@ -39,7 +39,7 @@ def chunked_cross_entropy(
         hidden: (…, width).
         weight: (vocab_size, width), not sharded; its gradient is summed over the chunks in its own precision.
         targets: (…), token ids.
-        label_smoothing, z_loss: Of the training loss.
+        label_smoothing, z_loss: Terms of the training loss.
 
     Products are in autocast's precision, as a readout's are.
     """

@@ -144,7 +144,7 @@ class Block(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream times the depth multiplier, or both together.
 
     Attributes:
-        checkpointing: What it keeps for the backward pass.
+        checkpointing: Kind of activation checkpointing.
     """
 
     def __init__(self, config: ModelConfig, drop: float) -> None:

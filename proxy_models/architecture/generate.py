@@ -32,7 +32,7 @@ def generate(
     """Continue a prompt; if the text is longer than the context, the model sees its last tokens.
 
     Args:
-        model: In fp32, on any device; dropout is off meanwhile.
+        model: The model in fp32, on any device; dropout is off meanwhile.
         prompt: Ids, at least one.
         n_tokens: Largest number of tokens to add.
         temperature: 0 takes the likeliest token; otherwise the logits are divided by it, and the token is drawn.

@@ -157,7 +157,7 @@ def write_llama(
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     Args:
-        decoder: With its weights and multipliers.
+        decoder: The model with its weights and multipliers.
         folder: Must not exist or be empty; it appears with all files or not at all.
         tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
         card: The text of a README.md beside them.

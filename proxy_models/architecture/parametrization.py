@@ -150,7 +150,7 @@ class Parametrization(Serializable):
     Attributes:
         scheme: "mup", or "standard" for comparison (one rate for all, fan-in initialisation).
         optimizer: The optimizer that the rules are for.
-        rules: By parameter name.
+        rules: Rule of each parameter, by name.
         multipliers: Multipliers of the forward pass, before the tuned ones are applied.
     """
 
@@ -340,7 +340,7 @@ def parametrization_of(
     """Return the table of any model whose parameters have these shapes.
 
     Args:
-        shapes: By parameter name; `proxy_models.architecture.base_shapes.module_shapes` finds them for any `nn.Module`.
+        shapes: Shape of each parameter, by name; `proxy_models.architecture.base_shapes.module_shapes` finds them for any `nn.Module`.
         depth_mult: Depth over base depth.
         attention: Scale of the attention logits.
         scheme: "mup", or "standard".

@@ -48,7 +48,7 @@ def coordinate_check(
     Args:
         family: Its base is where the hyperparameters are tuned.
         hyperparameters: Their rate, scales, betas and clipping are used.
-        corpus: Where the batch comes from.
+        corpus: Source of the batch.
         widths: At least 4, spanning at least a factor of 8; trained at the base's depth.
         depths: The same of depths, trained at the base's width; None leaves the check in depth out.
         seeds: At least 2 seeds of the initial values.

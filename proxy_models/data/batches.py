@@ -67,7 +67,8 @@ class Stream(Protocol):
         Args:
             tokens_seen: Position in the run, a multiple of the context length.
             batch_tokens: Tokens of the step over all shares; a multiple of the context length.
-            rank: Which of `world_size` consecutive shares to return; they are equal, or the first ones have a sequence more.
+            rank: Number of the share to return, of `world_size` consecutive ones; they are equal, or the first have a
+                sequence more.
             world_size: Number of shares, no more than sequences.
 
         Raises:

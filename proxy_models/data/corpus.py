@@ -63,7 +63,7 @@ class Corpus:
     """A finished corpus in `folder`.
 
     Attributes:
-        folder: Where it lies.
+        folder: Its folder.
         manifest: The content of its manifest.json.
         sources: The token files of each source, by name; one source is named "corpus".
         mixture: The proportions of the sources, or None with one source.
@@ -250,7 +250,7 @@ def write_mixture(
         mixture: Weights of the same names.
         validation_fraction: Share of each source that is held out.
         tokenizer: Not used for sources of tokens; BPE is trained on all others together.
-        on_progress: As in `write_corpus`, over all sources.
+        on_progress: Called as in `write_corpus`, over all sources.
 
     Raises:
         ValueError: If the names are not those of the mixture, or can't name folders.

@@ -1,7 +1,7 @@
 """A batch that doubles while training goes on: small where the critical batch is small, at the beginning.
 
-Doubling follows Merrill et al. (arXiv 2505.23971), GPT-3 grew its batch linearly (arXiv 2005.14165, appendix B). Every stage
-lasts whole final batches, so that any multiple of the final batch is the end of a step, and with it a place for a rung, a
+Doubling follows Merrill et al. (arXiv 2505.23971), GPT-3 grew its batch linearly (arXiv 2005.14165, appendix B). Every part of the
+ramp lasts whole final batches, so that any multiple of the final batch is the end of a step, and with it a place for a rung, a
 branch or a checkpoint. The schedule's factor does not depend on the batch: it is the same function of the tokens.
 """
 
@@ -37,7 +37,7 @@ class BatchRamp:
             raise ValueError(f"batch_tokens must be a multiple of 2^{self.doublings}, got {self.batch_tokens}")
         if self.doublings and self.ramp_tokens % (self.doublings * self.batch_tokens):
             raise ValueError(
-                f"each of the {self.doublings} stages of a batch ramp must last whole batches of {self.batch_tokens} "
+                f"each of the {self.doublings} parts of a batch ramp must last whole batches of {self.batch_tokens} "
                 f"tokens, got {self.ramp_tokens} tokens in all"
             )
 
@@ -56,9 +56,9 @@ class BatchRamp:
         """Steps that end at or before `tokens`."""
         if not self.doublings:
             return tokens // self.batch_tokens
-        stage, count = self.ramp_tokens // self.doublings, 0
+        part, count = self.ramp_tokens // self.doublings, 0
         for doubled in range(self.doublings):
-            within = min(max(tokens - doubled * stage, 0), stage)
+            within = min(max(tokens - doubled * part, 0), part)
             count += within // (self.first_batch_tokens << doubled)
         return count + max(tokens - self.ramp_tokens, 0) // self.batch_tokens
 

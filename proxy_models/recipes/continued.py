@@ -25,10 +25,10 @@ def continued(
     final_fraction: float = 0.1,
     optimizer: OptimizerName | None = None,
 ) -> tuple[Segment, ...]:
-    """Return the segments, counted from 0, of a stage of `n_tokens` that goes on from a run's state.
+    """Return the segments, counted from 0, of a continuation of `n_tokens` that starts from a run's state.
 
     The rate rises linearly from zero to its peak over `rewarm_tokens` (re-warming: Gupta et al., arXiv 2308.04014; Ibrahim et
-    al., arXiv 2403.08763, section 4), then follows the schedule. With a cooldown of all of it the stage is a branch of the run
+    al., arXiv 2403.08763, section 4), then follows the schedule. A continuation that is all cooldown is a branch of the run
     (Hägele et al., arXiv 2405.18392). The product of rate and decay stays, and with it the decay's timescale in tokens.
 
     Args:
@@ -37,7 +37,7 @@ def continued(
         learning_rate: Peak rate at the base shape.
         rewarm_tokens: Rounded to whole batches.
         schedule: Schedule after the re-warming.
-        cooldown_fraction: Share of the stage that cools down to zero, of "wsd" and "wsd_linear"; 1: all of it.
+        cooldown_fraction: Share of the continuation that cools down to zero, under "wsd" and "wsd_linear"; 1: all of it.
         final_fraction: Factor on the rate at the end of "cosine".
         optimizer: Optimizer that takes over with fresh moments; None: the run's, which keeps them.
 
@@ -55,7 +55,8 @@ def continued(
     stable = n_tokens - cooldown
     if warmup and warmup >= (stable if cooldown else n_tokens):
         raise ValueError(
-            f"a re-warming of {warmup} tokens does not fit into the {stable} tokens before the cooldown of a stage of {n_tokens}"
+            f"a re-warming of {warmup} tokens does not fit into the {stable} tokens before the cooldown "
+            f"of a continuation of {n_tokens}"
         )
     if cooldown and stable:
         return branch(recipe, stable, n_tokens, schedule)

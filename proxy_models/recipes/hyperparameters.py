@@ -44,7 +44,7 @@ class Hyperparameters(Serializable):
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay.
         batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
         batch_doublings: Times that the batch doubles on its way to `batch_tokens`.
-        batch_ramp_tokens: Tokens until the last doubling, in equal stages, each rounded to whole batches.
+        batch_ramp_tokens: Tokens until the last doubling, in equal parts, each rounded to whole batches.
         warmup_fraction: Warmup as a fraction of the run's tokens.
         warmup_floor_tokens: Least warmup, even where the fraction gives less.
         schedule: One of `schedule.ScheduleName`, which describes each.
@@ -54,7 +54,7 @@ class Hyperparameters(Serializable):
             arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
         step_factor: See `milestones`.
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
-        optimizer: One that the parametrization has rules for.
+        optimizer: Any optimizer that the parametrization has rules for.
         beta1, beta2, eps: Adam's and AdamW's, Muon's beside it; Lion takes the betas, Adafactor none of them.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.

@@ -59,7 +59,7 @@ class Stepper:
 
         Args:
             module: The model, on its device, sharded or not.
-            optimizer: Of its parameters, each group with its peak rate.
+            optimizer: Its optimizer, with a peak rate in each group.
             numerics: Gives seed, precision and guard.
             recipe: Gives the norm to clip at.
             loss: `training_loss`, or the same compiled.

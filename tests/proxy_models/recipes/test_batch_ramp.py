@@ -49,7 +49,7 @@ def test_every_multiple_of_the_final_batch_is_the_end_of_a_step(ramp: BatchRamp,
         ({"ramp_tokens": 64}, "needs doublings and tokens to double in, got 0 in 64"),
         ({"doublings": 7, "ramp_tokens": 7 * 64}, r"must be a multiple of 2\^7, got 64"),
         ({"doublings": 10**11, "ramp_tokens": 64}, r"must be a multiple of 2\^100000000000, got 64"),
-        ({"doublings": 2, "ramp_tokens": 64}, "each of the 2 stages .* whole batches of 64 tokens, got 64"),
+        ({"doublings": 2, "ramp_tokens": 64}, "each of the 2 parts .* whole batches of 64 tokens, got 64"),
     ],
 )
 def test_a_ramp_that_can_not_be_is_refused(values: dict[str, Any], rule: str) -> None:
