@@ -240,7 +240,7 @@ class Study(Result):
             StageError: If the plan's file was edited by hand.
         """
         registered = planning.register(plan, self.ledger)
-        plan_file.write(registered, self.config, self.ledger, along=self._band(registered).along)
+        plan_file.write(registered, self.config, self.directory, along=self._band(registered).along)
         return registered
 
     def _band(self, plan: Plan) -> Band:
@@ -277,7 +277,8 @@ class Study(Result):
         """Train the planned run, hold it against its forecast, and write its bundle where [promote] does not say otherwise.
 
         Args:
-            plan: One of `plan()`, or the path of a plan's file, whose [resources] hold then; by default the study file's.
+            plan: One of `plan()`, registered where it is not yet; or the path of a plan's file or its key, and then the file's
+                [resources] hold; by default the study file's.
             force: Go on past lines of the gate that failed; the ledger keeps which.
 
         Raises:
@@ -302,7 +303,6 @@ class Study(Result):
                 self.ledger,
                 self._numerics,
                 verdict=self.transfer().verdict,
-                forced=not seen.gate.passed,
                 gate=seen.gate,
             )
         if config.promote.bundle:
@@ -332,17 +332,15 @@ class Study(Result):
             config,
             self.ledger,
             verdict=self.transfer().verdict,
-            forced=not seen.gate.passed,
             gate=seen.gate,
         )
         return prepare(plan, config, self._numerics, self.directory / FULL_RUNS / plan.key)
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
-        """The dry run of a run that the gate lets begin, or is forced to, with its band registered."""
+        """The dry run of a run that the gate lets begin, or is forced to."""
         seen = self._prospect(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
-        self._band(plan)
         return seen
 
     def continue_run(self, file: str | Path) -> Continued:
@@ -434,7 +432,8 @@ class Study(Result):
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
         """The plan that is meant, and the settings that it is promoted with."""
         if isinstance(plan, str | Path):
-            return plan_file.read(Path(plan), self.ledger, self.config)
+            path = plan_file.path_of(self.directory, str(plan)) if str(plan).isalnum() else Path(plan)
+            return plan_file.read(path, self.ledger, self.config, along=lambda plan: self._band(plan).along)
         plan = plan or self.plan()
         return self.register(plan) if register else plan, self.config
 

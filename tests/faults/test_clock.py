@@ -16,6 +16,7 @@ from muscale import StudyConfig, json_lines
 from muscale.full_runs.promote.promotion import begin
 from muscale.full_runs.records import goodput
 from muscale.layout import LEDGER, METRICS
+from muscale.plans.gate import Gate
 from muscale.plans.planning import make_plan, register
 from muscale.store.ledger import Ledger
 from muscale.store.retention import prune
@@ -57,7 +58,7 @@ def test_a_plan_registered_before_can_still_be_promoted_and_comes_before_its_sta
     plan = register(make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()), ledger)
     set_back(path.parent / LEDGER)
     forecast = ledger.forecast(plan.key)
-    registered, started = begin(plan, config, ledger, verdict="pass", forced=False, gate=None)
+    registered, started = begin(plan, config, ledger, verdict="pass", gate=Gate(plan=plan.key, lines=()))
     assert registered == forecast == ledger.forecast(plan.key)
     assert datetime.fromisoformat(registered["registered_at"]) < datetime.fromisoformat(started["at"])
     other = register(replace(plan, key="other"), ledger)

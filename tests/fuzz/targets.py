@@ -129,7 +129,7 @@ def continuation_file(folder: Path) -> Target:
 
 def plan_table(folder: Path) -> Target:
     study, config, ledger, plan = planned_study(folder)
-    plan_file.write(plan, config, ledger)
+    plan_file.write(plan, config, ledger.directory)
     file = folder / "plan.toml"
     seed = plan_file.path_of(study, plan.key).read_bytes()
     return Target(file, lambda: plan_file.read(file, ledger, config), (StageError,), [seed])

@@ -13,6 +13,7 @@ from muscale.bundles.bundle import METRICS, WEIGHTS
 from muscale.full_runs.promote.prepared import PREPARED, prepare, train_here
 from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import BUNDLES, FULL_RUNS, PLANS, REPORT, RESULT
+from muscale.plans.gate import Gate
 from muscale.plans.plan_export import export
 from muscale.plans.plan_file import write
 from muscale.store.ledger import Ledger
@@ -32,7 +33,7 @@ def test_no_command_tells_a_secret_or_leaves_it_in_a_file(
     path = make_study()
     path.write_text(path.read_text().replace("[promote]", '[promote]\nwebhook = "MY_WEBHOOK"'))
     config, ledger = StudyConfig.read(path), Ledger(path.parent / "ledger.sqlite")
-    write(registered_plan(path, ledger), config, ledger)
+    write(registered_plan(path, ledger), config, ledger.directory)
     ledger.close()
     told = ""
     for arguments in (
@@ -64,17 +65,16 @@ def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
     path.write_text(path.read_text().replace("[promote]", '[promote]\nwebhook = "MY_WEBHOOK"'))
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
-    write(plan, study.config, study.ledger)
-    export(plan, study.config.numerics(study.corpus), tmp_path / "exported")
-    begin(plan, study.config, study.ledger, verdict="pass", forced=False, gate=None)
+    write(plan, study.config, study.directory)
+    numerics, gate = study.config.numerics(study.corpus), Gate(plan=plan.key, lines=())
+    export(plan, numerics, tmp_path / "exported")
+    begin(plan, study.config, study.ledger, verdict="pass", gate=gate)
     run = study.directory / FULL_RUNS / plan.key
-    prepared = prepare(plan, study.config, study.config.numerics(study.corpus), run)
+    prepared = prepare(plan, study.config, numerics, run)
 
     train_here(Path(prepared.path))
     assert telling() == []
-    promote(
-        plan, study.config, study.ledger, study.config.numerics(study.corpus), verdict="pass", forced=False, gate=None
-    )
+    promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     study.bundle()
     study.ledger.close()
     told = ""

@@ -23,6 +23,7 @@ from muscale.full_runs.promote.prepared import read
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.calibration import calibrate
+from muscale.plans.gate import Gate
 from muscale.plans.plan_file import path_of
 from muscale.plans.planning import Plan, register
 from muscale.search.sweep import Sweep
@@ -175,7 +176,8 @@ def check_gate(study: Study, promotion: Promotion) -> None:
     assert {kept[name] for name in ("coordinate check", "data", "carried over", "layout", "disk")} == {"passed"}
     assert promotion.forced_lines == seen.failed
     assert promotion.forced is not seen.passed
-    assert study.promote(path_of(study.directory, study.plan().key)) == promotion
+    path = path_of(study.directory, promotion.plan)
+    assert study.promote(path) == study.promote(promotion.plan) == promotion
 
 
 def check_watch(study: Study, promotion: Promotion) -> None:
@@ -261,7 +263,14 @@ def check_that_a_divergence_is_told(study: Study) -> None:
     broken = replace(plan, key="broken", hyperparameters=replace(plan.hyperparameters, learning_rate=1e12))
     register(broken, study.ledger)
     with pytest.raises(StageError, match=r"the run diverged: .* at step \d+; the run's records are in"):
-        promote(broken, study.config, study.ledger, study.config.numerics(study.corpus), verdict="pass", forced=True)
+        promote(
+            broken,
+            study.config,
+            study.ledger,
+            study.config.numerics(study.corpus),
+            verdict="pass",
+            gate=Gate(plan="broken", lines=()),
+        )
 
 
 def end_during(stage: str, study: Path, how: signal.Signals) -> None:

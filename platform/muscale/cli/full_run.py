@@ -35,7 +35,7 @@ def promote(
 
     Args:
         study: The study file.
-        plan: A file that `muscale plan` wrote, whose [resources] hold then; by default the study file's plan.
+        plan: A file that `muscale plan` wrote, or the plan's key; the file's [resources] hold. By default the study file's plan.
         force: Continue past failed lines of the gate; the ledger records which.
         smoke_test: Only train, save and resume a few steps on the real devices, and estimate the run's wall time.
         steps: Steps of each of the smoke test's two launches.

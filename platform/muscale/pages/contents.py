@@ -103,10 +103,8 @@ def _environments(study: StudyContents) -> tuple[str, ...]:
     """Where the ledger's trainings ran, a line each with how many."""
     counts: dict[str, int] = {}
     for environment, n in study.ledger.read(_trained_on):
-        versions = ", ".join(
-            f"{name} {environment[name]}" for name in ("python", "torch", "muscale") if name in environment
-        )
-        line = f"{environment.get('device', 'a device of an earlier version')}: {versions}"
+        versions = ", ".join(f"{name} {environment[name]}" for name in ("python", "torch", "muscale"))
+        line = f"{environment['device']}: {versions}"
         counts[line] = counts.get(line, 0) + n
     return tuple(f"{n} runs on {line}" for line, n in counts.items())
 

@@ -86,18 +86,17 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
     """What hangs on the plan's budget and its target."""
     if plan is None or target is None:
         return []
-    decision = plan.get("decision") or {}
-    flops, within = decision.get("budget_flops", plan["compute_flops"]), decision.get("tolerance", _WITHIN)
+    decision = plan["decision"]
     sizes = Section(
         title="What another size would cost",
         command="plan",
         group=GROUP,
         about="The forecast over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
         drawings=drawn(
-            fit.plot_sizes([flops], within),
+            fit.plot_sizes([decision["budget_flops"]], decision["tolerance"]),
             "loss against size at the plan's compute, with its flat part",
         ),
-        table=as_table(pd.DataFrame(decision["near"]) if decision.get("near") else None),
+        table=as_table(pd.DataFrame(decision["near"])),
     )
     variants = Section(
         title="What each fit says",

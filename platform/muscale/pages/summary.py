@@ -87,10 +87,10 @@ def _of_plan(contents: ReportContents) -> list[Tile]:
         Tile(label="D/N", value=f"{n_tokens / n_params:.3g}", note="tokens per parameter"),
         Tile(label="compute C", value=f"{plan['compute_flops']:.3g}", note="FLOPs, 6·N·D"),
     ]
-    decision = plan.get("decision") or {}
-    if decision.get("dollars") is not None:
+    decision = plan["decision"]
+    if decision["dollars"] is not None:
         found.append(Tile(label="cost", value=f"${decision['dollars']:,.2f}", note="as planned"))
-    elif decision.get("gpu_hours") is not None:
+    elif decision["gpu_hours"] is not None:
         found.append(Tile(label="cost", value=f"{decision['gpu_hours']:.3g}", note="GPU-hours, as planned"))
     return found
 

@@ -147,24 +147,17 @@ def require_check(check: CoordinateCheck, *, force: bool) -> None:
 
 
 def data_line(
-    planned: Mapping[str, str] | None, found: Mapping[str, str], changed: Sequence[str] | None, n_bytes: int
+    planned: Mapping[str, str], found: Mapping[str, str], changed: Sequence[str] | None, n_bytes: int
 ) -> GateLine:
     """Whether the corpus is the one that the plan was made from.
 
     Args:
-        planned: Hashes of "corpus" and "tokenizer" that the plan keeps; None in an old plan.
+        planned: Hashes of "corpus" and "tokenizer" that the plan keeps.
         found: The same of the corpus that the run would read.
         changed: Its files that do not hold the hashes of its manifest; None where they were too large to be hashed.
         n_bytes: Of its files.
     """
     told = ", ".join(f"{name} {value}" for name, value in found.items())
-    if planned is None:
-        return GateLine(
-            name="data",
-            status="unknown",
-            compared=f"{told} here, the plan was made before plans kept their corpus",
-            advice="compare by eye with the report of the study",
-        )
     differing = [
         f"{name} {planned[name]} planned, {found.get(name)} here"
         for name in planned
@@ -197,13 +190,6 @@ def data_line(
 def carried_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
     """Whether nothing came from a smaller model that no rule carries."""
     name, every = "carried over", list(carried)
-    if not every:
-        return GateLine(
-            name=name,
-            status="unknown",
-            compared="the plan was made before plans kept where values are from",
-            advice="run `muscale plan` again",
-        )
     silent = [one for one in every if one.is_silent]
     if silent:
         told = [f"{one.name} = {one.value} from {one.source}" for one in silent]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,19 @@ from muscale.settings.strict import StrictTable, lists_to_tuples, short_repr
 from muscale.settings.tables import ResourceSettings
 from muscale.settings.toml_file import read_toml
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
 from proxy_models.files import atomic_write
 
 EDITABLE = "resources"
-SPIKE_KEYS = ("on_spike", "spike_threshold", "max_interventions", "spike_margin_tokens", "rewarm_tokens")
-_OF_THE_RUN = ("precision", "seed", *SPIKE_KEYS)  # of [promote]: they change what is computed
+DIGEST = "sha256"
+_INFORMATIVE = (
+    DIGEST,
+    "study",
+    EDITABLE,
+    "cost",
+    "decision",
+)  # not registered: as of the day that the file was written
+_OF_THE_RUN = ("precision", "seed", "on_spike", "spike_threshold", "spike_margin_tokens", "rewarm_tokens")
+"""Settings of [promote] that change what is computed, and so are the plan's."""
 _OF_SEARCHES = ("workers",)  # of [resources] of the study file
 _TITLES = {
     "run": "What is trained. N leaves the embedding table out, compute is 6·N·D.",
@@ -41,8 +48,8 @@ _TITLES = {
     "model": "The full-size shape.",
     "hyperparameters": "At the base shape, which the parametrization carries to the model above; rules: what took each value here.\n"
     "To state one for this run alone: muscale plan --set plan.explicit.NAME=VALUE, which makes another plan.",
-    EDITABLE: "What it is trained on. This table may be edited; a key that is taken out has the value that was written.",
-    "cost": "As reckoned when the file was written; prices are assumed unless the study file states them.",
+    EDITABLE: "What it is trained on. This table may be edited; a key that is taken out has the study file's value.",
+    "cost": "As of the day that the file was written; prices are assumed unless the study file states them.",
     "forecast": "Of the final annealed validation loss, as registered. Where the loss along the run is forecast too, `along` has\n"
     "its points: tokens, loss, low, high.",
     "decision": "Why this size.",
@@ -56,15 +63,17 @@ def path_of(directory: Path, key: str) -> Path:
 
 
 def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, float]] = ()) -> _Contents:
-    """What the file says, as plain values; what is None is left out, as TOML has no such thing.
+    """The tables of the file, as plain values; what is None is left out, as TOML has no such thing.
 
     Args:
         plan: As registered.
         config: Says what it would be trained on.
         along: The forecast along the run: rows of `tokens`, `loss`, `low` and `high`.
     """
-    decision = plan.decision or {}
+    decision = plan.decision
     forecast = {name: value for name, value in plan.forecast.to_dict().items() if name not in ("n_params", "n_tokens")}
+    # Six digits: another machine's exponential may differ in the last one.
+    points = [{name: n if name == "tokens" else float(f"{n:.6g}") for name, n in point.items()} for point in along]
     hyperparameters = {
         one.name: {
             "value": one.value,
@@ -81,7 +90,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
         "run": {
             **{name: getattr(plan, name) for name in ("n_tokens", "seed", "precision", "n_params", "compute_flops")},
             "compute_optimal_n_params": plan.wanted_n_params,
-            **{name: getattr(config.promote, name) for name in SPIKE_KEYS},
+            **plan.spike_handling,
         },
         "data": plan.data,
         "model": plan.model.to_dict(),
@@ -89,7 +98,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
         EDITABLE: _resources(config),
         "cost": {name: decision.get(name) for name in ("budget", "cost", "gpu_hours", "dollars", "days")}
         | {"accelerator": config.plan.accelerator, "n_devices": config.plan.n_devices},
-        "forecast": forecast | ({"along": [dict(point) for point in along]} if along else {}),
+        "forecast": forecast | ({"along": points} if points else {}),
         "decision": {"told": format_decision(plan.decision)},
     }
     plain: _Contents = _without_none(json.loads(json.dumps(tables)))
@@ -97,14 +106,16 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
 
 
 def text(values: _Contents) -> str:
-    """The file: `contents` with comments."""
+    """The file: `contents` with their hash and comments."""
     head = [
         f"# The full run of study {values['study']}, written by `muscale plan`.",
         "# `muscale promote study.toml --plan THIS_FILE` trains it, --dry-run shows what it would do.",
-        "# A value that is edited outside [resources] is refused.",
+        "# [resources] may be edited; [cost] and [decision] only inform; any other edit is refused.",
+        f"# {DIGEST} tells a file that was edited, which `muscale plan` does not write over.",
         "",
     ]
-    parts = ["\n".join(head) + tomlkit.dumps({name: v for name, v in values.items() if not isinstance(v, dict)})]
+    first = {name: value for name, value in values.items() if not isinstance(value, dict)} | {DIGEST: hash_of(values)}
+    parts = ["\n".join(head) + tomlkit.dumps(first)]
     for name, value in values.items():
         if isinstance(value, dict):
             title = "".join(f"# {line}\n" for line in _TITLES[name].splitlines())
@@ -112,38 +123,56 @@ def text(values: _Contents) -> str:
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
-def write(plan: Plan, config: StudyConfig, ledger: Ledger, *, along: Sequence[Mapping[str, float]] = ()) -> Path:
-    """Write the plan's file into the study's directory, its hash into the ledger; one that stands there is brought up to date.
+def write(plan: Plan, config: StudyConfig, directory: Path, *, along: Sequence[Mapping[str, float]] = ()) -> Path:
+    """Write the plan's file into a study's directory; one that stands there is brought up to date.
 
     Args:
         plan: Registered.
         config: The study's.
-        ledger: The study's.
+        directory: The study's.
         along: See `contents`.
 
     Raises:
         StageError: If the file that stands there was edited by hand.
     """
-    path = path_of(ledger.directory, plan.key)
+    path, values = path_of(directory, plan.key), contents(plan, config, along=along)
     if path.exists():
-        standing, written = _read(path), _written(ledger, plan.key)
-        if ledger.result(ResultKind.PLAN_FILE, hash_of(standing)) is None:
-            promote_it = f"promote it with --plan {path}, or " if _origin(standing, written) else ""
-            raise StageError(
-                f"{path}: {_first_edit(standing, written)}; {promote_it}remove it to have it written anew from the study file"
-            )
-    values = contents(plan, config, along=along)
-    content = text(values)
-    # Recorded before it stands there: a file without a record is one that was edited.
-    ledger.record_result(ResultKind.PLAN_FILE, hash_of(values), {"plan": plan.key, "contents": values})
+        _require_unedited(path, values)
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as unfinished:
-        unfinished.write_text(content)
+        unfinished.write_text(text(values))
     return path
 
 
-def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyConfig]:
+def _require_unedited(path: Path, values: _Contents) -> None:
+    """Refuse to write over a file whose values were edited since it was written, unless to what would be written."""
+    found = _read(path)
+    digest = found.pop(DIGEST, None)
+    difference = _first_difference(values, found)
+    if difference is None or digest == hash_of(found):
+        return
+    edit, key, ours, theirs = _registered_edit(found, values), *difference
+    told = (
+        edit
+        or f"{key} was edited: {_shown(ours)} by the study file, {_shown(theirs)} in the file; promote it with --plan"
+    )
+    raise StageError(f"{path}: {told}; or remove the file to have it written anew from the study file")
+
+
+def read(
+    path: Path,
+    ledger: Ledger,
+    config: StudyConfig,
+    *,
+    along: Callable[[Plan], Sequence[Mapping[str, float]]] = lambda plan: (),
+) -> tuple[Plan, StudyConfig]:
     """The registered plan of a file, and the study's settings with the file's [resources].
+
+    Args:
+        path: The file.
+        ledger: The study's, which the file is checked against.
+        config: The study's.
+        along: Gives `contents` the forecast along a plan's run.
 
     Raises:
         StageError: If the file can't be read, its plan is not registered in this study, or a key was edited that may not be.
@@ -155,21 +184,18 @@ def read(path: Path, ledger: Ledger, config: StudyConfig) -> tuple[Plan, StudyCo
         raise StageError(
             f"{path}: plan: must be one that this study registered, got {short_repr(key)}; `muscale plan` writes such a file"
         )
-    written = _written(ledger, registered["plan"])
-    origin = _origin(found, written)
-    if origin is None:
-        raise StageError(f"{path}: {_first_edit(found, written)}")
     plan = Plan.of_row(registered)
-    of_run = _of_the_run(origin, plan)
+    if edit := _registered_edit(found, contents(plan, config, along=along(plan))):
+        raise StageError(f"{path}: {edit}")
     table = _table_of(found, path)
-    for name, value in of_run.items():
-        if name in table and table[name] != value:
+    for name in _OF_THE_RUN:
+        if name in table:
             raise StageError(
-                f"{path}: {EDITABLE}.{name} was edited: {_shown(value)} in the ledger, {_shown(table[name])} in the file; it "
-                f"changes what is computed, so another value is another plan, made by `muscale plan --set promote.{name}=…`"
+                f"{path}: {EDITABLE}.{name}: changes what is computed, got {_shown(table[name])}; another value is another plan, "
+                f"made by `muscale plan --set promote.{name}=…`"
             )
-    own = _with_resources(config, {**origin[EDITABLE], **table, **of_run}, path)
-    return plan, own
+    of_run = {"precision": plan.precision, "seed": plan.seed, **plan.spike_handling}
+    return plan, _with_resources(config, {**_resources(config), **table, **of_run}, path)
 
 
 def hash_of(values: _Contents) -> str:
@@ -189,25 +215,21 @@ def _first_difference(ours: Any, theirs: Any, place: str = "") -> tuple[str, Any
     return next(filter(None, found), None)
 
 
-def _origin(found: _Contents, written: Sequence[_Contents]) -> _Contents | None:
-    """What was written and differs in nothing that may not be edited."""
-    return next((known for known in written if hash_of(_fixed(known)) == hash_of(_fixed(found))), None)
-
-
-def _first_edit(found: _Contents, written: Sequence[_Contents]) -> str:
-    """The key that was edited, in words."""
-    if not written:
-        return "the ledger has no file of this plan; run `muscale plan` to write one"
-    origin = _origin(found, written)
-    pair = (_fixed(written[0]), _fixed(found)) if origin is None else (origin, found)
-    key, was, now = _first_difference(*pair) or ("nothing", None, None)
-    told = f"{key} was edited: {_shown(was)} in the ledger, {_shown(now)} in the file"
+def _registered_edit(found: _Contents, values: _Contents) -> str | None:
+    """The first edit of what is registered, in words; None where there is none."""
+    difference = _first_difference(_registered(values), _registered(found))
+    if difference is None:
+        return None
+    key, ours, theirs = difference
+    told = f"{key} was edited: {_shown(ours)} in the ledger, {_shown(theirs)} in the file"
     table, _, name = key.partition(".")
-    if table == EDITABLE:
-        return told
     if table == "hyperparameters":
         return f"{told}; state it with `muscale plan --set plan.explicit.{name.partition('.')[0]}=…`, which makes another plan"
     return f"{told}; only [{EDITABLE}] may be edited, another value is another plan, made by `muscale plan --set`"
+
+
+def _registered(values: _Contents) -> _Contents:
+    return {name: value for name, value in values.items() if name not in _INFORMATIVE}
 
 
 def _shown(value: Any) -> str:
@@ -219,12 +241,6 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
-def _written(ledger: Ledger, key: str) -> list[_Contents]:
-    """What files of a plan said when they were written, the newest first."""
-    rows = ledger.results(ResultKind.PLAN_FILE)[::-1]
-    return [row["payload"]["contents"] for row in rows if row["payload"]["plan"] == key]
-
-
 def _read(path: Path) -> _Contents:
     try:
         return read_toml(path)
@@ -234,16 +250,6 @@ def _read(path: Path) -> _Contents:
         raise StageError(f"{path}: {format_read_error(error)}") from error
     except ValueError as error:
         raise StageError(f"{path}: {error}") from error
-
-
-def _fixed(values: _Contents) -> _Contents:
-    return {name: value for name, value in values.items() if name != EDITABLE}
-
-
-def _of_the_run(origin: _Contents, plan: Plan) -> _Contents:
-    """The settings of [promote] that are the run's; files from before these were had those about spikes in [resources]."""
-    known = {**origin[EDITABLE], **origin["run"], "precision": plan.precision, "seed": plan.seed}
-    return {name: known[name] for name in _OF_THE_RUN if name in known}
 
 
 def _table_of(found: _Contents, path: Path) -> _Contents:

@@ -29,7 +29,18 @@ from scaling.presentation import Result
 FOLLOWED = 8.0
 """Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
 octaves off (measured, widths 32 and 64)."""
-_PLAIN = ("key", "n_tokens", "seed", "precision", "rules", "wanted_n_params", "registered_at")
+_PLAIN = (
+    "key",
+    "n_tokens",
+    "seed",
+    "precision",
+    "spike_handling",
+    "rules",
+    "wanted_n_params",
+    "decision",
+    "data",
+    "registered_at",
+)
 _MOST_SIZES = 5  # that are told one by one
 _TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
 
@@ -44,16 +55,16 @@ class Plan(Result):
         n_tokens: Training tokens D.
         seed: Of the initial values and the data order.
         precision: Of the training.
+        spike_handling: Settings of [promote] about spikes that change what is computed.
         hyperparameters: At the base shape; the parametrization carries them to `model`.
         rules: For each tuned hyperparameter, the rule that carried it.
         wanted_n_params: The compute-optimal N by the law behind the forecast, with every token new; `model` is the member of the
             family that does best.
         forecast: Of the final annealed validation loss.
-        decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words; None in a plan
-            that was registered before plans kept it.
+        decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words.
+        carried: Every hyperparameter with its rules and its source.
+        data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         registered_at: When the forecast was written to the ledger; None before.
-        carried: Every hyperparameter with its rules and its source; empty in a plan from before plans kept it.
-        data: Hashes of the `corpus` and of its `tokenizer`; None in such a plan, and in one without a corpus.
     """
 
     key: str
@@ -61,14 +72,15 @@ class Plan(Result):
     n_tokens: int
     seed: int
     precision: Precision
+    spike_handling: dict[str, Any]
     hyperparameters: Hyperparameters
     rules: dict[str, str]
     wanted_n_params: float
     forecast: Forecast
-    decision: dict[str, Any] | None = None
+    decision: dict[str, Any]
+    carried: tuple[HyperparameterProvenance, ...]
+    data: dict[str, str]
     registered_at: str | None = None
-    carried: tuple[HyperparameterProvenance, ...] = ()
-    data: dict[str, str] | None = None
 
     @property
     def n_params(self) -> int:
@@ -99,9 +111,7 @@ class Plan(Result):
             "model": self.model.to_dict(),
             "hyperparameters": self.hyperparameters.to_dict(),
             "forecast": self.forecast.to_dict(),
-            "decision": self.decision,
             "carried": [one.to_dict() for one in self.carried],
-            "data": self.data,
             "n_params": self.n_params,
             "compute_flops": self.compute_flops,
         }
@@ -114,9 +124,7 @@ class Plan(Result):
             model=ModelConfig.from_dict(values["model"]),
             hyperparameters=Hyperparameters.from_dict(values["hyperparameters"]),
             forecast=Forecast.from_dict(values["forecast"]),
-            decision=values.get("decision"),
-            carried=tuple(HyperparameterProvenance.from_dict(one) for one in values.get("carried", ())),
-            data=values.get("data"),
+            carried=tuple(HyperparameterProvenance.from_dict(one) for one in values["carried"]),
         )
 
     @classmethod
@@ -148,10 +156,8 @@ def told(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def format_decision(decision: dict[str, Any] | None) -> list[str]:
+def format_decision(decision: dict[str, Any]) -> list[str]:
     """What a plan's size rests on, a line each."""
-    if decision is None:
-        return []
     near = [f"{size['n_params']:,.0f} ({_shape(size)}, +{size['loss_above_best']:.2%})" for size in decision["near"]]
     sizes = decision["intervals"]["n_params"] if decision["intervals"] else None
     by_fit = [*decision["size_by_fit"].values()] if decision["size_by_fit"] else []
@@ -247,6 +253,7 @@ def make_plan(
         n_tokens=n_tokens,
         seed=config.promote.seed,
         precision=config.promote.precision,
+        spike_handling=config.promote.spike_handling,
         hyperparameters=hyperparameters,
         rules=rules,
         wanted_n_params=fit.ensemble.law.allocate(flops).n_params,
@@ -267,7 +274,7 @@ def make_plan(
             by_mup=config.parametrization == "mup",
             trial=trial,
         ),
-        data=None if corpus is None else data_hashes(corpus),
+        data={} if corpus is None else data_hashes(corpus),
     )
 
 

@@ -162,7 +162,6 @@ class ResultKind(StrEnum):
     ABLATION = "ablation"
     OUTSIDE_RESULTS = "outside_results"  # that informed a sweep
     BAND = "band"
-    PLAN_FILE = "plan_file"
     GATE = "gate"  # of each launch
     SMOKE_TEST = "smoke_test"
     PROMOTION_STARTED = "promotion_started"

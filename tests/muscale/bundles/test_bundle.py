@@ -106,6 +106,10 @@ def finish(
         rules={"learning_rate": "muP across width | and a law"},
         wanted_n_params=1e4,
         forecast=forecast,
+        spike_handling={"on_spike": "stop"},
+        decision={},
+        carried=(),
+        data={},
         registered_at="2026-01-01T00:00:00+00:00",
     )
     promotion = Promotion(

@@ -32,6 +32,10 @@ PLAN = Plan(
     rules={"learning_rate": "muP across width"},
     wanted_n_params=1e4,
     forecast=FORECAST,
+    spike_handling={"on_spike": "stop"},
+    decision={},
+    carried=(),
+    data={},
     registered_at="2026-01-01T00:00:00+00:00",
 )
 PROMOTION = Promotion(

@@ -91,8 +91,3 @@ def test_without_a_run_it_says_so(tmp_path: Path) -> None:
     assert "no promoted run has ended" in str(calibrate(ledger))
     assert calibrate(ledger).coverage.empty
     ledger.close()
-
-
-def test_a_promotion_of_an_older_ledger_is_read_as_our_own() -> None:
-    old = {name: value for name, value in RUN.to_dict().items() if name != "asserted"}
-    assert Promotion.from_dict(old) == RUN

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -105,25 +106,24 @@ def test_what_the_newest_checkpoint_wrote_stands_with_its_loss_escaped(tmp_path:
     assert "&#39;&lt;b&gt;&#39; → &#39;&lt;/pre&gt;&#39;" in text
 
 
-def test_the_plan_tells_values_of_every_kind(tmp_path: Path) -> None:
+def planted_plan(study: Path) -> dict[str, Any]:
+    config = StudyConfig.read(study)
+    return make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()).to_dict()
+
+
+def test_the_plan_tells_values_of_every_kind(tmp_path: Path, make_study: MakeStudy) -> None:
     stages = [{"after": 0.4, "learning_rate": 0.5}, {"after": 0.8, "beta2": 0.98}]
     values = {"learning_rate": 0.0123456, "optimizer": "lion", "zero_readout": True, "stages": stages}
-    plan = {
-        "model": {"d_model": 1, "n_layers": 1},
-        "n_params": 1,
-        "n_tokens": 1,
-        "compute_flops": 1.0,
-        "rules": dict.fromkeys(values, "as given"),
-        "hyperparameters": values,
-        "forecast": {"loss": 1.0},
-    }
+    plan = planted_plan(make_study()) | {"rules": dict.fromkeys(values, "as given"), "hyperparameters": values}
     text = page(tmp_path, plan=plan)
     stages_told = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
     for name, told in zip(values, ("0.01235", "lion", "True", stages_told), strict=True):
         assert f'<td>{name}</td><td>{told}</td><td class="why">as given</td>' in text
 
 
-def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(tmp_path: Path) -> None:
+def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(
+    tmp_path: Path, make_study: MakeStudy
+) -> None:
     for name, n_bytes in (("large", 4000), ("small", 400)):
         (tmp_path / name).mkdir()
         for number in range(20):
@@ -133,14 +133,7 @@ def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_lo
     epochs = corpus.epochs(100_000)
     assert epochs["large"] < 1 < 4 < epochs["small"]
     assert "epochs in the full run" not in page(tmp_path, corpus=corpus)
-    plan = {
-        "model": {"d_model": 1, "n_layers": 1},
-        "n_params": 1,
-        "n_tokens": 100_000,
-        "compute_flops": 1.0,
-        "rules": {},
-        "hyperparameters": {},
-    }
+    plan = planted_plan(make_study()) | {"n_tokens": 100_000}
     text = page(tmp_path, corpus=corpus, plan=plan, promotion=promoted(1.0, inside=True, large=0.8125, small=1.25))
     for name, value in (("large", epochs["large"]), ("small", epochs["small"]), ("large", 0.8125), ("small", 1.25)):
         assert re.search(rf"<td>{name}</td>\s*<td>{re.escape(f'{value:.4g}')}</td>", text)
@@ -164,17 +157,10 @@ def test_the_law_s_figures_each_stand_alone_and_what_to_run_next_is_told(tmp_pat
         assert text.count(f'aria-label="{label}') == 1
     assert "<code>muscale plan</code>" in without.split("What to run next")[1]
     assert all(line in text for line in further.lines)
-    assert f"<li>data: {(plan.decision or {})['epochs']:.3g} epochs over the corpus</li>" in text
+    assert f"<li>data: {plan.decision['epochs']:.3g} epochs over the corpus</li>" in text
     assert (
         text.count('class="panels"') == 2
     )  # the parameters, the fits behind the forecast: the others fit a narrow page
-
-
-def test_a_plan_registered_before_decisions_were_kept_is_still_shown(tmp_path: Path, make_study: MakeStudy) -> None:
-    config, law = StudyConfig.read(make_study()), planted_fit()
-    plan = make_plan(config, config.hyperparameters, planted_horizon(), law).to_dict()
-    text = page(tmp_path, fit=law, plan={name: value for name, value in plan.items() if name != "decision"})
-    assert "What another size would cost" in text
 
 
 def test_a_profile_is_drawn_of_the_floor_and_of_the_split_of_compute(tmp_path: Path) -> None:

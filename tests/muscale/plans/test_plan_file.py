@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyConfig
-from muscale.plans.plan_file import SPIKE_KEYS, contents, hash_of, path_of, read, text, write
+from muscale.plans.plan_file import DIGEST, contents, path_of, read, write
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.store.ledger import Ledger
-from muscale.store.tables import ResultKind
 from proxy_models.data.corpus import Corpus, write_corpus
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.conftest import write_text
@@ -68,9 +67,10 @@ def edit(path: Path, old: str, new: str) -> None:
 
 def test_the_file_says_the_plan_with_the_rule_and_the_source_of_each_value(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned('plan.accelerator="H100 SXM"', "plan.explicit.beta2=0.9", "hyperparameters.clip_norm=0.5")
-    path = write(plan, config, ledger)
+    path = write(plan, config, ledger.directory)
     assert path == path_of(ledger.directory, plan.key)
     said = tomllib.loads(path.read_text())
+    assert len(said.pop(DIGEST)) == 64
     assert said == json.loads(json.dumps(contents(plan, config)))
     assert said["run"]["n_tokens"] == plan.n_tokens
     assert said["model"] == plan.model.to_dict()
@@ -87,39 +87,39 @@ def test_the_file_says_the_plan_with_the_rule_and_the_source_of_each_value(plann
     assert (values["beta2"]["rules"], values["beta2"]["value"]) == (["explicit"], 0.9)
     assert (values["clip_norm"]["rules"], values["clip_norm"]["source"]) == (["fixed"], "the study file")
     assert values["beta1"]["source"] == "default"
-    assert said["data"] == plan.data == {"corpus": plan.data and plan.data["corpus"], "tokenizer": "bytes"}
-    assert said["cost"]["dollars"] == (plan.decision or {})["dollars"] > 0
+    assert said["data"] == plan.data == {"corpus": plan.data["corpus"], "tokenizer": "bytes"}
+    assert said["cost"]["dollars"] == plan.decision["dollars"] > 0
     assert (said["forecast"]["low"], said["forecast"]["high"]) == (plan.forecast.low, plan.forecast.high)
     assert said["resources"]["workers"] == 2
     assert "# At the base shape" in path.read_text()
 
 
-def test_its_hash_is_in_the_ledger_and_knows_no_comments(planned: MakePlan, ledger: Ledger) -> None:
+def test_a_comment_is_no_edit(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned()
-    path = write(plan, config, ledger)
-    said = tomllib.loads(path.read_text())
-    assert (ledger.result(ResultKind.PLAN_FILE, hash_of(said)) or {})["plan"] == plan.key
+    path = write(plan, config, ledger.directory)
     edit(path, "# Why this size.", "# Why so large?")
-    assert hash_of(tomllib.loads(path.read_text())) == hash_of(said)
-    assert hash_of(said | {"study": "other"}) != hash_of(said)
     assert read(path, ledger, config) == (plan, config)
-    write(plan, config, ledger)
+    write(plan, config, ledger.directory)
     assert "# Why this size." in path.read_text(), "a file that says the same is written anew"
 
 
 def test_prompts_are_kept_with_how_the_run_is_evaluated(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned("promote.evaluation=async", 'promote.prompts=["def f(", "\\n"]')
-    path = write(plan, config, ledger)
+    path = write(plan, config, ledger.directory)
     assert read(path, ledger, config) == (plan, config)
     edit(path, "evaluator_cpus = 1.0", "evaluator_cpus = 2.0")
     _, edited = read(path, ledger, config)
     assert (edited.promote.evaluator_cpus, edited.promote.prompts) == (2.0, ("def f(", "\n"))
 
 
-def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
+def test_a_forecast_along_the_run_is_checked_too(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned()
     along = [{"tokens": 1000, "loss": 3.5, "low": 3.25, "high": 3.75}]
-    assert tomllib.loads(text(contents(plan, config, along=along)))["forecast"]["along"] == along
+    path = write(plan, config, ledger.directory, along=along)
+    assert tomllib.loads(path.read_text())["forecast"]["along"] == along
+    assert read(path, ledger, config, along=lambda registered: along if registered == plan else ()) == (plan, config)
+    with pytest.raises(StageError, match=r"forecast\.along was edited"):
+        read(path, ledger, config)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,8 @@ def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
         ("seed = 0", "seed = 0\nmore = 1", r"run\.more was edited: nothing in the ledger, 1 in the file"),
         ('tokenizer = "bytes"', 'tokenizer = "mine"', r"data\.tokenizer was edited"),
         ('on_spike = "stop"', 'on_spike = "skip"', r'run\.on_spike was edited: "stop" in the ledger, "skip" in the file'),
-        ("max_interventions = 3", "max_interventions = 4", r"run\.max_interventions was edited: 3 in the ledger, 4 in the"),
-        ("workers = 2", 'workers = 2\non_spike = "skip"', r'resources\.on_spike was edited: "stop" in the ledger, "skip" in '
-         r"the file; it changes what is computed, so another value is another plan"),
+        ("plan = ", "registered = 1\nplan = ", r"registered was edited: nothing in the ledger, 1 in the file"),
+        ("workers = 2", 'workers = 2\non_spike = "skip"', r'resources\.on_spike: changes what is computed, got "skip"'),
         ("workers = 2", "workers = 9", r"resources\.workers: 9 ranks need a sequence of a batch for each share, got 8"),
         ("workers = 2", "workers = 0", r"resources\.workers: Input should be greater than 0, got 0"),
         ("workers = 2", "wrokers = 2", r"resources\.wrokers: unknown key \(value 2\)"),
@@ -147,7 +146,7 @@ def test_a_forecast_along_the_run_has_its_place(planned: MakePlan) -> None:
 )  # fmt: skip
 def test_an_edit_is_refused_by_its_key(planned: MakePlan, ledger: Ledger, old: str, new: str, message: str) -> None:
     plan, config = planned()
-    path = write(plan, config, ledger)
+    path = write(plan, config, ledger.directory)
     edit(path, f"\n{old}" if old != "plan = " else old, f"\n{new}" if old != "plan = " else new)
     with pytest.raises(StageError, match=message):
         read(path, ledger, config)
@@ -155,7 +154,7 @@ def test_an_edit_is_refused_by_its_key(planned: MakePlan, ledger: Ledger, old: s
 
 def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned()
-    path = write(plan, config, ledger)
+    path = write(plan, config, ledger.directory)
     edit(path, "\nworkers = 2", "\nworkers = 4")
     edit(path, "max_failures = 2\n", "")
     found, own = read(path, ledger, config)
@@ -163,43 +162,35 @@ def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) 
     assert own.promote == config.promote.model_copy(update={"workers": 4})
     assert own.resources == config.resources
     with pytest.raises(
-        StageError, match=r"resources\.workers was edited: 2 in the ledger, 4 in the file; promote it with --plan"
+        StageError, match=r"resources\.workers was edited: 2 by the study file, 4 in the file; promote it with --plan"
     ):
-        write(plan, config, ledger)
+        write(plan, config, ledger.directory)
     edit(path, "\nd_model = 32", "\nd_model = 48")
     with pytest.raises(
-        StageError, match=r"model\.d_model was edited.* by `muscale plan --set`; remove it to have it written anew"
+        StageError, match=r"model\.d_model was edited.* by `muscale plan --set`; or remove the file to have it"
     ):
-        write(plan, config, ledger)
+        write(plan, config, ledger.directory)
     path.unlink()
-    write(plan, config, ledger)
+    write(plan, config, ledger.directory)
     assert read(path, ledger, config)[1] == config
 
 
-def test_a_file_that_had_the_settings_about_spikes_among_its_resources_is_read_and_holds_to_them(
-    planned: MakePlan, ledger: Ledger
-) -> None:
+def test_the_plan_s_own_handling_of_spikes_holds(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned('promote.on_spike="skip"')
-    now = contents(plan, config)
-    spikes = {name: now["run"].pop(name) for name in list(now["run"]) if name in SPIKE_KEYS}
-    assert set(spikes) == set(SPIKE_KEYS)
-    before = now | {"resources": spikes | now["resources"]}
-    ledger.record_result(ResultKind.PLAN_FILE, hash_of(before), {"plan": plan.key, "contents": before})
-    path = path_of(ledger.directory, plan.key)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text(before))
-    assert read(path, ledger, config) == (plan, config)
+    path = write(plan, config, ledger.directory)
+    _, other = planned()
+    assert read(path, ledger, other)[1] == config
     edit(path, 'on_spike = "skip"', 'on_spike = "stop"')
-    with pytest.raises(StageError, match=r'resources\.on_spike was edited: "skip" in the ledger, "stop" in the file'):
+    with pytest.raises(StageError, match=r'run\.on_spike was edited: "skip" in the ledger, "stop" in the file'):
         read(path, ledger, config)
 
 
 def test_the_study_file_s_own_changes_bring_the_file_up_to_date(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned()
-    write(plan, config, ledger)
+    write(plan, config, ledger.directory)
     priced, wider = planned('plan.accelerator="H200"', "promote.workers=4")
     assert priced.key == plan.key
-    path = write(priced, wider, ledger)
+    path = write(priced, wider, ledger.directory)
     assert tomllib.loads(path.read_text())["resources"]["workers"] == 4
     assert read(path, ledger, config)[1].promote == wider.promote
 
@@ -208,7 +199,7 @@ def test_a_plan_of_another_study_or_a_missing_file_is_refused(
     planned: MakePlan, ledger: Ledger, tmp_path: Path
 ) -> None:
     plan, config = planned()
-    path = write(plan, config, ledger)
+    path = write(plan, config, ledger.directory)
     other = Ledger(tmp_path / "other.sqlite")
     try:
         with pytest.raises(StageError, match=rf"plan: must be one that this study registered, got '{plan.key}'"):
@@ -231,4 +222,4 @@ def test_a_stated_value_makes_another_plan_that_says_so(planned: MakePlan, ledge
     assert stated.rules["learning_rate"] == "explicit"
     by_name = {one.name: one for one in stated.carried}
     assert by_name["mlp_dropout"].rules == by_name["learning_rate"].rules == ("explicit",)
-    read(write(stated, config, ledger), ledger, config)
+    read(write(stated, config, ledger.directory), ledger, config)

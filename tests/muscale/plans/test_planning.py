@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +72,7 @@ def test_no_other_shape_of_the_family_does_better(
     best = min(losses, key=losses.__getitem__)
     assert plan.model == config.family.at(width=best)
     near = {width for width, loss in losses.items() if loss <= losses[best] * 1.05}
-    decision: dict[str, Any] = plan.decision or {}
+    decision = plan.decision
     assert {size["d_model"] for size in decision["near"]} == near
     assert len(near) > 1
     assert plan.wanted_n_params == law.ensemble.law.allocate(2.5e10).n_params
@@ -111,9 +110,7 @@ def test_shapes_may_be_named_and_a_depth_that_nothing_fitted_has_is_told(
 def test_a_plan_tells_its_reasons_and_is_read_back(planned: MakePlan) -> None:
     plan = planned('plan.accelerator="H100 SXM"', "plan.n_devices=2", "promote.precision=bf16")
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    old = {name: value for name, value in plan.to_dict().items() if name != "decision"}
-    assert Plan.from_dict(old) == replace(plan, decision=None)
-    decision: dict[str, Any] = plan.decision or {}
+    decision = plan.decision
     assert decision["gpu_hours"] == pytest.approx(2.5e10 / (989.5e12 * 0.4 * 3600))
     assert decision["dollars"] == pytest.approx(2.5 * decision["gpu_hours"])
     assert decision["intervals"]["n_params"]["low"] <= plan.n_params <= decision["intervals"]["n_params"]["high"]
@@ -156,12 +153,12 @@ def test_a_corpus_seen_again_counts_for_less(planned: MakePlan, corpus: Corpus, 
     free, plan = planned(), planned(corpus=corpus)
     seen = plan.n_tokens / corpus.n_tokens
     assert free.n_tokens / corpus.n_tokens > 2
-    decision: dict[str, Any] = plan.decision or {}
+    decision = plan.decision
     assert decision["epochs"] == pytest.approx(seen, rel=0.01)
     worth = corpus.n_tokens * (1 + 15.387756 * (1 - np.exp(-(seen - 1) / 15.387756)))
     assert decision["loss"] == pytest.approx(float(law.ensemble.law.loss(plan.n_params, worth)), rel=1e-3)
     assert "appendix A), by which the loss is" in str(plan)
-    assert (free.decision or {})["epochs"] is None
+    assert free.decision["epochs"] is None
     assert plan.forecast.loss == law.forecast(plan.n_params, plan.n_tokens).loss
 
 
@@ -196,7 +193,7 @@ def test_a_registered_plan_keeps_its_forecast_and_tells_today_s_prices(tmp_path:
         again = register(replace(with_price, forecast=changed), ledger)
         assert again.forecast == first.forecast
         assert again.registered_at == first.registered_at
-        assert (first.decision or {})["dollars"] is None
-        assert (again.decision or {})["dollars"] > 0
+        assert first.decision["dollars"] is None
+        assert again.decision["dollars"] > 0
     finally:
         ledger.close()

@@ -40,9 +40,9 @@ class Promotion(Result):
         world_size: Workers at the end.
         seconds: Wall time of the training.
         asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
-        gate: `Gate` as plain values, as it was at the first launch; None in a promotion from before there was one.
+        gate: `Gate` as plain values, as it was at the first launch; None of an asserted run.
         forced_lines: What any launch was forced past.
-        goodput: Share of all wall time spent on steps that counted; None of a run from before it was measured.
+        goodput: Share of all wall time spent on steps that counted; None of an asserted run.
         incidents: Spikes, divergences and restarts of its workers, and what was done about each.
         run_events: These and the alarms in order of time; told, and not recorded with it, as each has its place.
     """
@@ -97,13 +97,13 @@ class Promotion(Result):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild what `to_dict` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values and name != "run_events"}
-        goodput, incidents = known.pop("goodput", None), known.pop("incidents", ())
-        return cls(
-            **known | {"forced_lines": tuple(values.get("forced_lines", ()))},
-            goodput=Goodput.from_dict(goodput) if goodput else None,
-            incidents=tuple(Incident.from_dict(incident) for incident in incidents),
-        )
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name != "run_events"}
+        nested = {
+            "forced_lines": tuple(values["forced_lines"]),
+            "goodput": Goodput.from_dict(values["goodput"]) if values["goodput"] else None,
+            "incidents": tuple(Incident.from_dict(incident) for incident in values["incidents"]),
+        }
+        return cls(**known | nested)
 
     def __str__(self) -> str:
         where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
@@ -125,7 +125,7 @@ class Promotion(Result):
 
 
 def begin(
-    plan: Plan, config: StudyConfig, ledger: Ledger, *, verdict: str, forced: bool, gate: Gate | None
+    plan: Plan, config: StudyConfig, ledger: Ledger, *, verdict: str, gate: Gate
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Enter that the run begins, once and after its forecast.
 
@@ -140,17 +140,16 @@ def begin(
         raise StageError(f"promote: no forecast is registered for plan {plan.key}; run `muscale plan` first")
     if layout_errors := list(config.promote.parallelism.layout_errors(plan.model)):
         raise StageError(f"promote: {'; '.join(layout_errors)}")
-    spike_handling, started = config.promote.spike_handling, ledger.result(ResultKind.PROMOTION_STARTED, plan.key)
+    _require_planned_spike_handling(plan, config)
+    started = ledger.result(ResultKind.PROMOTION_STARTED, plan.key)
     if started is None:
         started = {
             "at": _after(registered["registered_at"]),
             "verdict": verdict,
-            "forced": forced,
-            "gate": gate and gate.to_dict(),
-            "spike_handling": spike_handling,
+            "forced": not gate.passed,
+            "gate": gate.to_dict(),
         }
         ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, started)
-    _require_same_mending(started.get("spike_handling", spike_handling), spike_handling)
     if datetime.fromisoformat(registered["registered_at"]) >= datetime.fromisoformat(started["at"]):
         raise StageError(
             f"promote: plan {plan.key} was started {started['at']}, not after its forecast of {registered['registered_at']}"
@@ -171,8 +170,7 @@ def promote(
     numerics: Numerics,
     *,
     verdict: str,
-    forced: bool,
-    gate: Gate | None = None,
+    gate: Gate,
 ) -> Promotion:
     """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
 
@@ -182,7 +180,7 @@ def promote(
         StageError: As `begin`; if the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
         PreemptedError: If this process was preempted; the workers have saved.
     """
-    registered, started = begin(plan, config, ledger, verdict=verdict, forced=forced, gate=gate)
+    registered, started = begin(plan, config, ledger, verdict=verdict, gate=gate)
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
@@ -199,7 +197,7 @@ def promote(
         finished_at=now(),
         verdict=started["verdict"],
         forced=started["forced"] or bool(past),
-        gate=started.get("gate"),
+        gate=started["gate"],
         forced_lines=past,
         world_size=int(outcome["environment"]["world_size"]),
         seconds=float(outcome["seconds"]),
@@ -223,12 +221,13 @@ def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> 
     return replace(Promotion.from_dict(values), run_events=run_events(ledger, plan, asserted=asserted))
 
 
-def _require_same_mending(begun: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuse to go on with a run in another way than it began."""
-    for name in dict.fromkeys([*begun, *here]):
-        if begun.get(name) != here.get(name):
+def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
+    """Refuse settings about spikes that are not the plan's."""
+    ours = config.promote.spike_handling
+    for name in dict.fromkeys([*plan.spike_handling, *ours]):
+        if plan.spike_handling.get(name) != ours.get(name):
             raise StageError(
-                f"promote: promote.{name} must be that of the run's begin, {begun.get(name)!r}, got {here.get(name)!r}: it "
+                f"promote: promote.{name} must be the plan's, {plan.spike_handling.get(name)!r}, got {ours.get(name)!r}: it "
                 "changes what is computed; `muscale plan` makes another plan of it"
             )
 

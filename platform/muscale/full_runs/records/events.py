@@ -61,7 +61,7 @@ def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Itera
 
 
 def _is_of(alarm: dict[str, Any], plan: str, asserted: bool) -> bool:
-    return bool(alarm["plan"] == plan and alarm.get("asserted", False) == asserted)
+    return bool(alarm["plan"] == plan and alarm["asserted"] == asserted)
 
 
 def _incidents(ledger: Ledger, plan: str) -> list[Incident]:

@@ -161,7 +161,7 @@ def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_begi
 
     closed = Gate(plan=plan.key, lines=(transfer_line("fail", ("drift",)), disk_line(1, 2, kept=1, place="/")))
     closed.record(ledger)
-    done = promote(plan, config, ledger, numerics, verdict="fail", forced=True, gate=closed)
+    done = promote(plan, config, ledger, numerics, verdict="fail", gate=closed)
     rows = (ledger.directory / FULL_RUNS / plan.key / METRICS).read_text().splitlines()
     assert [json.loads(row)["train_loss"] for row in rows[:10]] == pytest.approx(list(found.losses), rel=1e-5)
     assert len(rows) == 32

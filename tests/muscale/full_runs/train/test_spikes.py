@@ -13,6 +13,7 @@ import pytest
 from muscale import StageError, StudyConfig
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import FULL_RUNS, RESULT
+from muscale.plans.gate import Gate
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger, find
@@ -61,7 +62,7 @@ def ended(ledger: Ledger, plan: Plan, config: StudyConfig, *incidents: Incident)
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
     (directory / RESULT).write_text(json.dumps(told | {"incidents": [asdict(one) for one in incidents]}))
-    found = promote(plan, config, ledger, numerics_of(config), verdict="pass", forced=False)
+    found = promote(plan, config, ledger, numerics_of(config), verdict="pass", gate=Gate(plan=plan.key, lines=()))
     assert found.incidents == incidents
     (run,) = ledger.read(find, "runs", {"label": f"plan {plan.key}"}, ["-created_at"], limit=1)
     (row,) = ledger.read(find, "segments", {"key": run["key"]}, [])
@@ -126,13 +127,13 @@ def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
     assert after(late).key != after().key
 
 
-def test_a_run_goes_on_as_it_began(study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]) -> None:
+def test_a_run_goes_on_as_it_was_planned(study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]) -> None:
     plan, config = planned(study, ledger, laws, *ROLLBACK)
     more = StudyConfig.read(study, [*ROLLBACK, "promote.max_interventions=9"])
     ended(ledger, plan, config)
     ended(ledger, plan, more)
     other = StudyConfig.read(study, ['promote.on_spike="skip"'])
-    with pytest.raises(StageError, match=r"promote.on_spike must be that of the run's begin, 'rollback', got 'skip'"):
+    with pytest.raises(StageError, match=r"promote.on_spike must be the plan's, 'rollback', got 'skip'"):
         ended(ledger, plan, other)
     lower = StudyConfig.read(study, [*ROLLBACK, "promote.spike_threshold=5.0"])
     with pytest.raises(StageError, match=r"promote.spike_threshold must be .* 10.0, got 5.0: it changes what is comp"):
