@@ -39,6 +39,10 @@ class PackageMismatchError(MuscaleError):
     """A worker that runs another muscale than the driver: the same key could mean another training there."""
 
 
+class WorkerLostError(MuscaleError):
+    """A worker that died with its process, its node or by its own hand as it hung; another can train what it had at work."""
+
+
 class LeaseLostError(MuscaleError):
     """The lease was taken over; what was worked under it is not recorded."""
 

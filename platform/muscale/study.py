@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Self
 
 import pandas as pd
 
+from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import finish_stage
-from muscale.cluster import staying_cluster
 from muscale.errors import BundleError, StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.promote import promotion

@@ -29,7 +29,7 @@ import tomlkit
 import torch
 
 from muscale import Study, StudyConfig
-from muscale.cluster import staying_cluster
+from muscale.actors.cluster import staying_cluster
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.plans.planning import Plan

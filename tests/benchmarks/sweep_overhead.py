@@ -65,7 +65,7 @@ searcher = "random"
 scheduler = "none"
 rungs = 1
 top_k = 1
-repeats = 0
+n_seeds = 0
 space.learning_rate = {{ distribution = "log_uniform", low = 0.002, high = 0.03 }}
 
 [resources]

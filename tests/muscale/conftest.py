@@ -101,7 +101,7 @@ def make_study(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One Ray on this machine for all tests that need one."""
-    from muscale.cluster import cluster
+    from muscale.actors.cluster import cluster
     from muscale.settings.tables import ResourceSettings
 
     with cluster(ResourceSettings()):

@@ -1,18 +1,18 @@
-"""Runs wanted by a stage, and the warm Ray actors that train those that the ledger does not know."""
+"""Runs wanted by a stage; those that the ledger does not know are trained in the pool."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muscale.actors import stalls
+from muscale.actors.cluster import cluster
 from muscale.actors.corpus_hashes import require_unchanged
-from muscale.cluster import cluster, staying
-from muscale.errors import StageError, last_line
-from muscale.fingerprint import package_fingerprint
+from muscale.errors import StageError, WorkerLostError
 from muscale.layout import CORPUS
 from muscale.progress import Display
 from muscale.settings.tables import ResourceSettings
@@ -22,10 +22,8 @@ from muscale.store.lineage import Chain, stems
 from muscale.store.tables import runs
 from proxy_models.recipes.hyperparameters import Hyperparameters
 
-_workers: list[Any] = []  # at rest between the stages of one study
-_hired_for: list[Any] = []  # its directory and [resources]: another study's results belong into another ledger
-IDLE_SECONDS = 20.0  # that workers without work are kept warm while others are at work
-_RESTARTS = 2  # of an actor that died; what it had finished is in the ledger
+if TYPE_CHECKING:
+    from muscale.actors.pool import PooledWorker, WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +72,14 @@ def finish(jobs: Sequence[Job], ledger: Ledger, resources: ResourceSettings, on_
         return
     require_unchanged(ledger.directory / CORPUS)
     groups = sorted(stems(unknown).values(), key=lambda group: group[-1].compute_flops, reverse=True)
-    with cluster(resources), cancellable(ledger):
-        try:
-            for chain, outcome in _train(groups, ledger, resources):
-                ledger.insert(runs, **wanted[chain.key].row(outcome))
-                on_trained(wanted[chain.key], outcome)
-        except BaseException:
-            stop_workers()  # some of them are at work
-            raise
-        if stays := staying():  # later stages find them warm
-            stays.callback(stop_workers)
-        else:
-            stop_workers()
+    with (
+        cluster(resources) as joined,
+        joined.workers(ledger, resources) as pool,
+        cancellable(ledger),
+    ):
+        for chain, outcome in _train(groups, pool):
+            ledger.insert(runs, **wanted[chain.key].row(outcome))
+            on_trained(wanted[chain.key], outcome)
 
 
 def finish_stage(
@@ -105,71 +99,34 @@ def finish_stage(
         finish(jobs, ledger, resources, on_trained)
 
 
-def _train(
-    groups: Sequence[Sequence[Chain]], ledger: Ledger, resources: ResourceSettings
-) -> Iterator[tuple[Chain, Outcome]]:
-    import ray
+def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tuple[Chain, Outcome]]:
+    from muscale.actors.pool import ATTEMPTS, IDLE_SECONDS, result_of
 
     begun = time.time()
-    actors = _hire(min(resources.workers, len(groups)), ledger, resources)
-    # Work is for actors that run: where the cluster has fewer devices than workers, the others may never begin.
-    starting = {actor.__ray_ready__.remote(): actor for actor in actors}
-    idle: list[Any] = []
-    waiting = [list(group) for group in groups]
-    busy: dict[Any, tuple[Any, list[Chain]]] = {}
+    waiting = deque(list(group) for group in groups)
+    busy: dict[Any, tuple[PooledWorker, list[Chain]]] = {}
+    losses: Counter[str] = Counter()
+
+    def train(worker: PooledWorker, group: list[Chain]) -> None:
+        busy[worker.actor.reach.remote(group[0])] = worker, group
+
     while waiting or busy:
-        while waiting and idle:
-            actor, group = idle.pop(), waiting.pop(0)
-            busy[actor.reach.remote(group[0])] = (actor, group)
-        ended, _ = ray.wait([*busy, *starting], num_returns=1, timeout=IDLE_SECONDS if idle else None)
-        if not ended:  # nothing waits: their devices may be what an actor needs that lost its node
-            stop_workers(idle)
-            idle.clear()
-            continue
-        (done,) = ended
-        try:
-            outcome = ray.get(done)
-        except ray.exceptions.ActorDiedError as error:
-            hint = stalls.hint(ledger.directory, begun)
-            raise StageError(f"a worker died: {last_line(error)}{hint}") from error
-        except ray.exceptions.RayTaskError as error:
-            raise (error.cause or error) from None
-        if done in starting:
-            idle.append(starting.pop(done))
-            continue
-        actor, group = busy.pop(done)
-        yield group[0], outcome
-        if group[1:]:
-            busy[actor.reach.remote(group[1])] = (actor, group[1:])
-        else:
-            idle.append(actor)
-
-
-def _hire(count: int, ledger: Ledger, resources: ResourceSettings) -> list[Any]:
-    """So many workers, those of the study's stage before first: their models are warm."""
-    import ray
-
-    from muscale.actors.actor import TrainingActor
-
-    remote: Any = ray.remote(
-        num_cpus=resources.cpus_per_worker,
-        num_gpus=resources.gpus_per_worker,
-        max_restarts=_RESTARTS,
-        max_task_retries=_RESTARTS,
-    )(TrainingActor)
-    settings = (ledger, resources, package_fingerprint())
-    if _hired_for != (wanted := [ledger.directory, resources]):
-        stop_workers()
-        _hired_for[:] = wanted
-    while len(_workers) < count:
-        _workers.append(remote.remote(*settings))
-    return _workers[:count]
-
-
-def stop_workers(these: Sequence[Any] | None = None) -> None:
-    """End workers of the stages before, all by default, for whoever needs their processors and devices."""
-    import ray
-
-    for worker in list(_workers if these is None else these):
-        ray.kill(worker)
-        _workers.remove(worker)
+        while waiting and (free := pool.lease(len(waiting))):
+            train(free, waiting.popleft())
+        for task in pool.wait(busy, IDLE_SECONDS):
+            worker, group = busy.pop(task)
+            try:
+                outcome = result_of(task)
+            except WorkerLostError as error:
+                pool.discard(worker)
+                waiting.appendleft(group)
+                losses[group[0].key] += 1
+                if losses[group[0].key] == ATTEMPTS:
+                    raise StageError(f"a worker died: {error}{stalls.hint(pool.ledger.directory, begun)}") from error
+                continue
+            yield group[0], outcome
+            if group[1:]:
+                train(worker, group[1:])
+            else:
+                pool.give_back(worker)
+        pool.end_idle()

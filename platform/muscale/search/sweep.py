@@ -12,11 +12,10 @@ from typing import Self
 import numpy as np
 import pandas as pd
 
+from muscale.actors.cluster import cluster, staying_cluster
 from muscale.actors.corpus_hashes import require_unchanged
-from muscale.actors.jobs import Job, stop_workers
-from muscale.cluster import cluster, staying_cluster
+from muscale.actors.jobs import Job
 from muscale.errors import StageError
-from muscale.fingerprint import package_fingerprint
 from muscale.importers.results import is_outside, outside_results
 from muscale.interrupts import defer_sigint
 from muscale.layout import CORPUS
@@ -294,22 +293,17 @@ def _narrow(sweep: Sweep, record: Record) -> None:
 
 
 def _search(sweep: Sweep, engine: Engine) -> None:
-    """Let Tune run the engine's legs."""
+    """Let Tune run the engine's jobs."""
     resources = sweep.config.resources
     require_unchanged(sweep.ledger.directory / CORPUS)
-    with cluster(resources):
-        stop_workers()
+    with (
+        cluster(resources) as joined,
+        joined.workers(sweep.ledger, resources) as pool,
+        cancellable(sweep.ledger),
+    ):
         with defer_sigint():
             from muscale.search.trainable import SweepTrainable
-        parameters = {
-            "plan": sweep.plan,
-            "rank_by": sweep.config.sweep.rank_by,
-            "ledger": sweep.ledger,
-            "resources": resources,
-            "package": package_fingerprint(),
-        }
-        with cancellable(sweep.ledger):
-            run_engine(engine, SweepTrainable, parameters, resources, sweep.ledger.directory)
+        run_engine(engine, SweepTrainable, {"plan": sweep.plan, "rank_by": sweep.config.sweep.rank_by}, pool)
 
 
 def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:

@@ -1,76 +1,95 @@
-"""A leg of a trial as Ray Tune runs it: from rung to rung on a warm actor, or one ending."""
+"""What Ray Tune runs for a trial: a process that lets a worker of the pool train, and reports what came of it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import tune
 
-from muscale.actors.actor import make_worker
+from muscale.actors.pool import result_of
+from muscale.errors import MuscaleError, WorkerLostError, of_storage
 from muscale.search.jobs import AnnealJob, TrialSegment, job_from_json
 from muscale.search.trial import TrialPlan
-from muscale.search.tune_adapter import LEG, METRIC
-from muscale.settings.tables import ResourceSettings
-from muscale.store.ledger import Ledger, Outcome
+from muscale.search.tune_adapter import JOB, METRIC, WORKER
 
 if TYPE_CHECKING:
     from muscale.settings.sweep import RankBy
+    from muscale.store.ledger import Outcome
+    from muscale.store.lineage import Chain
 
 WORST_LOSS = 1e9  # Tune refuses NaN; nobody ranks by it
 
 
 class SweepTrainable(tune.Trainable):
-    """A leg of a sweep's trial: each step trains to the next rung and reports there what trials are ranked by."""
+    """A job of the sweep: each step has the leased worker train to the next rung, or the whole of an annealed run.
 
-    def setup(  # type: ignore[override]
-        self,
-        config: dict[str, Any],
-        *,
-        plan: TrialPlan,
-        rank_by: RankBy,
-        ledger: Ledger,
-        resources: ResourceSettings,
-        package: str,
-    ) -> None:
-        """Start a leg in a fresh process."""
+    It imports no torch and holds no state, so that a process of it costs little. What a training raises is reported and not
+    raised, as Tune would hand it to nobody but its own folder.
+    """
+
+    def setup(self, config: dict[str, Any], *, plan: TrialPlan, rank_by: RankBy) -> None:  # type: ignore[override]
+        """Start a job in a fresh process."""
         self._plan, self._rank_by = plan, rank_by
-        self._worker = make_worker(ledger, resources, package)
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Start another leg or ending in this process, with its models warm."""
-        self._leg = job_from_json(new_config[LEG])
-        self._rung = self._leg.first if isinstance(self._leg, TrialSegment) else self._leg.rung
+        """Start another job in this process."""
+        self._worker = new_config[WORKER]
+        self._job = job_from_json(new_config[JOB])
+        self._rung = self._job.first if isinstance(self._job, TrialSegment) else self._job.rung
         return True
 
     def step(self) -> dict[str, Any]:
-        """Train to the next rung, or the whole of an ending."""
-        leg, plan, rung = self._leg, self._plan, self._rung
-        if isinstance(leg, AnnealJob):
-            outcome = self._worker.reach(plan.branch(leg.path, rung, seed=leg.seed))
-            return {METRIC: WORST_LOSS if outcome.loss is None else outcome.loss, "done": True}
-        outcome = self._worker.reach(plan.rung(leg.path, rung))
-        loss = self._loss(leg, outcome)
+        """Train, and report the loss that trials are ranked by, or which of the engine's methods is to hear of a problem."""
+        try:
+            return self._anneal(self._job) if isinstance(self._job, AnnealJob) else self._next_rung(self._job)
+        except WorkerLostError as error:
+            problem, why = "lost", str(error)
+        except MuscaleError as error:
+            problem, why = "refuse", str(error)
+        except Exception as error:
+            on_disk = of_storage(error)  # what others train would not be kept either
+            problem, why = ("refuse", on_disk) if on_disk else ("failed", f"{type(error).__name__}: {error}")
+        return {METRIC: WORST_LOSS, "problem": problem, "why": why, "done": True}
+
+    def _anneal(self, job: AnnealJob) -> dict[str, Any]:
+        outcome = self._reach(self._plan.branch(job.path, job.rung, seed=job.seed))
+        return {METRIC: WORST_LOSS if outcome.loss is None else outcome.loss, "done": True}
+
+    def _next_rung(self, job: TrialSegment) -> dict[str, Any]:
+        plan, rung = self._plan, self._rung
+        outcome = self._reach(plan.rung(job.path, rung))
+        loss = self._loss(job, outcome)
         self._rung += 1
         return {
             METRIC: WORST_LOSS if loss is None else loss,
             "diverged": loss is None,
-            "trial": leg.trial,
+            "trial": job.trial,
             "rung": rung,
             "segment": outcome.key,
             "tokens": plan.rung_tokens[rung] - (plan.rung_tokens[rung - 1] if rung else 0),
             "seconds": outcome.seconds,
-            "done": loss is None or rung == leg.until,
+            "done": loss is None or rung == job.until,
         }
 
-    def _loss(self, leg: TrialSegment, outcome: Outcome) -> float | None:
+    def _loss(self, job: TrialSegment, outcome: Outcome) -> float | None:
         """What the trial is ranked by at this rung, None after a divergence."""
         if outcome.diverged:
             return None
         if self._rank_by == "annealed" and self._plan.has_branch(self._rung):
-            return self._worker.reach(self._plan.branch(leg.path, self._rung)).loss
+            return self._reach(self._plan.branch(job.path, self._rung)).loss
         averaged = self._rank_by == "averaged" and outcome.averaged_loss is not None
         return outcome.averaged_loss if averaged else outcome.loss
+
+    def _reach(self, chain: Chain) -> Outcome:
+        """The outcome at the end of a chain, trained by the leased worker."""
+        try:
+            worker = ray.get_actor(self._worker)
+        except ValueError as gone:
+            raise WorkerLostError(f"{self._worker} is gone") from gone
+        outcome: Outcome = result_of(worker.reach.remote(chain))
+        return outcome
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Nothing: the ledger keeps the state."""

@@ -1,7 +1,7 @@
-"""Runs an engine's legs with Ray Tune: warm actors, fractional devices, every leg flown as a trial of Tune's.
+"""Runs an engine's jobs with Ray Tune, each as a trial of Tune's that has a worker of the pool train.
 
-A leg whose worker was lost is flown again by the engine, as another trial of Tune's: an actor that dies while it is reset
-for another trial costs Tune that trial, whatever `max_failures` is.
+A job whose worker was lost is run again by the engine, as another trial of Tune's: so what the ledger counts as an attempt
+does not depend on which of the two processes died.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muscale.actors import stalls
 from muscale.errors import StageError
 from muscale.interrupts import defer_sigint, interruptible
+from muscale.ray_connection import alive_nodes
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob
-from muscale.settings.tables import ResourceSettings
+
+if TYPE_CHECKING:
+    from ray import tune
+
+    from muscale.actors.pool import WorkerPool
 
 _TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -28,22 +33,21 @@ _TUNE = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000",  # Tune's own state, which nobody reads
 }
 
+_OF_THE_NODE = 0.0001  # of the one that Ray lets be taken of each node by its address; Ray's smallest share
 
-def run_engine(
-    engine: Engine, trainable: Any, parameters: dict[str, Any], resources: ResourceSettings, directory: Path
-) -> None:
-    """Run the engine until it has no more legs. The first Ctrl-C lets the legs at work come to their next rung.
+
+def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool: WorkerPool) -> None:
+    """Run the engine until it has no more jobs. The first Ctrl-C lets those in flight come to their next rung.
 
     Args:
         engine: What is to be run.
         trainable: Tune's, which takes `parameters` at its setup.
-        parameters: The same for every leg.
-        resources: Of one training, and how many there are at a time.
-        directory: The study's, where trainings that hung are told of.
+        parameters: The same for every job.
+        pool: Workers that train.
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If no worker can train, or a leg failed for another reason than divergence; all other legs have been run.
+        StageError: If no worker can train, or a job failed for another reason than divergence; all others have been run.
         LedgerUnavailableError: If the driver can't keep what it is told.
     """
     for name, value in _TUNE.items():
@@ -53,18 +57,17 @@ def run_engine(
 
         from muscale.search.tune_adapter import METRIC, MODE, EngineSearcher, StopAtRung
 
-    devices = {"cpu": resources.cpus_per_worker, "gpu": resources.gpus_per_worker}
-    legs, begun = EngineSearcher(engine), time.time()
+    jobs, begun = EngineSearcher(engine, pool), time.time()
     with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(trainable, **parameters), devices),
+            tune.with_resources(tune.with_parameters(trainable, **parameters), beside_driver()),
             tune_config=tune.TuneConfig(
                 metric=METRIC,
                 mode=MODE,
-                search_alg=legs,
-                scheduler=StopAtRung(engine, legs, resources.workers),
+                search_alg=jobs,
+                scheduler=StopAtRung(jobs),
                 num_samples=-1,
-                max_concurrent_trials=resources.workers,
+                max_concurrent_trials=pool.resources.workers,
                 reuse_actors=True,
             ),
             run_config=tune.RunConfig(
@@ -77,10 +80,10 @@ def run_engine(
             with interruptible(partial(_stop, engine)):
                 tuner.fit()
         except Exception:
-            if not legs.broke:
+            if not jobs.broke:
                 raise
-    if legs.broke:
-        raise legs.broke
+    if jobs.broke:
+        raise jobs.broke
     if engine.interrupted:
         raise KeyboardInterrupt
     if engine.refusal:
@@ -88,8 +91,18 @@ def run_engine(
     if engine.failures:
         n, (what, why) = len(engine.failures), next(iter(engine.failures.items()))
         trial = what.trial if isinstance(what, AnnealJob) else what
-        stalled = stalls.hint(directory, begun)
+        stalled = stalls.hint(pool.ledger.directory, begun)
         raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}{stalled}")
+
+
+def beside_driver() -> tune.PlacementGroupFactory:
+    """What a Tune trial asks for: a place on the driver's node, and none of the CPUs and devices, which its worker holds."""
+    import ray
+    from ray import tune
+
+    here = ray.get_runtime_context().get_node_id()
+    (address,) = {node["NodeManagerAddress"] for node in alive_nodes() if node["NodeID"] == here}
+    return tune.PlacementGroupFactory([{f"node:{address}": _OF_THE_NODE}])
 
 
 def _stop(engine: Engine) -> None:

@@ -97,7 +97,7 @@ class ActorStorage(Storage):
         """Join the cluster, as the file is on another machine."""
         import ray
 
-        from muscale.cluster import connect
+        from muscale.ray_connection import connect
 
         address = os.environ.get("RAY_ADDRESS", "auto")
         try:
@@ -136,7 +136,7 @@ class ActorStorage(Storage):
 
     def _node(self, mine: str) -> str:
         """The id of the host's node: this process's own, if it is one of several on the host."""
-        from muscale.cluster import alive_nodes
+        from muscale.ray_connection import alive_nodes
 
         alive = alive_nodes()
         there = sorted(node["NodeID"] for node in alive if node["NodeManagerHostname"] == self.host)

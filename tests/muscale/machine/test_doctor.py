@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muscale.cluster import cluster
+from muscale.actors.cluster import cluster
 from muscale.errors import StageError
 from muscale.machine import doctor, storage_checks
 from muscale.machine.findings import Diagnosis, Finding

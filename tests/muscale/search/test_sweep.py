@@ -134,7 +134,7 @@ def test_a_worker_that_is_killed_costs_its_leg_and_no_more(make_study: MakeStudy
         while not killed.is_set() and time.monotonic() < deadline:
             for process in psutil.Process().children(recursive=True):
                 try:
-                    busy = "SweepTrainable" in " ".join(process.cmdline()) and process.cpu_times().user > 3
+                    busy = "TrainingActor" in " ".join(process.cmdline()) and process.cpu_times().user > 3
                 except psutil.NoSuchProcess:
                     continue
                 if busy and (path.parent / "states").exists():

@@ -1,4 +1,4 @@
-"""EngineSearcher run by a real Ray Tune: what befalls a worker or its training costs as little as it can."""
+"""Jobs run by a real Ray Tune on planted workers: a fault of a worker or its training costs as little as it can."""
 
 from __future__ import annotations
 
@@ -12,119 +12,166 @@ from typing import Any
 
 import pytest
 import torch
-from ray import tune
 
+from muscale.actors.pool import WorkerPool
 from muscale.actors.stalls import ended_where_stalled
 from muscale.errors import PackageMismatchError, StageError
 from muscale.layout import STALLS
+from muscale.search import config_history
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment, job_from_json
 from muscale.search.record import Record
 from muscale.search.schedulers import GoOn, Start
-from muscale.search.tune_adapter import LEG, METRIC
+from muscale.search.trainable import SweepTrainable
 from muscale.search.tune_run import run_engine
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
-from search_spaces import LogUniform, Space
+from muscale.store.ledger import Ledger, Outcome
+from search_spaces import Ordinal, Space
 
 MakeEngine = Callable[..., Engine]
-SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1)})
-ONE = ResourceSettings(workers=1)
+Run = Callable[..., Engine]
 RUNGS, TRIALS = 2, 4
-SETTINGS = SweepSettings(trials=TRIALS, n_tokens=2000, rungs=RUNGS, space=SPACE, searcher="random", scheduler="none")
+SPACE = Space({"seed": Ordinal(values=tuple(range(TRIALS)))})
+ONE = ResourceSettings(workers=1)
+GRID = SweepSettings(trials=TRIALS, n_tokens=2000, rungs=RUNGS, space=SPACE, searcher="grid", scheduler="none")
+FAULT = "fault"  # the file that names it
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
 
-class Planted(tune.Trainable):
-    """A leg whose losses are its numbers, until something befalls a trial where a test wants it."""
+class PlantedPlan:
+    """Makes a trial's number and the rung of what would be a chain."""
 
-    def setup(self, config: dict[str, Any], *, befalls: str, folder: Path) -> None:  # type: ignore[override]
-        self._befalls, self._folder = befalls, folder
-        if befalls == "unborn":
+    rung_tokens = (1000, 2000, 4000, 8000)
+
+    def rung(self, path: config_history.Path, rung: int) -> Any:
+        return path[0][1]["seed"], rung
+
+
+class PlantedWorker:
+    """Has trials' numbers for losses, until the fault of a test."""
+
+    def __init__(self, ledger: Ledger, resources: ResourceSettings, package: str) -> None:
+        self._folder = ledger.directory
+        self._fault = (self._folder / FAULT).read_text()
+        if self._fault == "can't start":
             raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
-        self._begin(config)
+        (self._folder / f"{os.getpid()}.pid").touch()
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self._begin(new_config)
-        if self._befalls == "dies when reset" and self._once():
+    def reach(self, chain: Any) -> Outcome:
+        trial, rung = chain
+        if trial == 1 and rung == 1:
+            self._fail()
+        if trial == 1 and rung == 0 and self._fault == "dies at its next job" and self._once():
             os._exit(1)
-        return True
-
-    def step(self) -> dict[str, Any]:
-        leg, rung = self._leg, self._rung
-        if leg.trial == 1 and rung == 1:
-            if self._befalls == "raises":
-                raise OSError("the tape is torn")
-            if self._befalls == "is full":
-                raise OSError(errno.ENOSPC, "No space left on device", "states/it.pt")
-            if self._befalls == "asks for too much memory":
-                torch.empty(2**60, dtype=torch.uint8)
-            if self._befalls == "hangs":
-                with ended_where_stalled(self._folder / STALLS / "it.txt", 1.0, "segment 1-1"):
-                    time.sleep(3600)
-        if self._befalls == "waits":
-            self._wait_for("*.pid", 2)
-            time.sleep(0.5 if leg.trial == 0 else 0.0)
-        if self._befalls == "all others die at rest":
+        if self._fault == "first is slow":
+            pids = self._wait_for("*.pid", 2)
+            time.sleep(0.5 if pids[0].stem == str(os.getpid()) else 0.0)
+        if self._fault == "all others die at rest":
             self._wait_for("*.pid", TRIALS)
-            if leg.trial == 0:
+            if trial == 0:
                 self._wait_for("*.ended", TRIALS - 1)
             else:
-                threading.Timer(0.3, self._end, [leg.trial]).start()
-        if leg.trial == 1 and rung == 1 and self._befalls == "refuses":
-            raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
-        self._rung += 1
-        told = {"trial": leg.trial, "rung": rung, "segment": f"{leg.trial}-{rung}", "tokens": 1000, "seconds": 1.0}
-        return {METRIC: float(leg.trial), "diverged": False, "done": rung == leg.until, **told}
+                threading.Timer(0.3, self._end, [trial]).start()
+        tokens = PlantedPlan.rung_tokens[rung]
+        loss = float(trial)
+        return Outcome(
+            key=f"{trial}-{rung}", tokens=tokens, loss=loss, averaged_loss=loss, diverged_because=None, seconds=1.0
+        )
 
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Nothing."""
+    def _fail(self) -> None:
+        match self._fault:
+            case "raises":
+                raise OSError("the tape is torn")
+            case "is full":
+                raise OSError(errno.ENOSPC, "No space left on device", "states/it.pt")
+            case "asks for too much memory":
+                torch.empty(2**60, dtype=torch.uint8)
+            case "hangs":
+                with ended_where_stalled(self._folder / STALLS / "it.txt", 1.0, "segment 1-1"):
+                    time.sleep(3600)
+            case "refuses":
+                raise PackageMismatchError("this process runs muscale 1, the driver runs 2")
 
-    def load_checkpoint(self, checkpoint: Any) -> None:
-        """Nothing."""
-
-    def _begin(self, config: dict[str, Any]) -> None:
-        (self._folder / f"{os.getpid()}.pid").touch()
-        leg = job_from_json(config[LEG])
-        assert isinstance(leg, TrialSegment)
-        self._leg, self._rung = leg, leg.first
-
-    def _wait_for(self, files: str, count: int) -> None:
-        while len(list(self._folder.glob(files))) < count:
+    def _wait_for(self, files: str, count: int) -> list[Path]:
+        while len(found := sorted(self._folder.glob(files))) < count:
             time.sleep(0.05)
+        return found
 
     def _end(self, trial: int) -> None:
         (self._folder / f"{trial}.ended").touch()
         os._exit(1)
 
     def _once(self) -> bool:
-        """Whether it has not happened yet, in any process."""
-        try:
-            (self._folder / "happened").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+        return once(self._folder)
+
+
+class DiesWhenReset(SweepTrainable):
+    """A Tune trial's process that dies as it is given another trial, once."""
+
+    def setup(self, config: dict[str, Any], *, folder: Path, **parameters: Any) -> None:  # type: ignore[override]
+        self._folder: Path | None = None
+        super().setup(config, **parameters)
+        self._folder = folder
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        if self._folder and once(self._folder):
+            os._exit(1)
+        return super().reset_config(new_config)
+
+
+def once(folder: Path) -> bool:
+    """Whether it has not happened yet, in any process."""
+    try:
+        (folder / "happened").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @pytest.fixture
-def fly(make_engine: MakeEngine, tmp_path: Path) -> Callable[[str], Engine]:
-    def flown(befalls: str) -> Engine:
-        engine = make_engine(SETTINGS)
-        run_engine(engine, Planted, {"befalls": befalls, "folder": tmp_path}, ONE, tmp_path)
+def run(make_engine: MakeEngine, ledger: Ledger) -> Run:
+    """Runs an engine with a fault and returns it."""
+
+    def run(
+        fault: str,
+        settings: SweepSettings = GRID,
+        resources: ResourceSettings = ONE,
+        rule: Any = None,
+        trainable: type = SweepTrainable,
+        **parameters: Any,
+    ) -> Engine:
+        (ledger.directory / FAULT).write_text(fault)
+        engine = make_engine(settings)
+        engine._rule = rule or engine._rule
+        pool = WorkerPool(ledger, resources, PlantedWorker)
+        try:
+            run_engine(engine, trainable, {"plan": PlantedPlan(), "rank_by": "averaged", **parameters}, pool)
+        finally:
+            pool.end()
         return engine
 
-    return flown
+    return run
 
 
-def test_a_worker_that_dies_between_two_trials_costs_neither(fly: Callable[[str], Engine], tmp_path: Path) -> None:
-    engine = fly("dies when reset")
+ALL_ARRIVALS = {(trial, rung) for trial in range(TRIALS) for rung in range(RUNGS)}
+
+
+def test_a_worker_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
+    engine = run("dies at its next job")
     assert (tmp_path / "happened").exists()
-    assert set(engine.record.arrivals) == {(trial, rung) for trial in range(TRIALS) for rung in range(RUNGS)}
+    assert set(engine.record.arrivals) == ALL_ARRIVALS
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+
+
+def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
+    engine = run("", trainable=DiesWhenReset, folder=tmp_path)
+    assert (tmp_path / "happened").exists()
+    assert set(engine.record.arrivals) == ALL_ARRIVALS
 
 
 @pytest.mark.parametrize(
-    ("befalls", "reason"),
+    ("fault", "reason"),
     [
         ("raises", r"OSError: the tape is torn"),
         (
@@ -134,14 +181,12 @@ def test_a_worker_that_dies_between_two_trials_costs_neither(fly: Callable[[str]
         ("hangs", r"its worker was lost 3 times: .*; it was ended as it took no step, .*/stalls/it\.txt tells where"),
     ],
 )
-def test_a_trial_that_fails_holds_up_no_other(
-    fly: Callable[[str], Engine], make_engine: MakeEngine, befalls: str, reason: str
-) -> None:
+def test_a_trial_that_fails_holds_up_no_other(run: Run, make_engine: MakeEngine, fault: str, reason: str) -> None:
     with pytest.raises(StageError, match=rf"^sweep: 1 trial failed; trial 1: {reason}$"):
-        fly(befalls)
-    record = make_engine(SETTINGS).record
+        run(fault)
+    record = make_engine(GRID).record
     assert set(record.open) == {1}
-    assert len(record.arrivals) == TRIALS * RUNGS - 1
+    assert set(record.arrivals) == ALL_ARRIVALS - {(1, 1)}
 
 
 OTHER = r"this process runs muscale 1, the driver runs 2"
@@ -149,23 +194,21 @@ FULL = r"states/it\.pt: no space left on device; see to the disk and run the sam
 
 
 @pytest.mark.parametrize(
-    ("befalls", "begun", "why"), [("unborn", 1, OTHER), ("refuses", 2, OTHER), ("is full", 2, FULL)]
+    ("fault", "begun", "why"), [("can't start", 1, OTHER), ("refuses", 2, OTHER), ("is full", 2, FULL)]
 )
 def test_workers_that_cannot_train_end_the_sweep_at_once(
-    fly: Callable[[str], Engine], make_engine: MakeEngine, befalls: str, begun: int, why: str
+    run: Run, make_engine: MakeEngine, fault: str, begun: int, why: str
 ) -> None:
     with pytest.raises(StageError, match=f"^sweep: .*{why}$"):
-        fly(befalls)
-    assert len(make_engine(SETTINGS).record.configs) == begun
+        run(fault)
+    assert len(make_engine(GRID).record.configs) == begun
 
 
-def test_workers_that_wait_for_the_last_leg_of_a_generation_stay(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Tune ends all idle workers but one, and asks for new ones that it then ends while they start."""
+def test_workers_that_wait_for_the_last_job_of_a_generation_stay(run: Run, tmp_path: Path) -> None:
     settings = SweepSettings(
         trials=2, n_tokens=4000, rungs=4, space=SPACE, searcher="random", scheduler="pbt", rank_by="stable"
     )
-    engine = make_engine(settings)
-    run_engine(engine, Planted, {"befalls": "waits", "folder": tmp_path}, ResourceSettings(workers=2), tmp_path)
+    engine = run("first is slow", settings, ResourceSettings(workers=2))
     assert len(engine.record.arrivals) == 2 * 4
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
@@ -180,10 +223,8 @@ class FirstGoesOn:
         return GoOn(trial=0, until=1) if len(record.arrivals) == TRIALS and not record.open else None
 
 
-def test_a_leg_is_not_lost_to_one_dead_worker_after_the_other(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """As where a node is lost on which workers were at rest: a leg that three of them lose is given up."""
-    engine = make_engine(SETTINGS)
-    engine._rule = FirstGoesOn()
+def test_a_job_is_not_lost_to_one_dead_worker_after_the_other(run: Run) -> None:
+    """As where a node is lost on which workers were at rest: a job that three of them lose is given up."""
     resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)
-    run_engine(engine, Planted, {"befalls": "all others die at rest", "folder": tmp_path}, resources, tmp_path)
+    engine = run("all others die at rest", resources=resources, rule=FirstGoesOn())
     assert set(engine.record.arrivals) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from muscale import json_lines
-from muscale.cluster import alive_nodes, room_for
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, tokens_of
@@ -24,6 +23,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records import recovery
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import EVALUATIONS
+from muscale.ray_connection import alive_nodes, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus, CorpusError

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from muscale.actors.jobs import stop_workers
-from muscale.cluster import alive_nodes, cluster, room_for
+from muscale.actors.cluster import cluster
 from muscale.errors import PreemptedError, StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation_of
@@ -16,6 +15,7 @@ from muscale.full_runs.records import recovery
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import FAILURE, RESULT
+from muscale.ray_connection import alive_nodes, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
@@ -52,8 +52,8 @@ def launch(
         directory.mkdir(parents=True, exist_ok=True)
         for previous in (FAILURE, NOTICE):
             (directory / previous).unlink(missing_ok=True)
-        with cluster(resources):
-            stop_workers()
+        with cluster(resources) as joined:
+            joined.end_workers()
             with async_evaluation_of(run, settings, resources) as fitting:
                 _train_with_retries(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from muscale import json_lines
-from muscale.cluster import cluster
+from muscale.actors.cluster import cluster
 from muscale.errors import StageError
 from muscale.full_runs.promote.dry_run import memory_of
 from muscale.full_runs.promote.launch import launch, train_worker

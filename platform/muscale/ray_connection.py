@@ -1,4 +1,4 @@
-"""Ray: a cluster that is joined, or one of our own for as long as it is needed."""
+"""The connection to Ray: a cluster that is joined, or one of our own for as long as it is needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,11 @@ from muscale.settings.tables import ResourceSettings
 _log = logging.getLogger(__name__)
 _LEAVING_SECONDS = 60.0  # as long as Ray itself waits for a head that is gone
 _KILLED_SECONDS = 60.0  # more, once the head is killed: on a busy machine Ray was seen to take 35 s then
-_staying: ContextVar[ExitStack | None] = ContextVar("staying", default=None)
-
-
-def staying() -> ExitStack | None:
-    """What is done when the cluster goes, within `staying_cluster`; None where each stage has a cluster of its own."""
-    return _staying.get()
 
 
 @contextmanager
-def cluster(resources: ResourceSettings) -> Iterator[None]:
-    """Ray: the cluster this process is connected to or that RAY_ADDRESS names, else one of our own on this machine.
+def connected(resources: ResourceSettings) -> Iterator[None]:
+    """Ray within the block: the cluster this process is connected to or that RAY_ADDRESS names, else our own on this machine.
 
     Raises:
         StageError: If Ray can't be started, or the cluster not be joined.
@@ -60,10 +53,6 @@ def cluster(resources: ResourceSettings) -> Iterator[None]:
         if where := os.environ.get("RAY_ADDRESS"):
             what = f"the cluster at {where} (RAY_ADDRESS) can't be joined"
         raise StageError(f"{what}: {first_line(error)}; `muscale doctor` looks why") from error
-    if stays := _staying.get():
-        stays.callback(_leave, own=bool(local))
-        yield
-        return
     try:
         yield
     finally:
@@ -150,17 +139,3 @@ def room_for(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) ->
     needed = {name: amount for name, amount in each.items() if amount}
     # 1.0 // 0.2 is 4; Ray itself counts in ten-thousandths.
     return sum(int(min(node.get(name, 0.0) / amount for name, amount in needed.items()) + 1e-9) for node in nodes)
-
-
-@contextmanager
-def staying_cluster() -> Iterator[None]:
-    """Within it, cluster and workers of one stage serve the later ones too; without a stage that trains, none starts."""
-    if _staying.get():
-        yield
-        return
-    with ExitStack() as stays:
-        token = _staying.set(stays)
-        try:
-            yield
-        finally:
-            _staying.reset(token)

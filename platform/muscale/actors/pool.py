@@ -1,0 +1,166 @@
+"""The pool of warm workers in which every proxy training of a study runs: trials, grids and ladders alike."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from muscale.actors.actor import TrainingActor
+from muscale.errors import StageError, WorkerLostError, last_line
+from muscale.fingerprint import package_fingerprint
+from muscale.settings.tables import ResourceSettings
+from muscale.store.ledger import Ledger
+
+IDLE_SECONDS = 20.0
+"""How long a worker without work stays warm while others are at work; somebody else may want its device."""
+ATTEMPTS = 3
+"""At a training whose worker was lost, and at starting a worker."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PooledWorker:
+    """One actor of the pool.
+
+    Attributes:
+        name: By which other processes of the driver's job find it.
+        actor: Ray's handle.
+        has_started: Whether it ever answered.
+        idle_since: By the monotonic clock, when it was given back.
+    """
+
+    name: str
+    actor: Any
+    has_started: bool = False
+    idle_since: float = 0.0
+
+
+class WorkerPool:
+    """Warm workers of one study, at most `resources.workers`: started on demand, leased, given back, replaced when they die.
+
+    Only workers that have started are leased: where the cluster has fewer devices than workers, some may never start.
+
+    Args:
+        ledger: What the workers ask and record in.
+        resources: Of one worker, and how many there may be.
+        actor: The class of the workers; takes ledger, resources and the driver's package.
+    """
+
+    def __init__(self, ledger: Ledger, resources: ResourceSettings, actor: type = TrainingActor) -> None:
+        self.ledger, self.resources = ledger, resources
+        remote: Any = ray.remote(num_cpus=resources.cpus_per_worker, num_gpus=resources.gpus_per_worker)
+        self._remote = remote(actor)
+        self._starting: dict[Any, PooledWorker] = {}  # by the answer that each is to give
+        self._idle: list[PooledWorker] = []
+        self._leased: set[PooledWorker] = set()
+        self._died_starting = 0  # one after the other
+
+    def lease(self, wanted: int = 1) -> PooledWorker | None:
+        """The worker that was given back last; None while none is free.
+
+        Args:
+            wanted: How many would be leased now; the pool grows towards that.
+
+        Raises:
+            StageError: If workers can't start.
+        """
+        self.wait()
+        unused = len(self._idle) + len(self._starting)
+        for _ in range(min(wanted, self.resources.workers - len(self._leased)) - unused):
+            self._start()
+        if not self._idle:
+            return None
+        worker = self._idle.pop()
+        self._leased.add(worker)
+        return worker
+
+    def wait(self, tasks: Iterable[Any] = (), seconds: float = 0.0) -> list[Any]:
+        """Wait until a task has ended, a worker has started or the time is over; the tasks that have ended.
+
+        Raises:
+            StageError: If workers can't start.
+        """
+        waited_for = [*tasks, *self._starting]
+        if not waited_for:
+            return []
+        ended, _ = ray.wait(waited_for, timeout=seconds)
+        for answer in ended:
+            if worker := self._starting.pop(answer, None):
+                self._note_started(answer, worker)
+                return []
+        return ended
+
+    def give_back(self, worker: PooledWorker) -> None:
+        """Take back a worker that has nothing to do."""
+        self._leased.remove(worker)
+        worker.idle_since = time.monotonic()
+        self._idle.append(worker)
+
+    def discard(self, worker: PooledWorker) -> None:
+        """Take back a worker that was lost. Idle ones answer again before they are leased: a lost node had several."""
+        self._leased.remove(worker)
+        ray.kill(worker.actor)
+        while self._idle:
+            self._await(self._idle.pop())
+
+    def end_idle(self) -> None:
+        """End workers that had nothing to do for `IDLE_SECONDS` while others have."""
+        latest = time.monotonic() - IDLE_SECONDS
+        if self._leased:
+            self._end([worker for worker in self._idle if worker.idle_since < latest])
+
+    def end_leased(self) -> None:
+        """End workers that are at work, as nobody waits for them any more."""
+        self._end(self._leased)
+
+    def end(self) -> None:
+        """End all workers."""
+        self._end([*self._starting.values(), *self._idle, *self._leased])
+
+    def _start(self) -> None:
+        name = f"muscale-worker-{secrets.token_hex(8)}"
+        actor = self._remote.options(name=name).remote(self.ledger, self.resources, package_fingerprint())
+        self._await(PooledWorker(name=name, actor=actor))
+
+    def _await(self, worker: PooledWorker) -> None:
+        self._starting[worker.actor.__ray_ready__.remote()] = worker
+
+    def _note_started(self, answer: Any, worker: PooledWorker) -> None:
+        try:
+            ray.get(answer)
+        except RayActorError as error:
+            self._died_starting += not worker.has_started
+            if error.actor_init_failed or self._died_starting == ATTEMPTS:
+                raise StageError(f"a worker can't start: {last_line(error)}") from error
+            return
+        worker.has_started, self._died_starting = True, 0
+        worker.idle_since = time.monotonic()
+        self._idle.append(worker)
+
+    def _end(self, workers: Iterable[PooledWorker]) -> None:
+        ended = set(workers)
+        for worker in ended:
+            ray.kill(worker.actor)
+        self._starting = {answer: worker for answer, worker in self._starting.items() if worker not in ended}
+        self._idle = [worker for worker in self._idle if worker not in ended]
+        self._leased -= ended
+
+
+def result_of(task: Any) -> Any:
+    """The result of a worker's task.
+
+    Raises:
+        WorkerLostError: If the worker died.
+        Exception: Whatever the task raised.
+    """
+    try:
+        return ray.get(task)
+    except RayActorError as error:
+        raise WorkerLostError(last_line(error)) from error
+    except RayTaskError as error:
+        raise (error.cause or error) from None
