@@ -124,7 +124,7 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
     )
 
 
-def test_a_worker_that_is_killed_costs_its_leg_and_no_more(make_study: MakeStudy) -> None:
+def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeStudy) -> None:
     path = make_study()
     settings = ["sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=131072", "sweep.trials=3"]
     killed = threading.Event()
