@@ -66,7 +66,7 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
     part = replace(record.rounds[0], searcher=chosen.searcher)
     sampler = make_sampler(part, chosen, n_params=10, n_tokens=RUNGS[-1], taught=lambda: nothing)
     rule = make_rule(chosen, SPACE)
-    return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, endings=list)
+    return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, anneal_jobs=list)
 
 
 def fly(engine: Engine) -> Iterator[TrialSegment]:

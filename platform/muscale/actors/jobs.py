@@ -25,6 +25,9 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 if TYPE_CHECKING:
     from muscale.actors.pool import PooledWorker, WorkerPool
 
+ATTEMPTS = 3
+"""At a training whose worker was lost; what it had finished is in the ledger."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -100,7 +103,7 @@ def finish_stage(
 
 
 def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tuple[Chain, Outcome]]:
-    from muscale.actors.pool import ATTEMPTS, IDLE_SECONDS, result_of
+    from muscale.actors.pool import IDLE_SECONDS, result_of
 
     begun = time.time()
     waiting = deque(list(group) for group in groups)

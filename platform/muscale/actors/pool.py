@@ -19,8 +19,7 @@ from muscale.store.ledger import Ledger
 
 IDLE_SECONDS = 20.0
 """How long a worker without work stays warm while others are at work; somebody else may want its device."""
-ATTEMPTS = 3
-"""At a training whose worker was lost, and at starting a worker."""
+_STARTS = 3  # that may fail one after the other
 
 
 @dataclass(eq=False, kw_only=True)
@@ -135,7 +134,7 @@ class WorkerPool:
             ray.get(answer)
         except RayActorError as error:
             self._died_starting += not worker.has_started
-            if error.actor_init_failed or self._died_starting == ATTEMPTS:
+            if error.actor_init_failed or self._died_starting == _STARTS:
                 raise StageError(f"a worker can't start: {last_line(error)}") from error
             return
         worker.has_started, self._died_starting = True, 0

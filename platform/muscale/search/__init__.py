@@ -2,5 +2,5 @@
 
 A sweep is a record in the ledger: suggestions, results at rungs, decisions. A `Sampler` turns the record into the next
 configuration, a `Rule` into the next move, and both are functions of the record (and of what other runs have taught), so a
-sweep that was interrupted goes on from its rows. Ray Tune runs the moves, a leg at a time, on warm actors.
+sweep that was interrupted goes on from its rows. Ray Tune runs the moves, a job at a time, on warm workers.
 """

@@ -1,4 +1,4 @@
-"""What a sweep may cost, and what it has cost: the sweep stops before the first leg that would go beyond it."""
+"""What a sweep may cost, and what it has cost: the sweep stops before the first segment that would go beyond it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Budget:
         return len(record.configs) < self.trials
 
     def allows(self, record: Record, rung: int, until: int) -> bool:
-        """Whether a leg from one rung (−1: the start) to another stays within every limit."""
-        tokens = self.spent(record) + self._in_flight(record) + self._leg(rung, until)
+        """Whether a segment from one rung (−1: the start) to another stays within every limit."""
+        tokens = self.spent(record) + self._in_flight(record) + self._segment(rung, until)
         tokens += self._owed(record, rung, more=1) - self._owed(record, rung)
         tokens += self._kept(len(record.configs) + (rung < 0)) + self.repeated_tokens
         flops = 6.0 * self.n_params * tokens
@@ -97,11 +97,11 @@ class Budget:
         return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
 
     def _in_flight(self, record: Record) -> int:
-        """Tokens of the legs that have not arrived, and of their branches."""
-        return sum(self._leg(record.last_rung(trial), until) for trial, until in record.open.items())
+        """Tokens of the segments that have not arrived, and of their branches."""
+        return sum(self._segment(record.last_rung(trial), until) for trial, until in record.open.items())
 
-    def _leg(self, rung: int, until: int) -> int:
-        """Tokens of a leg from one rung (−1: the start) to another, and of the branches that it may come to owe."""
+    def _segment(self, rung: int, until: int) -> int:
+        """Tokens of a segment from one rung (−1: the start) to another, and of the branches that it may come to owe."""
         return self.rung_tokens[until] - self._stable(rung) + sum(self.branch_tokens[rung + 1 : until + 1])
 
     def _stable(self, rung: int) -> int:

@@ -1,10 +1,11 @@
-"""The engine of a sweep: asks rule and sampler for the next leg, and notes what came of it. Knows no Ray."""
+"""The engine of a sweep: asks scheduler and sampler for the next job, and notes what came of it. Knows no Ray."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from muscale.actors.jobs import ATTEMPTS
 from muscale.search.budget import Budget
 from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.record import Record, RungResult
@@ -12,23 +13,21 @@ from muscale.search.record_view import RecordView
 from muscale.search.samplers import Sampler
 from muscale.search.schedulers import GoOn, Rule, Start
 
-_ATTEMPTS = 3  # at a leg or ending whose worker was lost
-
 
 class Engine:
-    """Hands out legs until nothing is left to do: those left open first, then what the rule says, in the end the endings.
+    """Hands out jobs until nothing is left to do: open segments first, then what the scheduler says, at last the anneal jobs.
 
     Args:
         record: What was suggested, measured and decided.
         rule, sampler, budget: Of the search.
         top: The last rung.
         on_arrival: Called with each new result.
-        endings: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
+        anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
             done, as what is found by some makes others wanted.
 
     Attributes:
         interrupted: Once set, nothing is begun.
-        failures: EngineSearcher and endings that are left for the next time that the sweep is run, and why.
+        failures: Trials and anneal jobs that are left for the next time that the sweep is run, and why.
         refusal: Why no worker can train for this sweep, so that nothing more is begun; None while they can.
     """
 
@@ -41,14 +40,14 @@ class Engine:
         *,
         top: int,
         on_arrival: Callable[[RungResult], None],
-        endings: Callable[[], Sequence[AnnealJob]],
+        anneal_jobs: Callable[[], Sequence[AnnealJob]],
     ) -> None:
         self.record, self.budget = record, budget
         self.interrupted = False
         self.failures: dict[int | AnnealJob, str] = {}
         self.refusal: str | None = None
         self._rule, self._sampler, self._top = rule, sampler, top
-        self._on_arrival, self._endings = on_arrival, endings
+        self._on_arrival, self._anneal_jobs = on_arrival, anneal_jobs
         self._in_flight: set[int | AnnealJob] = set()
         self._losses: Counter[int | AnnealJob] = Counter()
         self._queue: deque[AnnealJob] = deque()
@@ -66,14 +65,14 @@ class Engine:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
-        return not self.record.open and self._move() is None and not self._endings()
+        return not self.record.open and self._move() is None and not self._anneal_jobs()
 
     def next(self) -> TrialSegment | AnnealJob | None:
         """What to train next, or None if there is nothing to begin now."""
         if self.is_stopping:
             return None
         self.record.heed_cancels()
-        return self._next_leg() or self._next_ending()
+        return self._next_segment() or self._next_anneal_job()
 
     def arrived(self, arrival: RungResult) -> None:
         """Note a result."""
@@ -83,61 +82,61 @@ class Engine:
             self._on_arrival(arrival)
 
     def ends(self, what: TrialSegment | AnnealJob) -> bool:
-        """Whether a leg that came to a rung ends there, wherever it was going: all are stopping, or its trial was cancelled."""
+        """Whether a job that came to a rung ends there, wherever it was going: all are stopping, or its trial was cancelled."""
         self.record.heed_cancels()
         return self.is_stopping or (isinstance(what, TrialSegment) and what.trial in self.record.cancelled)
 
     def finished(self, what: TrialSegment | AnnealJob) -> None:
-        """Note that a leg or an ending is over."""
+        """Note that a job is over."""
         self._in_flight.discard(_name(what))
 
     def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that a leg or an ending lost its worker: it is flown again, but not for ever."""
+        """Note that a job lost its worker: it is run again, `ATTEMPTS` times in all."""
         self.finished(what)
         self._losses[_name(what)] += 1
-        if self._losses[_name(what)] == _ATTEMPTS:
-            self.failed(what, f"its worker was lost {_ATTEMPTS} times: {why}")
+        if self._losses[_name(what)] == ATTEMPTS:
+            self.failed(what, f"its worker was lost {ATTEMPTS} times: {why}")
         elif isinstance(what, AnnealJob):
             self._queue.append(what)
 
     def failed(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that a leg or an ending can't be trained here and now, for another reason than divergence."""
+        """Note that a job can't be trained here and now, for another reason than divergence."""
         self.finished(what)
         self.failures[_name(what)] = why
 
     def refuse(self, what: TrialSegment | AnnealJob, why: str) -> None:
-        """Note that no worker can train for this sweep, as one found by this leg or ending."""
+        """Note that no worker can train for this sweep, as one found at this job."""
         self.finished(what)
         self.refusal = self.refusal or why
 
-    def _next_leg(self) -> TrialSegment | None:
+    def _next_segment(self) -> TrialSegment | None:
         record = self.record
         for trial in record.open:
             if trial not in self._in_flight and trial not in self.failures:
-                return self._leg(trial)
+                return self._segment(trial)
         match self._move():
             case Start(until=until):
                 number = len(record.configs)
                 config = self._sampler.propose(number, RecordView(record, self._top))
                 record.start(config, until)
-                return self._leg(number)
+                return self._segment(number)
             case GoOn() as move:
                 record.go_on(move.trial, move.until, move.path, move.donor)
-                return self._leg(move.trial)
+                return self._segment(move.trial)
         return None
 
-    def _next_ending(self) -> AnnealJob | None:
+    def _next_anneal_job(self) -> AnnealJob | None:
         if (
             not self._in_flight and not self._queue and not self.record.open
-        ):  # a leg that failed is flown by the next run first
-            self._queue.extend(ending for ending in self._endings() if ending not in self.failures)
+        ):  # a segment that failed is run by the next command first
+            self._queue.extend(job for job in self._anneal_jobs() if job not in self.failures)
         while self._queue and self._queue[0].trial in self.record.cancelled:
             self._queue.popleft()
         if not self._queue:
             return None
-        ending = self._queue.popleft()
-        self._in_flight.add(ending)
-        return ending
+        job = self._queue.popleft()
+        self._in_flight.add(job)
+        return job
 
     def _move(self) -> Start | GoOn | None:
         """What the rule wants, if the budget allows it; where it does not allow another trial, the rule goes on without."""
@@ -151,7 +150,7 @@ class Engine:
         rung = self.record.last_rung(move.trial) if isinstance(move, GoOn) else -1
         return self.budget.allows(self.record, rung, move.until)
 
-    def _leg(self, trial: int) -> TrialSegment:
+    def _segment(self, trial: int) -> TrialSegment:
         self._in_flight.add(trial)
         record = self.record
         return TrialSegment(
@@ -160,5 +159,5 @@ class Engine:
 
 
 def _name(what: TrialSegment | AnnealJob) -> int | AnnealJob:
-    """What a leg is known by, which begins elsewhere once it has come to a rung."""
+    """What a job is known by; a segment begins elsewhere once it has come to a rung."""
     return what if isinstance(what, AnnealJob) else what.trial

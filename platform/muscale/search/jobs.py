@@ -1,4 +1,4 @@
-"""What one Tune trial trains: a leg of a trial of the sweep, or an annealed run that ends from a rung."""
+"""The jobs of a sweep: a segment of a trial, or an annealed run that ends from a rung; one Tune trial runs one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class AnnealJob:
     seed: int | None
 
 
-def job_to_json(leg: TrialSegment | AnnealJob) -> str:
+def job_to_json(job: TrialSegment | AnnealJob) -> str:
     """As text, which a Tune trial's config carries."""
-    return json.dumps({**vars(leg), "path": path_to_json(leg.path)})
+    return json.dumps({**vars(job), "path": path_to_json(job.path)})
 
 
 def job_from_json(text: str) -> TrialSegment | AnnealJob:

@@ -132,10 +132,10 @@ class Sweep:
         n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
         sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
         rule = make_rule(settings, part.space)
-        endings = partial(self.endings, record, on_run)
-        return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, endings=endings)
+        anneal_jobs = partial(self.anneal_jobs, record, on_run)
+        return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, anneal_jobs=anneal_jobs)
 
-    def endings(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
+    def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
 
         Those that are known are noted as runs of this sweep.
@@ -150,13 +150,13 @@ class Sweep:
         for kind, find in wanted:
             jobs = find()
             noted = self.ledger.run_losses([job.chain.key for _, job in jobs])
-            unknown, left = [], [(ending, job) for ending, job in jobs if job.chain.key not in noted]
+            unknown, left = [], [(annealed, job) for annealed, job in jobs if job.chain.key not in noted]
             ended = self.ledger.outcomes(job.chain for _, job in left)
-            for ending, job in left:
+            for annealed, job in left:
                 if outcome := ended.get(job.chain.key):
                     self.ledger.insert(runs, **job.row(outcome))
                 else:
-                    unknown.append(ending)
+                    unknown.append(annealed)
             if jobs:
                 on_run(len(jobs) - len(unknown), len(jobs), kind)
             if unknown:
@@ -203,22 +203,22 @@ class Sweep:
 
     def branches(self, record: Record) -> list[tuple[AnnealJob, Job]]:
         """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""
-        endings = []
+        wanted: list[tuple[int, int]] = []
         for rung in range(self.plan.top + 1):
             if self.plan.has_branch(rung):
                 alive = [trial for loss, trial in record.ranking(rung) if math.isfinite(loss)]
                 arrived = [trial for trial in alive if trial not in record.cancelled]
                 gone = {trial for trial in arrived if (trial, rung) in record.went_on}
-                endings += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
-        return [self._ending(record, trial, rung) for trial, rung in endings]
+                wanted += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
+        return [self._anneal_job(record, trial, rung) for trial, rung in wanted]
 
     def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[AnnealJob, Job]]:
         """The leading trials, (trial, rung), under seeds that the search did not see."""
         first = self.config.sweep.seed + 1
         seeds = range(first, first + self.config.sweep.n_seeds)
-        return [self._ending(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
+        return [self._anneal_job(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
 
-    def _ending(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[AnnealJob, Job]:
+    def _anneal_job(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[AnnealJob, Job]:
         path = record.path_towards(trial, rung)
         job = Job(
             purpose="sweep",
@@ -242,7 +242,7 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
 
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
-        StageError: If no trial came to an annealed end, a leg failed for another reason than divergence, or the budget does
+        StageError: If no trial came to an annealed end, a job failed for another reason than divergence, or the budget does
             not allow a trial.
         LeaseLostError: If this process was away for so long that another one goes on with the sweep.
     """
@@ -310,7 +310,7 @@ def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
     """The sweep's finished annealed runs under its own seed, a row each: trial, rung, n_tokens, loss (NaN: diverged)."""
     jobs = sweep.branches(record)
     losses = sweep.ledger.run_losses([job.chain.key for _, job in jobs])
-    known = [(ending, job.chain) for ending, job in jobs if job.chain.key in losses]
+    known = [(annealed, job.chain) for annealed, job in jobs if job.chain.key in losses]
     rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
     return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
@@ -344,7 +344,7 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
     annealed = annealed_runs(sweep, record)
     repetitions = sweep.repetitions(record, leading(sweep, record, annealed))
     outcomes = sweep.ledger.outcomes(job.chain for _, job in repetitions)
-    ended = [(ending, outcomes[job.chain.key]) for ending, job in repetitions if job.chain.key in outcomes]
+    ended = [(annealed, outcomes[job.chain.key]) for annealed, job in repetitions if job.chain.key in outcomes]
     repeated = pd.DataFrame(
         [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
         columns=["trial", "seed", "loss"],

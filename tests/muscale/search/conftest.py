@@ -70,7 +70,9 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
         record.begin_round(resolve_searcher(settings, pd.DataFrame()), settings.space)
     sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, taught=_nothing)
     rule = make_rule(settings, settings.space)
-    return Engine(record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None, endings=list)
+    return Engine(
+        record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None, anneal_jobs=list
+    )
 
 
 def _nothing() -> pd.DataFrame:

@@ -213,7 +213,7 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
         unlimited,
         top=3,
         on_arrival=lambda arrival: None,
-        endings=lambda: wanted,
+        anneal_jobs=lambda: wanted,
     )
     whole, failed = engine.next(), engine.next()
     assert isinstance(whole, TrialSegment)
