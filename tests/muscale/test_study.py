@@ -164,7 +164,7 @@ def check_tracked(study: Study, promotion: Promotion) -> None:
     (whole,) = (folder / "study").iterdir()
     assert (whole / REPORT).exists()
     assert (whole / "plan.toml").exists()
-    assert Tracking(study.config, study.ledger).sync().startswith("sync: runs with something new to them: tensorboard ")
+    assert Tracking(study.config, study.ledger).sync().startswith("sync: updated runs: tensorboard ")
 
 
 def check_gate(study: Study, promotion: Promotion) -> None:
@@ -206,7 +206,7 @@ def check_bundle(study: Study, promotion: Promotion) -> None:
     assert study.bundle().path == bundle.path
     assert (bundle.path / MANIFEST).stat().st_mtime_ns == written, "it is written once"
     lineage = bundle.read(LINEAGE)
-    assert lineage["doubts"] == []
+    assert lineage["caveats"] == []
     assert lineage["sweep"]["winner"] == study.sweep().winner
     assert lineage["transfer"]["verdict"] == promotion.verdict
     assert lineage["plan"]["key"] == promotion.plan

@@ -165,7 +165,7 @@ def test_a_place_that_can_not_be_written_is_told_and_the_work_goes_on(
     assert done
     (told,) = [message for message in caplog.messages if message.startswith("tracking:")]
     assert "tensorboard: " in told
-    assert "the work goes on" in told
+    assert "the work continues" in told
 
 
 UNREACHABLE = """
@@ -237,5 +237,5 @@ def test_nothing_is_started_where_every_tracker_is_off(tmp_path: Path) -> None:
     with mirror.following(lambda: [run]):
         pass
     assert not (tmp_path / "study").exists()
-    assert "no tracker is on" in str(mirror)
+    assert "no tracker is configured" in str(mirror)
     assert isinstance(mirror, Mirror)

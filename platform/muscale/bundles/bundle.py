@@ -80,11 +80,11 @@ class Bundle(Result):
         """Open a bundle, after every file was held against the manifest.
 
         Raises:
-            BundleError: If it is not a bundle, or not whole; naming each file that is missing, different or extra.
+            BundleError: If it is no bundle or damaged; naming each file that is missing, different or extra.
         """
         found = verify(path)
         if not found.passed:
-            raise BundleError(f"{found}\nthe bundle is not what was written; get it again from where it was made")
+            raise BundleError(f"{found}\nthe bundle differs from what was written; copy it again from its source")
         return cls(path=Path(path), verification=found)
 
     def read(self, name: str) -> Any:
@@ -100,7 +100,7 @@ class Bundle(Result):
             raise BundleError(f"{path}: can't be read ({error})") from error
 
     def _read_as(self, name: str, take: Callable[[Any], T]) -> T:
-        """What is taken from one of its JSON files, whose hash held, though whoever wrote it may have written anything."""
+        """A value read from one of its JSON files, which may hold anything although its hash holds."""
         try:
             return take(self.read(name))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -110,7 +110,7 @@ class Bundle(Result):
 
     @property
     def numerics(self) -> Numerics:
-        """What determined the numbers of the run."""
+        """Numerics of the run."""
         return self._read_as(MODEL, lambda values: Numerics.from_dict(values["numerics"]))
 
     def decoder(self, *, averaged: bool = False) -> Decoder:
@@ -136,7 +136,7 @@ class Bundle(Result):
         return decoder.eval()
 
     def train_state(self) -> TrainState:
-        """What a training needs to go on exactly from the end of the run; see `proxy_models.training.trainer.Trainer`.
+        """The state from which a training continues exactly at the end of the run; see `proxy_models.training.trainer.Trainer`.
 
         A guard's last snapshot is not in it: the next one is taken as the training goes on.
         """
@@ -149,7 +149,7 @@ class Bundle(Result):
         )
 
     def tokenizer(self) -> Tokenizer | None:
-        """What encoded the text; None where the corpus was given as tokens.
+        """The tokenizer of the text; None where the corpus was given as tokens.
 
         Raises:
             BundleError: If the tokenizer can't be read.
@@ -184,7 +184,7 @@ class Bundle(Result):
         seed: int = 0,
         averaged: bool = False,
     ) -> str:
-        """The text that follows a prompt, as a sanity check; see `proxy_models.architecture.generate`.
+        """A continuation of a prompt, as a sanity check; see `proxy_models.architecture.generate`.
 
         Raises:
             BundleError: If the bundle has no tokenizer, or an argument is out of its range.
@@ -212,7 +212,7 @@ class Bundle(Result):
         return (self.path / CONTINUED).exists()
 
     def __str__(self) -> str:
-        """Where it lies, its hash, the forecast and what was measured; with an average, both losses."""
+        """Its path, hash, forecast and measured loss; with an average, both losses."""
         name, tell = (CONTINUED, _format_continuation) if self._is_continuation else (FORECAST, _format_forecast)
         lines = [str(self.verification), f"  loss {self._read_as(name, tell)}"]
         if (self.path / AVERAGING).exists():
@@ -222,7 +222,7 @@ class Bundle(Result):
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.path / name
         if not path.exists():
-            raise BundleError(f"{path}: the bundle has no such file; of averages, write one with --average")
+            raise BundleError(f"{path}: the bundle has no such file; `muscale bundle --average` writes averages")
         try:
             return load_file(path)
         except SafetensorError as error:

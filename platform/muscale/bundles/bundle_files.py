@@ -30,15 +30,15 @@ _MAX_MANIFEST_BYTES = 16 << 20  # of a few dozen files it takes some kilobytes; 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(JsonResult):
-    """What became of a bundle since it was written.
+    """Comparison of a bundle with its manifest.
 
     Attributes:
         path: The bundle.
         digest: SHA-256 of its manifest.
-        n_files, n_bytes: That the manifest lists.
-        missing: Files that are not there.
-        different: Files whose size or hash is another, that can't be read, or that are no plain files.
-        extra: What is there and stands in no manifest.
+        n_files, n_bytes: Files and bytes that the manifest lists.
+        missing: Files that are gone.
+        different: Files with another size or hash, unreadable files, and files that are not plain.
+        extra: Files that the manifest does not list.
     """
 
     DERIVED = ("passed",)
@@ -53,7 +53,7 @@ class Verification(JsonResult):
 
     @property
     def passed(self) -> bool:
-        """Whether everything is as it was written."""
+        """Whether every file is as it was written."""
         return not (self.missing or self.different or self.extra)
 
     def __str__(self) -> str:

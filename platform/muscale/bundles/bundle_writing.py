@@ -47,7 +47,7 @@ sharding changes it by less than 1e-4 (a test of `full_run`), and all evaluate i
 
 
 class Bundled(Protocol):
-    """What a bundle is made from: a promoted run, or a continuation of one; attributes as those of `FinishedRun`."""
+    """Source of a bundle: a promoted run, or a continuation of one; attributes as those of `FinishedRun`."""
 
     @property
     def chain(self) -> Chain: ...
@@ -68,18 +68,18 @@ class Bundled(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """That were read of the corpus."""
+        """Tokens read of the corpus."""
 
     @property
     def outcome(self) -> tuple[str, dict[str, Any]]:
-        """Name of the file that tells it, and what that file says."""
+        """Name and content of the file of the outcome."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the manifest."""
+        """Facts for the manifest."""
 
     def card(self, averaging: dict[str, Any] | None) -> str:
-        """The model card; of an average of checkpoints, its loss."""
+        """The model card, with the loss of an average of checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class FinishedRun:
 
     @property
     def n_tokens(self) -> int:
-        """That were read of the corpus."""
+        """Tokens read of the corpus."""
         return self.plan.n_tokens
 
     @property
@@ -126,7 +126,7 @@ class FinishedRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the manifest."""
+        """Facts for the manifest."""
         return {"plan": self.plan.key, "finished_at": self.promotion.finished_at}
 
     def card(self, averaging: dict[str, Any] | None) -> str:
@@ -175,7 +175,7 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
 
 
 def _require_memory(model: ModelConfig, optimizer: OptimizerName) -> None:
-    """Refuse what would not fit, as the state is read whole."""
+    """Refuse a state that would not fit into memory, as it is read whole."""
     estimate = training_memory(model, micro_batch=1, optimizer=optimizer)
     needed, free = estimate.parameters + estimate.optimizer, psutil.virtual_memory().available
     if needed > free:
@@ -200,7 +200,7 @@ def _checked_loss(run: Bundled, decoder: Decoder) -> float:
 
 
 def _write_tensors(stepper: Stepper, folder: Path) -> None:
-    """Weights, and what the optimizer and the steps remember; the guard's snapshot is for a run that goes on."""
+    """Write the weights and the optimizer's state, without the guard's snapshot, which is for a run that continues."""
     weights: dict[str, Tensor] = {}
     rest: dict[str, Tensor] = {}
     for key, tensor in capture(stepper.module, stepper.optimizer).items():
@@ -247,7 +247,7 @@ def _write_facts(run: Bundled, stepper: Stepper, folder: Path) -> None:
 
 
 def _seeds(run: Bundled) -> dict[str, Any]:
-    """The full run's, and every one that the study file states."""
+    """Seeds of the full run and of the study file."""
     stated = {
         f"{table}.{key}": value
         for table, values in run.config.items()
@@ -283,7 +283,7 @@ def _write_environment(run: Bundled, folder: Path) -> None:
     here = {**environment(torch.device("cpu")), "package": package_fingerprint()}
     _write(folder / parts.ENVIRONMENT, {"run": result["environment"], "bundle": here})
     installed = {f"{found.name}=={found.version}" for found in metadata.distributions() if found.name}
-    told = "# What was installed where this bundle was written; what the run itself stated is in environment.json.\n"
+    told = "# Packages installed where this bundle was written; environment.json has those of the run.\n"
     (folder / parts.LOCK).write_text(told + "\n".join(sorted(installed, key=str.lower)) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The model card of a bundle: what was recorded of a run, and what the model is not."""
+"""The model card of a bundle: the recorded facts of a run, and the model's limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_card(
     lineage: dict[str, Any],
     averaging: dict[str, Any] | None = None,
 ) -> str:
-    """The text of the card, in Markdown; what users chose is escaped.
+    """The text of the card in Markdown; users' texts are escaped.
 
     Args:
         name: The study's.
@@ -36,7 +36,7 @@ def model_card(
         promotion: The run beside its forecast.
         numerics: Of the run.
         corpus: What it was trained on.
-        lineage: Results of sweep and fit as plain values, and doubts about them.
+        lineage: Results of sweep and fit as plain values, with caveats.
         averaging: The losses of the last weights and of the average of checkpoints, where there is one.
     """
     environment = jinja2.Environment(
@@ -59,7 +59,7 @@ def model_card(
         tokenizer="not known, as the corpus was given as tokens" if stated else kept_name(corpus.folder),
         sweep=lineage["sweep"],
         fit=lineage["fit"],
-        doubts=lineage["doubts"],
+        caveats=lineage["caveats"],
         averaging=averaging,
         told=told,
     )

@@ -1,4 +1,4 @@
-"""From a promoted run to its bundle: gathers what the study knows of it, and trains nothing."""
+"""Bundle of a promoted run, gathered from the study; trains nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:
 
 
 def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
-    """The run's chain, with what determined its numbers then: settings of the study may have changed since."""
+    """The run's chain with its numerics at the time, as settings of the study may have changed since."""
     runs = study.ledger.runs()
     own = runs[(runs["purpose"] == "full") & (runs["label"] == f"plan {plan.key}")]
     chain = plan.chain(study.config.numerics(corpus))
@@ -75,28 +75,28 @@ def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
 
 
 def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promotion) -> dict[str, Any]:
-    """Every stage as the ledger tells it now, and whether its fit is still the one that made the forecast."""
+    """Every stage as the ledger has it now, with caveats where that is not what the plan was made from."""
     recorded = {str(kind): study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.TRANSFER)}
     stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
     stages |= {"sweep": None, "fit": None}
-    doubts: list[str] = []
+    caveats: list[str] = []
     if stages["transfer"] and stages["transfer"]["verdict"] != promotion.verdict:
-        doubts.append(f"the transfer check was made anew since the run was started: {stages['transfer']['verdict']!r}")
+        caveats.append(f"the transfer check was repeated after the run was started: {stages['transfer']['verdict']!r}")
     found = findings(study, known)
     if found.sweep:
         stages["sweep"] = found.sweep.to_dict()
     if found.fit:
-        stages["fit"] = _fit_of(found.fit, plan.forecast, doubts)
+        stages["fit"] = _fit_of(found.fit, plan.forecast, caveats)
     missing = [name for name, found in stages.items() if found is None]
     if missing:
-        doubts.append(f"not known any more: {', '.join(missing)}; runs were added or settings changed since")
-    return {**stages, "plan": plan.to_dict(), "promotion": promotion.to_dict(), "doubts": doubts}
+        caveats.append(f"no longer known: {', '.join(missing)}; runs were added or settings changed since")
+    return {**stages, "plan": plan.to_dict(), "promotion": promotion.to_dict(), "caveats": caveats}
 
 
-def _fit_of(fit: ScalingFit, told: Forecast, doubts: list[str]) -> dict[str, Any]:
+def _fit_of(fit: ScalingFit, told: Forecast, caveats: list[str]) -> dict[str, Any]:
     again = fit.forecast(told.n_params, told.n_tokens, level=told.level)
     if abs(again.loss / told.loss - 1) > 1e-9:
-        doubts.append(
-            f"the fit was made anew since the plan: it forecasts {again.loss:.6f} where {told.loss:.6f} was registered"
+        caveats.append(
+            f"the fit has changed since the plan: it forecasts {again.loss:.6f}, registered was {told.loss:.6f}"
         )
     return fit.to_dict()

@@ -32,7 +32,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
 
     Args:
         study: The study.
-        found: What its finished trainings say.
+        found: Results of its finished trainings.
     """
     check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
@@ -67,7 +67,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
 
 
 def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
-    """The plan of the study file as it was registered, or else the one registered last, and what came of it."""
+    """The plan of the study file as it was registered, or else the one registered last, and its outcome."""
     forecast = (study.ledger.forecast(planned.key) if planned else None) or study.ledger.latest_forecast()
     if forecast is None:
         return {}
@@ -100,7 +100,7 @@ def _full_run(study: StudyContents, planned: Plan | None) -> dict[str, Any]:
 
 
 def _environments(study: StudyContents) -> tuple[str, ...]:
-    """Where the ledger's trainings ran, a line each with how many."""
+    """The environments of the ledger's trainings, a line each with their number."""
     counts: dict[str, int] = {}
     for environment, n in study.ledger.read(_trained_on):
         versions = ", ".join(f"{name} {environment[name]}" for name in ("python", "torch", "muscale"))
@@ -110,7 +110,7 @@ def _environments(study: StudyContents) -> tuple[str, ...]:
 
 
 def _trained_on(connection: sa.Connection) -> list[tuple[dict[str, Any], int]]:
-    """Every environment that runs ended in, and how many did."""
+    """Every environment with the number of runs that ended in it."""
     text = sa.type_coerce(segments.c.environment, sa.Text)  # else each row's JSON is read
     query = sa.select(text, sa.func.count()).join(run_table, run_table.c.key == segments.c.key).group_by(text)
     first = sa.func.min(run_table.c.created_at)

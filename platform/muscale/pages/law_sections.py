@@ -1,4 +1,4 @@
-"""The report's sections on the law: its data, where its optimum lies, how sure it is, and what to run next."""
+"""The report's sections on the law: its data, its optimum, its uncertainty, and the next runs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def law_sections(
 
     Args:
         fit: The law.
-        plan: As `Plan.to_dict` gives it, for what hangs on a target.
-        further: Runs that would make its forecast surer.
+        plan: As `Plan.to_dict` gives it; its target is marked in the figures.
+        further: Runs that would narrow its forecast.
     """
     whole = Section(
         title="The law and its data",
         command="fit",
         group=GROUP,
-        about="Only annealed runs near their own best rate tell the law.",
+        about="The law is fitted to annealed runs near their best rate only.",
         result=str(fit) if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
     )
@@ -51,17 +51,17 @@ def law_sections(
         ),
         (
             "Loss over size and tokens",
-            "Lines of equal loss and of equal compute by the mean of the forecast's fits; its frontier passes where they touch.",
+            "Contours of loss and of compute by the mean of the forecast's fits; the frontier passes where they touch.",
             fit.plot_contours(target),
         ),
         (
             "Best size and tokens against compute",
-            "N, D and D/N on the frontier; the bands tell how they move with the choice of fit and with the runs drawn again.",
+            "N, D and D/N on the frontier; the bands show their spread over the choice of fit and over bootstrap samples.",
             fit.plot_allocation(),
         ),
         (
-            "How surely the law's parameters are known",
-            "Each point is a refit. Where two lean along a line, the runs tell their combination and not each of them.",
+            "Uncertainty of the law's parameters",
+            "Each point is a bootstrap refit. Where the points form a line, the runs determine only a combination of the two.",
             fit.plot_parameters(),
         ),
     ]
@@ -75,7 +75,7 @@ def law_sections(
             title="What to run next",
             command="plan",
             group=GROUP,
-            about="Runs that the family can build and the corpus can feed, which would shrink the forecast's interval most.",
+            about="The runs that would narrow the forecast's interval most, among those that the family and the corpus allow.",
             result=further.advice if further else None,
             table=as_table(further.table if further else None),
         ),
@@ -83,15 +83,15 @@ def law_sections(
 
 
 def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | None) -> list[Section]:
-    """What hangs on the plan's budget and its target."""
+    """Sections that depend on the plan's budget and its target."""
     if plan is None or target is None:
         return []
     decision = plan["decision"]
     sizes = Section(
-        title="What another size would cost",
+        title="Loss at other sizes",
         command="plan",
         group=GROUP,
-        about="The forecast over sizes at the plan's compute: on the thick part it hardly matters which one is trained.",
+        about="The forecast over sizes at the plan's compute; along the thick part the loss hardly changes.",
         drawings=drawn(
             fit.plot_sizes([decision["budget_flops"]], decision["tolerance"]),
             "loss against size at the plan's compute, with its flat part",
@@ -99,10 +99,10 @@ def _of_plan(fit: ScalingFit, plan: dict[str, Any] | None, target: Forecast | No
         table=as_table(pd.DataFrame(decision["near"])),
     )
     variants = Section(
-        title="What each fit says",
+        title="Forecast of each fit",
         command="plan",
         group=GROUP,
-        about="The forecast is a mean of several fits; how far they lie apart is part of its interval.",
+        about="The forecast is the mean of several fits; their spread is part of its interval.",
         drawings=drawn(
             fit.plot_variants(target), "the loss of the full run by each fit behind the forecast", wide=True
         ),
@@ -115,7 +115,7 @@ def _figure(title: str, about: str, figure: go.Figure, command: str) -> Section:
 
 
 def _profiles(fit: ScalingFit) -> Section:
-    """Where the runs bound the law's floor and its split of compute; E most often is what they bound least."""
+    """The runs' bounds on the law's floor and its split of compute; E is usually the least bounded."""
     results: list[str] = []
     drawings: tuple[Drawing, ...] = ()
     for name, called in _PROFILED.items():
@@ -127,10 +127,10 @@ def _profiles(fit: ScalingFit) -> Section:
             results.append(str(profile))
             drawings += drawn(profile.plot(), f"profile likelihood of {called}")
     return Section(
-        title="How far the law can move before it fits worse",
+        title="Profile likelihood of the law",
         command="fit",
         group=GROUP,
-        about="Each point is the best fit with that value held. A side that stays low is one on which the runs set no bound.",
+        about="Each point is the best fit with that value held fixed. On a side that stays low the runs set no bound.",
         result="\n\n".join(results),
         drawings=drawings,
     )
@@ -158,7 +158,7 @@ def _isoflops(fit: ScalingFit, plan: dict[str, Any] | None) -> Section:
         title="IsoFLOPs",
         command="fit",
         group=GROUP,
-        about="What each size comes to at fixed budgets, from the middle of the ladder to the plan; the lowest point is the best.",
+        about="The loss of each size at fixed budgets, from the middle of the ladder to the plan; the lowest point is the best.",
         result=result,
         drawings=(*drawings, *beside),
     )

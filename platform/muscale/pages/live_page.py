@@ -1,7 +1,7 @@
-"""The report as a live page: what changes in the ledger appears by itself.
+"""The report as a live page, which shows changes in the ledger as they happen.
 
-A thread looks at the ledger, and makes the page's parts anew when something changed; the server (`muscale.pages.live_server`) only
-hands out what it made last. The study is only read, but for requests that something ends (`muscale.store.cancels`).
+A thread polls the ledger and renders the page's parts again when something changed; the server (`muscale.pages.live_server`) only
+serves the latest rendering. The study is only read, except for cancel requests (`muscale.store.cancels`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The page as it was made last.
+    """The latest rendering of the page.
 
     Attributes:
-        contents: What it shows.
+        contents: Values that it shows.
         sections: Its parts.
-        tag: Of the whole: another one means that a part changed.
+        tag: Hash of the whole page.
     """
 
     contents: ReportContents
@@ -59,7 +59,7 @@ class Snapshot:
 
     @property
     def known(self) -> list[tuple[str, str]]:
-        """Every part, and the hash of its markup."""
+        """Every part with the hash of its markup."""
         return [(section.ident, section.hash) for section in self.sections]
 
 
@@ -69,7 +69,7 @@ class LivePage:
 
     Attributes:
         study: Whose ledger it is.
-        token: That actions take; None: there are none.
+        token: Access token of the actions; None: there are no actions.
     """
 
     study: StudyContents
@@ -82,14 +82,14 @@ class LivePage:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The page as it was made last; made where there is none yet."""
+        """The latest rendering; the first call renders."""
         if self._snapshot is None:
             self.look()
         assert self._snapshot is not None  # noqa: S101 - made the line before
         return self._snapshot
 
     def look(self) -> bool:
-        """Make the page anew if the ledger, or the full run's records, changed; returns whether it was."""
+        """Render the page again if the ledger or the full run's records changed; returns whether it was rendered."""
         pulse = self._feel()
         if self._snapshot is not None and pulse == self._pulse:
             return False
@@ -121,12 +121,12 @@ class LivePage:
                 self.look()
             except MuscaleError as error:  # a ledger that is away comes back, and the page stays as it was
                 _log.warning("live page: %s", error)
-            except Exception:  # half of a record may stand in a file that is being written; the next look has the whole
-                _log.exception("live page: could not be made anew")
+            except Exception:  # a file that is being written may end in half a record; the next look has the whole
+                _log.exception("live page: could not be rendered")
             pause = max(LOOK_SECONDS, _REST * (time.monotonic() - begun))
 
     def _feel(self) -> tuple[object, ...]:
-        """What differs once anything that the page shows has changed, first of all trainings; far cheaper than the page."""
+        """A value that changes with anything the page shows, trainings first; far cheaper than the page."""
         ledger = self.study.ledger
         directory = self.study.directory / FULL_RUNS
         files = sorted(path for name in (METRICS, EVALUATIONS) for path in directory.glob(f"*/{name}"))
@@ -136,7 +136,7 @@ class LivePage:
         return trained, counts, self._at_work(), sizes
 
     def _now(self, contents: ReportContents) -> Section:
-        """Who is at work, what was asked of them, and what may be asked."""
+        """The processes at work, the cancel requests so far, and the possible ones."""
         ledger, so_far = self.study.ledger, contents.so_far
         asked = [row for kind in (ResultKind.CANCEL_TRIAL, ResultKind.CANCEL_STUDY) for row in ledger.results(kind)]
         values = {
@@ -148,7 +148,7 @@ class LivePage:
         return Section(title="At work now", command="run", about="", template="now.html.jinja", values={"now": values})
 
     def _at_work(self) -> list[str]:
-        """Who is at work on the study, as far as it can be told from here."""
+        """The processes at work on the study, as far as they are visible from here."""
         begun = self.study.ledger.latest_result(ResultKind.PROMOTION_STARTED)
         found = _owners(self.study.ledger)
         if begun and not self.study.ledger.result(ResultKind.PROMOTION, begun["key"]):
@@ -176,7 +176,7 @@ class LivePage:
 
 
 def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:
-    """What differs of each table once a row came to it, found without reading through one that is large."""
+    """A value for each table that changes with every new row, found without scanning a large table."""
     found: dict[str, tuple[object, ...]] = {}
     for name in _COUNTED:
         table = metadata.tables[name]
@@ -194,7 +194,7 @@ def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:
 
 
 def _owners(ledger: Ledger) -> list[str]:
-    """Who holds a lease, in words: a process is told once."""
+    """The holders of leases in words, each process once."""
     held = [row for row in ledger.read(taken_leases) if not is_dead(row["owner"])]
     told: dict[tuple[str, int], str] = {}
     for row in sorted(held, key=lambda row: (not row["name"].startswith("sweep "), row["name"])):

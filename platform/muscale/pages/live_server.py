@@ -1,7 +1,7 @@
 """The server of the live page, on this machine's loopback device alone.
 
-It is read-only. Started with actions, it also takes requests that a trial or the study ends, each with an access token in a
-header: no page of elsewhere can send one, and none stands in an address.
+It is read-only. Started with actions, it also accepts cancel requests for a trial or the study, each with an access token in a
+header: no other site's page can send one, and no address holds one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HOST = "127.0.0.1"
 
 
 class Reason(BaseModel):
-    """Why something is cancelled."""
+    """Reason of a cancellation."""
 
     reason: str = Field(default="", max_length=LONGEST_REASON)
 
 
 def live_app(live: LivePage) -> FastAPI:
-    """The server of a live page; without a documentation of its own, as that would be loaded from elsewhere."""
+    """The server of a live page, without FastAPI's documentation pages, which load scripts from elsewhere."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     # A name that leads here from elsewhere (DNS rebinding) is refused.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
@@ -125,13 +125,13 @@ def serve(study: StudyContents, *, port: int, allow_actions: bool) -> None:
     try:
         bound = socket.create_server((HOST, port))
     except OSError as error:
-        raise StageError(f"ui: --port {port}: {error.strerror}; another port, or 0 for any that is free") from None
+        raise StageError(f"ui: --port {port}: {error.strerror}; give another port, or 0 for any free one") from None
     with bound:
         token = secrets.token_urlsafe(24) if allow_actions else None
         live = LivePage(study=study, token=token)
         print(f"{study.config.name}: http://{HOST}:{bound.getsockname()[1]}/", flush=True)  # noqa: T201
-        told = f"access token for actions: {token}" if token else "read-only; --allow-actions lets it cancel"
-        print(f"{told}. Ctrl-C ends the page, not the study.", flush=True)  # noqa: T201
+        mode = f"access token for actions: {token}" if token else "read-only; --allow-actions adds cancel buttons"
+        print(f"{mode}. Ctrl-C stops the page, not the study.", flush=True)  # noqa: T201
         live.look()
         server = uvicorn.Server(
             uvicorn.Config(live_app(live), log_level="warning", lifespan="off", server_header=False)

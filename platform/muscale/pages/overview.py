@@ -1,4 +1,4 @@
-"""What a study has come to, at a glance: straight from the ledger, nothing is fitted or trained."""
+"""Summary of a study, straight from the ledger: nothing is fitted or trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STAGES = {"sweep": "sweep", "transfer": "transfer", "ladder": "ladder", "ablate
 
 
 def overview(study: StudyContents) -> str:
-    """Where the study is, how many runs each stage has, the forecast registered last and what came of it."""
+    """The study's place, the runs of each stage, the forecast registered last and the measured loss."""
     return lines(dict(_told(study)))
 
 

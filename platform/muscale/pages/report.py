@@ -74,8 +74,8 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
     """Every part of the page, in order.
 
     Args:
-        contents: What is known.
-        memo: Where parts are kept that take long to draw, for the next time that what they show is the same.
+        contents: Values to show.
+        memo: Cache of the parts that take long to draw, reused while their values are the same.
     """
 
     def kept(make: Callable[..., list[Section]], *shown: Any) -> list[Section]:
@@ -93,14 +93,14 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
         Section(
             title="The corpus",
             command="check",
-            about="Every source and its share at the end of a run; with a plan, how often the full run sees each.",
+            about="Every source with its share at the end of a run; with a plan, the epochs of the full run on each.",
             result="\n".join(_corpus_lines(contents)),
             table=as_table(_epochs(contents)),
         ),
         Section(
             title="Coordinate check",
             command="check",
-            about="Every activation must move by the same amount at every width, or nothing tuned small holds when large.",
+            about="Every activation must move by the same amount at every width; otherwise values tuned small do not transfer.",
             result=str(contents.check) if contents.check else None,
             drawings=drawn(contents.check and contents.check.plot(), "sizes of activations against width, by step"),
         ),
@@ -112,20 +112,20 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             title="The full run",
             command="promote",
             group="The full run",
-            about="The forecast was registered before the first step and can't be changed, and so was the band on the way to it.",
+            about="The forecast and the band were registered before the first step and cannot be changed.",
             result="\n".join(str(told) for told in (contents.band, contents.evaluated) if told),
-            drawings=drawn(_curve(contents), "loss along the full run, its forecast and what was measured"),
+            drawings=drawn(_curve(contents), "loss along the full run, its forecast and the measured loss"),
             table=as_table(_source_losses(contents)),
         ),
-        _befallen(contents),
+        _events(contents),
         *_calibration(contents.calibration),
         _spending(contents.spending),
         Section(
             title="Every run",
             command="run",
             group="Ledger",
-            about="The ledger: one row for each run to its annealed end; loss in nats per token on held-out text. Of many, "
-            "the latest; `muscale runs` has all.",
+            about="One row for each annealed run, loss in nats per token on held-out text. A long table shows the "
+            "latest runs; `muscale runs` has all.",
             table=as_table(_latest(contents.runs) if len(contents.runs) else None),
         ),
         _reproduction(contents.reproduction),
@@ -133,7 +133,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Whether plain values are equal; of others it isn't asked."""
+    """Whether plain values are equal; others are never compared."""
     return isinstance(before, dict) and bool(before == now)
 
 
@@ -156,7 +156,7 @@ def _summary(contents: ReportContents) -> Section:
 
 
 def _plan(contents: ReportContents) -> list[Section]:
-    about = "Size, tokens and hyperparameters of the full run, each with the rule that carried it there."
+    about = "Size, tokens and hyperparameters of the full run, each with the rule that transferred it."
     if contents.plan is None:
         return [Section(title="The plan", command="plan", about=about)]
     values = {"plan": contents.plan, "gate": contents.gate}
@@ -178,35 +178,35 @@ def _epochs(contents: ReportContents) -> pd.DataFrame | None:
 
 
 def _source_losses(contents: ReportContents) -> pd.DataFrame | None:
-    """The measured loss by source, where there are several."""
+    """The measured loss by source."""
     if contents.promotion is None:
         return None
     return pd.DataFrame(contents.promotion["source_losses"].items(), columns=["source", "loss, nats per token"])
 
 
-def _befallen(contents: ReportContents) -> Section:
+def _events(contents: ReportContents) -> Section:
     events, begun = contents.run_events, contents.curve is not None or contents.promotion is not None
-    quiet = "nothing: no alarm, no batch left out, no return to a checkpoint, no restart" if begun else None
+    quiet = "none: no alarm, no skipped batch, no rollback to a checkpoint, no restart" if begun else None
     return Section(
         title="Events",
         command="promote",
         group="The full run",
-        about="Alarms, batches left out, returns to a checkpoint and restarts, in order of time.",
+        about="Alarms, skipped batches, rollbacks to a checkpoint and restarts, in order of time.",
         result=quiet if events is None or events.empty else None,
         table=as_table(events),
     )
 
 
 def _calibration(found: Calibration | None) -> list[Section]:
-    """Of every run that ended, once there is one."""
+    """The section on runs that ended, once there is one."""
     if found is None or found.table.empty:
         return []
     return [
         Section(
-            title="Did forecasts hold?",
+            title="Did the forecasts hold?",
             command="promote",
             group="The full run",
-            about="Every full run that ended, its residual in units of the forecast's own scale. Asserted: as its owner tells.",
+            about="Every full run that ended, its residual in units of the forecast's scale. Asserted: reported by the run's owner.",
             table=as_table(found.table.drop(columns="study")),
         )
     ]
@@ -214,10 +214,10 @@ def _calibration(found: Calibration | None) -> list[Section]:
 
 def _spending(table: pd.DataFrame) -> Section:
     return Section(
-        title="What it cost",
+        title="Cost",
         command="run",
         group="Ledger",
-        about="Compute and time by purpose; what several runs share is counted once, at the first that wanted it.",
+        about="Compute and time by purpose; training that several runs share is counted once, for the first of them.",
         result=format_spending(table) if len(table) else None,
         drawings=drawn(draw_spending(table) if len(table) else None, "shares of compute and time by purpose"),
         table=as_table(table),
@@ -225,7 +225,7 @@ def _spending(table: pd.DataFrame) -> Section:
 
 
 def _reproduction(found: Reproduction | None) -> Section:
-    about = "The commands, what determines the result, and the study file as it was read."
+    about = "The commands, the hashes that determine the results, and the study file."
     if found is None:
         return Section(title="How to reproduce", command="run", group="Ledger", about=about)
     return Section(
@@ -239,7 +239,7 @@ def _reproduction(found: Reproduction | None) -> Section:
 
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
-    """What is shown of the runs: all, oldest first, or of too many the latest first."""
+    """The runs that are shown: all, oldest first; of too many, the latest first."""
     table = runs[["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]]
     return table if len(table) <= MAX_ROWS else table.iloc[::-1]
 

@@ -1,4 +1,4 @@
-"""What a report shows, as values: `contents` gathers them, `report` draws them."""
+"""The values of a report: `contents` gathers them, `report` draws them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportContents:
-    """None is what is not known yet."""
+    """Values of a report; None is what is not known yet."""
 
     name: str
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""How a study's results are made again: its commands, what determines them, and the versions at hand."""
+"""Reproduction of a study's results: its commands, the hashes that determine them, and the installed versions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LIBRARIES = ("torch", "ray", "optuna", "lightning", "mup", "numpy", "scipy", "p
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """What somebody else needs.
+    """Everything needed to reproduce a study.
 
     Attributes:
-        commands: To type, each with what it does.
-        keys: Name and value of each hash that a result hangs on.
-        versions: Name and version of what this page was written with.
-        study_file: The text of the study file, None where it can't be read any more.
+        commands: Command lines, each with its purpose.
+        keys: Name and value of each hash that determines a result.
+        versions: Name and version of the libraries that wrote this page.
+        study_file: Text of the study file, None where it is gone.
         overrides: Settings that replaced the file's, as given to --set.
-        environments: Where the ledger's trainings ran, a line each.
+        environments: Environments of the ledger's trainings, a line each.
     """
 
     commands: tuple[tuple[str, str], ...]
@@ -44,14 +44,14 @@ def reproduction(
     keys: dict[str, str | None],
     environments: tuple[str, ...],
 ) -> Reproduction:
-    """Of a study.
+    """The reproduction of a study.
 
     Args:
         path: Of the study file.
         overrides: As given to --set.
         identity: The study's, as the ledger has it.
-        keys: Further hashes, those that are known.
-        environments: Where its trainings ran.
+        keys: Further hashes, None where unknown.
+        environments: As in `Reproduction`.
     """
     name = path.name if path else "study.toml"
     text = path.read_text() if path and path.exists() else None
@@ -63,7 +63,7 @@ def reproduction(
     }
     return Reproduction(
         commands=(
-            (f"muscale run {study}", "every stage; what the ledger knows is not trained again"),
+            (f"muscale run {study}", "every stage; finished work is reused"),
             (f"muscale runs {study}", "the ledger as a table"),
             (f"muscale report {study}", "this page"),
             (f"muscale ui {study}", "this page while the study runs"),

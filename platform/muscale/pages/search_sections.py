@@ -19,8 +19,8 @@ SEARCH, TRANSFER = "The search", "Transfer"
 
 
 def search_sections(sweep: SweepResult | None) -> list[Section]:
-    """What was searched, with a section for each figure for which there is data."""
-    about = "Trials at the base shape, compared at rungs; those that went on and the best of each rung were annealed."
+    """The finished search, with a section for each figure for which there is data."""
+    about = "Trials at the base shape, compared at rungs; promoted trials and the best of each rung were annealed."
     if sweep is None:
         return [Section(title="What was searched", command="sweep", group=SEARCH, about=about)]
     whole = Section(
@@ -50,52 +50,52 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
                 command="sweep",
                 group=SEARCH,
                 about="Shares of the variance of log loss.",
-                missing=f"It can't be told: {reason}.",
+                missing=f"Importance can't be estimated: {reason}.",
             )
         )
     return [whole, *parts]
 
 
 def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.DataFrame | None]]:
-    """(title, what it shows, figure, table) of every further figure for which a sweep has data."""
+    """(title, description, figure, table) of every further figure for which a sweep has data."""
     if "learning_rate" in result.fitted.box.bounds:
         about = (
-            "Dots: annealed runs; lines: the surface fitted to all of them, the rest at its optimum; stars: its optima."
+            "Dots: annealed runs; lines: the fitted surface, other hyperparameters at their optimum; stars: its optima."
         )
         yield "Loss against learning rate in the search", about, result.plot_rate(), result.optima
     if result.is_population:
-        about = "Who went on from whose state; the thick path leads to the winner."
+        about = "Which member continued from whose state; the thick path leads to the winner."
         yield "The population's lineage", about, result.plot_lineage(), result.copies
     if result.finalists:
-        about = "The leading trials over seeds that the search did not see, with 90 % intervals."
-        yield "How sure the winner is", about, result.plot_finalists(), result.finalists.trials.reset_index()
+        about = "The leading trials under new seeds, with 90 % intervals."
+        yield "Confidence in the winner", about, result.plot_finalists(), result.finalists.trials.reset_index()
     if result.space.searched:
-        about = "A line for each trial; drag along an axis to keep only some of them."
+        about = "One line per trial; drag along an axis to select some of them."
         yield "Every trial across its hyperparameters", about, result.plot_parallel(), None
     if not isinstance(result.importance_or_reason, str):
-        about = "Shares of the variance of log loss; what is in grey can't be told from noise."
+        about = "Shares of the variance of log loss; grey shares are indistinguishable from noise."
         table = result.importance().table.reset_index()
         yield "Which hyperparameters matter", about, result.plot_importance(), table
     yield (
-        "Best loss against what the search had cost",
+        "Best loss against the cost of the search",
         "Steps: the best so far at each rung.",
         result.plot_history(),
         None,
     )
-    about = "Annealed runs; on the steps lie those of which none is both cheaper and better."
+    about = "Annealed runs; the steps are the Pareto front of loss against compute."
     yield "Loss against compute in the search", about, result.plot_front(), None
 
 
 def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> list[Section]:
-    """What is searched now, until its trials came to their annealed ends."""
+    """The search in progress, until its trials are annealed."""
     if so_far is None or (sweep is not None and not so_far.running):
         return []
     return [
         Section(
-            title="The search as it goes",
+            title="Search in progress",
             command="sweep",
             group=SEARCH,
-            about="Every trial that was begun, with the loss at the rung it reached; nothing here is annealed yet.",
+            about="Every started trial with its loss at the last rung it reached; nothing is annealed yet.",
             result=str(so_far),
             drawings=drawn(so_far.plot(), "loss of each trial so far, from rung to rung"),
             table=as_table(so_far.trials),
@@ -105,14 +105,14 @@ def running_section(so_far: SearchSoFar | None, sweep: SweepResult | None) -> li
 
 def transfer_sections(verdict: Verdict | None) -> list[Section]:
     """The verdict with its drifts, a section for each scale and hyperparameter, and the laws in the tokens."""
-    about = "Under muP the best rate stays put while the model gets wider; the verdict gates promotion."
+    about = "Under muP the best rate does not move with width; the verdict gates promotion."
     horizon, batch, missing = (verdict.horizon, verdict.batch, verdict.missing) if verdict else (None, None, {})
     laws = [
         Section(
             title="Best rate against training tokens",
             command="transfer",
             group=TRANSFER,
-            about="muP says nothing about longer training; this law carries the rate across tokens.",
+            about="muP does not cover longer training; this law scales the rate with the tokens.",
             result=str(horizon) if horizon else missing.get("horizon law"),
             drawings=drawn(horizon and horizon.plot(), "best learning rate against training tokens"),
         )
@@ -123,7 +123,7 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
                 title="Best batch against training tokens",
                 command="transfer",
                 group=TRANSFER,
-                about="At equal tokens, the rate tuned for each batch; the best batch follows the tokens, not the size.",
+                about="Loss at equal tokens, the rate tuned for each batch; the best batch depends on the tokens, not on the size.",
                 result=str(batch) if batch else missing.get("batch law"),
                 drawings=drawn(batch and batch.plot(), "best batch against training tokens"),
                 table=as_table(batch.cells if batch else None),

@@ -1,4 +1,4 @@
-"""A part of the report: prose, a result, figures with alternative text, a table, all as values that the page draws."""
+"""A section of the report: prose, a result, figures with alternative text and a table, as values for the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYOUT = {
 }
 _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,136,0.4)", "automargin": True}
 MAX_ROWS = 1000
-"""Of a table on the page: one of a hundred thousand rows takes minutes to write, and no browser scrolls it."""
+"""Rows of a table on the page: a hundred thousand take minutes to write, and no browser scrolls them."""
 _HEIGHT = 420  # pixels, where a figure does not say
 
 
@@ -36,10 +36,10 @@ class Drawing:
     """A figure as the page draws it.
 
     Attributes:
-        data: Its data and layout as JSON that may stand inside of an element `script`.
-        alternative: What it shows, for those who do not see it.
-        height: In pixels.
-        wide: Whether it keeps its width on a narrow page and is scrolled.
+        data: Data and layout as JSON that is safe inside an element `script`.
+        alternative: Alternative text.
+        height: Height in pixels.
+        wide: Whether it keeps its width on a narrow page and scrolls.
     """
 
     data: str
@@ -50,19 +50,19 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
     Attributes:
-        title: Of the part.
-        command: That gives what it shows.
-        about: What it shows, in a sentence.
-        group: What it is listed under in the page's contents.
-        result: As it prints itself.
-        drawings: Its figures.
-        table: As markup.
-        missing: Why there is nothing to show, where running the command alone would not help.
-        template: Of a part that is more than that, a template of the page's, with `values`.
-        values: For the template.
+        title: Heading.
+        command: Command that gives its values.
+        about: Description in a sentence.
+        group: Heading in the page's contents.
+        result: A result as it prints itself.
+        drawings: Figures.
+        table: Markup of a table.
+        missing: Reason why there is nothing to show, where the command alone would not help.
+        template: Name of a template of its own, rendered with `values`.
+        values: Values for the template.
     """
 
     title: str
@@ -83,22 +83,22 @@ class Section:
 
     @property
     def ident(self) -> str:
-        """What links lead to."""
+        """Anchor that links lead to."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     @cached_property
     def markup(self) -> str:
-        """The whole part, everything in it escaped."""
+        """The whole section as escaped markup."""
         return templates().get_template(self.template or "section.html.jinja").render(section=self, **self.values)
 
     @cached_property
     def hash(self) -> str:
-        """Of the markup: another one means that the part changed."""
+        """Hash of the markup."""
         return hashlib.sha256(self.markup.encode()).hexdigest()[:16]
 
 
 def templates() -> jinja2.Environment:
-    """The page's templates; what they are given is escaped, and a name that is not there is an error."""
+    """The page's templates; values are escaped, and an unknown name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(page_file), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -107,7 +107,7 @@ def templates() -> jinja2.Environment:
 
 
 def page_file(name: str) -> str:
-    """A file that the page is made of."""
+    """The text of one of the page's own files."""
     return (resources.files("muscale.pages") / "templates" / name).read_text()
 
 

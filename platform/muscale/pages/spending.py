@@ -1,4 +1,4 @@
-"""What a study has spent so far, by purpose: the search beside the full run that it is for."""
+"""Cost of a study so far by purpose: the search beside the full run that it is for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proxy_models.architecture.config import ModelConfig
 from scaling.drawing import COLOURS
 
 PURPOSES = ("sweep", "transfer", "ladder", "ablate", "full")
-"""In the order in which they are begun: what two of them share was paid for by the first."""
+"""Purposes in the order of the stages: training that two of them share counts for the first."""
 _ROW, _AROUND = 40, 150  # pixels of height of a bar, and of what stands around both
 
 
@@ -61,7 +61,7 @@ def draw_spending(table: pd.DataFrame) -> go.Figure:
         shares = [
             100 * row[name] / table[name].sum() if table[name].sum() else 0 for name in ("seconds", "compute_flops")
         ]
-        told = [f"{row['seconds']:,.0f} s of workers", f"{row['compute_flops']:.3g} FLOPs"]
+        told = [f"{row['seconds']:,.0f} worker seconds", f"{row['compute_flops']:.3g} FLOPs"]
         figure.add_bar(
             x=shares,
             y=["worker time", "compute"],
@@ -76,12 +76,12 @@ def draw_spending(table: pd.DataFrame) -> go.Figure:
         )
     figure.update_layout(barmode="stack", height=_AROUND + 2 * _ROW, legend={"traceorder": "normal"})
     figure.update_traces(textfont={"color": "white"})
-    figure.update_xaxes(title="share of all that was spent (%)", range=[0, 100])
+    figure.update_xaxes(title="share of the total (%)", range=[0, 100])
     return figure
 
 
 def format_spending(table: pd.DataFrame) -> str | None:
-    """What the search cost beside the full run, in a sentence; None without a full run."""
+    """The cost of the search against the full run in a sentence; None without a full run."""
     search = table[table["purpose"] != "full"]
     full = table[table["purpose"] == "full"]
     if full.empty or search.empty:
@@ -89,7 +89,7 @@ def format_spending(table: pd.DataFrame) -> str | None:
     share = search["compute_flops"].sum() / full["compute_flops"].sum()
     return (
         f"everything before the full run cost {search['compute_flops'].sum():.3g} FLOPs, {share:.3g} times the full run's "
-        f"{full['compute_flops'].sum():.3g}, and {search['seconds'].sum() / 3600:.3g} hours of workers"
+        f"{full['compute_flops'].sum():.3g}, and {search['seconds'].sum() / 3600:.3g} worker hours"
     )
 
 
@@ -105,6 +105,6 @@ def _trainings(connection: sa.Connection) -> tuple[list[dict[str, Any]], list[tu
 
 @cache
 def _n_params(numerics: str) -> int:
-    """Of a segment's numerics as they stand in the ledger: few for however many rows."""
+    """Parameters of the model in a segment's numerics; few values occur, however many rows."""
     values: dict[str, Any] = json.loads(numerics)["model"]
     return ModelConfig(**values).n_params

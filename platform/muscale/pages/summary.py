@@ -1,4 +1,4 @@
-"""The top of the report: the forecast and its fate in one glance, and how the study came to it."""
+"""The top of the report: the forecast, the measured loss, and the lineage of both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A station on the way from the corpus to the bundle; `state` is "done", "failed" or "open"."""
+    """A stage between the corpus and the bundle; `state` is "done", "failed" or "open"."""
 
     title: str
     value: str
@@ -36,7 +36,7 @@ class Step:
 
 
 def headline(contents: ReportContents) -> tuple[str, str]:
-    """The forecast and its fate, and the state: inside, outside, waiting or none."""
+    """The forecast with the measured loss, and the state: inside, outside, waiting or none."""
     promotion, forecast = contents.promotion, contents.forecast
     if promotion:
         place = "inside" if promotion["inside"] else "outside"
@@ -100,7 +100,7 @@ def _of_promotion(contents: ReportContents) -> list[Tile]:
     if promotion is None or "seconds" not in promotion:
         return []
     workers = promotion["world_size"]
-    note = f"wall time on {workers} workers" if workers else "as its owner tells"
+    note = f"wall time on {workers} workers" if workers else "reported by the run's owner"
     return [Tile(label="trained in", value=_duration(promotion["seconds"]), note=note)]
 
 
@@ -113,7 +113,7 @@ def _of_transfer(contents: ReportContents) -> list[Tile]:
 
 
 def _of_gate(contents: ReportContents) -> list[Tile]:
-    """What the launch went through, or was forced past."""
+    """The gate's state at the launch, and whether it was forced."""
     promotion, gate = contents.promotion or {}, contents.gate
     if promotion.get("forced"):
         past = ", ".join(promotion.get("forced_lines") or ()) or "a closed gate"
@@ -166,9 +166,9 @@ def lineage(contents: ReportContents) -> list[Step]:
 
 def _searched(contents: ReportContents) -> Step:
     if sweep := contents.sweep:
-        return _step("Search", "what-was-searched", f"trial {sweep.winner}", f"leads {len(sweep.trials)} trials")
+        return _step("Search", "what-was-searched", f"trial {sweep.winner}", f"best of {len(sweep.trials)} trials")
     if so_far := contents.so_far:
-        return _step("Search", "the-search-as-it-goes", None, f"{len(so_far.trials)} trials so far")
+        return _step("Search", "search-in-progress", None, f"{len(so_far.trials)} trials so far")
     return _step("Search", "what-was-searched", *_OPEN)
 
 

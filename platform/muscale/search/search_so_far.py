@@ -49,7 +49,7 @@ class SearchSoFar:
     def __str__(self) -> str:
         status = self.trials["status"]
         counts = ", ".join(f"{int((status == kind).sum())} {kind}" for kind in dict.fromkeys(status))
-        lines = [f"search {self.sweep}: {len(self.trials)} trials begun: {counts}"]
+        lines = [f"search {self.sweep}: {len(self.trials)} trials started: {counts}"]
         lines += [f"  trial {trial} was cancelled: {reason}" for trial, reason in self.cancelled.items()]
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What a sweep found: its trials as a table, the winner and how sure that is, the fitted optimum, and what it cost."""
+"""Result of a sweep: its trials as a table, the winner with its uncertainty, the fitted optimum, and the cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COSTS = (COST, "cost_seconds")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SweepResult:
-    """What a sweep found.
+    """Result of a sweep.
 
     Attributes:
         trials: A row each, the best annealed loss under the search's own seed first: trial, round (0, and one more for each
@@ -77,10 +77,10 @@ class SweepResult:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader should know: of the search's bounds, of the winner, and of how it was searched."""
+        """Warnings about the search's bounds, the winner, and how it was searched."""
         return (
             *self.notes,
-            *self._doubts_of_winner(),
+            *self._near_ties(),
             *edge_messages(self.fitted.longest(), self.space),
             *self._misses(),
         )
@@ -184,7 +184,7 @@ class SweepResult:
             f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
             f"{self.winner}",
             f"the trials cost {self.trials['cost_tokens'].sum():,} tokens, {self.trials[COST].sum():.3g} FLOPs and "
-            f"{self.trials['cost_seconds'].sum() / 3600:.3g} hours of their workers, beside annealing and repetitions",
+            f"{self.trials['cost_seconds'].sum() / 3600:.3g} worker hours, without annealing and repetitions",
             f"hyperparameters of trial {self.winner}: {format_values(best, self.space, self.best)}",
             *([f"over seeds: {self.finalists.sentence}", str(self.finalists)] if self.finalists else []),
         ]
@@ -234,7 +234,7 @@ class SweepResult:
         except ScalingError as error:
             return str(error)
 
-    def _doubts_of_winner(self) -> Iterator[str]:
+    def _near_ties(self) -> Iterator[str]:
         if self.finalists is None or self.finalists.verdict != "near-tie":
             return
         # By sweep.cost_weight the winner may be another than the comparison's.
@@ -242,8 +242,8 @@ class SweepResult:
         if self.winner in tied:
             others = ", ".join(str(trial) for trial in tied if trial != self.winner)
             yield (
-                f"a near-tie: trial {self.winner} can't be told from trial {others} over {self.finalists.n_seeds} seeds; "
-                "more sweep.n_seeds tell them apart"
+                f"a near-tie: trial {self.winner} is indistinguishable from trial {others} over {self.finalists.n_seeds} seeds; "
+                "raise sweep.n_seeds to tell them apart"
             )
 
     def _misses(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Brings trackers up to date with what the study knows, beside the work and never in its way.
+"""Brings trackers up to date with the study, beside the work and never in its way.
 
 What a tracker was given is recorded in the study's directory, so a pass gives it only what is new to it: an interrupted
 study, a server that was away, and `muscale sync` afterwards come to the same, and nothing is logged twice. A kill between
@@ -26,14 +26,14 @@ from muscale.tracking.tracked import Row, TrackedRun, Tracker
 Source = Callable[[], Iterable[TrackedRun]]
 EVERY_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-"""That the end of a stage waits for what trackers have not taken yet (assumed)."""
+"""Time that the end of a stage waits for trackers that are behind (assumed)."""
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 3600.0
-"""That a tracker is left alone after a failure, doubled at each (assumed)."""
+"""Pause of a tracker after a failure, doubled at each (assumed)."""
 _log = logging.getLogger(__name__)
 
 
 class Sent:
-    """What one tracker was given, in a file of its own."""
+    """Record of what one tracker was sent, in a file of its own."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -51,17 +51,17 @@ class Sent:
                 self._marks[run, mark] = value
 
     def new_rows(self, run: TrackedRun) -> dict[str, list[Row]]:
-        """By stream, the rows that it was not given."""
+        """Rows by stream that it was not sent."""
         known = {stream: self._rows.get((run.key, stream), set()) for stream in run.rows}
         rows = {stream: [row for row in rows if row.at not in known[stream]] for stream, rows in run.rows.items()}
         return {stream: new for stream, new in rows.items() if new}
 
     def is_new(self, run: TrackedRun, mark: str, value: str) -> bool:
-        """Whether it was given another value of this, or none."""
+        """Whether it was sent another value of this mark, or none."""
         return self._marks.get((run.key, mark)) != value
 
     def note(self, run: TrackedRun, rows: dict[str, list[Row]], marks: dict[str, str]) -> None:
-        """Keep that it was given these."""
+        """Record that it was sent these."""
         records: list[dict[str, object]] = [
             {"run": run.key, "stream": stream, "at": [row.at for row in new]} for stream, new in rows.items()
         ]
@@ -73,11 +73,11 @@ class Sent:
 
 
 class Mirror:
-    """Trackers, each with what it was given.
+    """Trackers, each with a record of what it was sent.
 
     Args:
-        trackers: To bring up to date.
-        folder: For the records of what they were given.
+        trackers: Trackers to bring up to date.
+        folder: Folder of the records.
     """
 
     def __init__(self, trackers: Sequence[Tracker[Any]], folder: Path) -> None:
@@ -94,8 +94,8 @@ class Mirror:
         """Bring the trackers up to date while the block works, and once more at its end, for which it waits only so long.
 
         Args:
-            live: What may change meanwhile.
-            at_end: What is looked at once more at the end.
+            live: Runs that may change meanwhile.
+            at_end: Runs that are read once more at the end.
         """
         if not self._trackers:
             yield
@@ -117,21 +117,21 @@ class Mirror:
             done.set()
             thread.join(0.0 if "slow" in self._told else PATIENCE_SECONDS)
             if thread.is_alive():
-                self._tell("slow", f"after {PATIENCE_SECONDS:.0f} s it is not done: not waited for any longer")
+                self._tell("slow", f"not done after {PATIENCE_SECONDS:.0f} s; no longer waited for")
 
     def __str__(self) -> str:
         if not self._trackers:
-            return "sync: no tracker is on; set tracking.wandb, tensorboard or mlflow"
+            return "sync: no tracker is configured; set tracking.wandb, tensorboard or mlflow"
         given = ", ".join(f"{tracker.place} {self._given.get(tracker.name, 0)}" for tracker in self._trackers)
-        return f"sync: runs with something new to them: {given}; {self._folder} has what is kept here"
+        return f"sync: updated runs: {given}; local files in {self._folder}"
 
     def bring_up(self, source: Source) -> int:
-        """Give every tracker what is new to it of these runs; returns how many runs had anything new."""
+        """Send every tracker what is new to it of these runs; returns the number of runs with anything new."""
         with self._lock:
             try:
                 runs = list(source())
             except (MuscaleError, OSError) as error:  # the ledger may be away, and what is trained is worth more
-                self._tell("source", f"what there is to track can't be read: {error}")
+                self._tell("source", f"the study can't be read: {error}")
                 return 0
             return sum(sum(self._give(tracker, run) for tracker in self._trackers) > 0 for run in runs)
 
@@ -177,11 +177,11 @@ class Mirror:
                 self._tell(tracker.name, f"{tracker.name}: {type(error).__name__}: {error}")
 
     def _tell(self, about: str, text: str) -> None:
-        """Once for each."""
+        """Log a warning once for each subject."""
         if about not in self._told:
             self._told.add(about)
             line = redacted(" ".join(text.split()))
-            _log.warning("tracking: %s; the work goes on, and `muscale sync` makes up for it", line)
+            _log.warning("tracking: %s; the work continues, and `muscale sync` sends what is missing", line)
 
 
 def _plain(values: object) -> object:

@@ -1,4 +1,4 @@
-"""What is tracked of a study, read off its ledger and files: trials of the sweep, the full run, and the study as a whole.
+"""Tracked runs of a study, read from its ledger and files: trials of the sweep, the full run, and the study as a whole.
 
 The metrics, the same in every tracker (docs/tracking.md lists them): tokens, train_loss, val_loss, learning_rate, grad_norm,
 tokens_per_second, forecast/loss, forecast/low, forecast/high, band/expected, band/low, band/high. Losses in nats per token.
@@ -38,7 +38,7 @@ _SIDES = ("loss", "low", "high")
 
 
 def study_key(directory: Path) -> str:
-    """What this study's runs are known by, wherever it is called the same; made at first use, and kept in its directory."""
+    """Key of this study's runs among studies of the same name; made at first use, and kept in its directory."""
     file = directory / TRACKING / "study"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -47,13 +47,13 @@ def study_key(directory: Path) -> str:
 
 
 class Trials:
-    """The trials of a sweep: `val_loss` at each rung, what they were ranked by."""
+    """The trials of a sweep: `val_loss` at each rung, by which they were ranked."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
 
     def __call__(self) -> Iterator[TrackedRun]:
-        """As they stand now; those that have arrived nowhere are left out."""
+        """Yield the trials as they stand now, without those that have reached no rung."""
         sweep, record, name = self._sweep, self._sweep.record(), self._sweep.config.name
         key, plan = study_key(sweep.ledger.directory), sweep.plan
         given = plan.defaults.to_dict()
@@ -123,7 +123,7 @@ class FullRun:
         self._known: tuple[Plan, Band | None, dict[str, float]] | None = None
 
     def __call__(self) -> Iterator[TrackedRun]:
-        """As it stands now; nothing before its forecast is registered."""
+        """Yield the run as it stands now; nothing before its forecast is registered."""
         if self._known is None:
             row = self._ledger.forecast(self._plan)
             if row is None:
@@ -188,13 +188,13 @@ def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> d
 
 
 class WholeStudy:
-    """The study as one run: every run of its ledger as a row, where it stands, and the files to keep."""
+    """The study as one run: a row for every run of its ledger, a summary, and the files to keep."""
 
     def __init__(self, config: StudyConfig, ledger: Ledger) -> None:
         self._config, self._ledger = config, ledger
 
     def __call__(self) -> Iterator[TrackedRun]:
-        """As it stands now; nothing before its first run or forecast."""
+        """Yield the study as it stands now; nothing before its first run or forecast."""
         config, ledger, directory = self._config, self._ledger, self._ledger.directory
         runs, forecast, promotion = (
             ledger.runs(without=NESTED),

@@ -1,4 +1,4 @@
-"""A run as trackers are shown it, and what a tracker is."""
+"""A tracked run, and the base class of trackers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 Kind = Literal["study", "trial", "full"]
 Opened = TypeVar("Opened")
 MOST_OPEN = 64
-"""Runs that a tracker holds open at once; one that has waited longest is closed, and gone on with when it is needed."""
+"""Runs that a tracker holds open at once; the longest unused one is closed, and resumed when it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +29,24 @@ class Row:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What is not the place itself."""
+        """The values without the place."""
         return {name: value for name, value in self.values.items() if name not in ("tokens", "number")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """All that is known of a run so far.
+    """State of a run so far.
 
     Attributes:
-        key: Its own for ever, so that a tracker goes on with the run it has.
-        name: For people.
-        kind: Of the run.
-        group: What runs of one study share.
-        config: What it was begun with, as plain values without secrets.
+        key: Permanent key, by which a tracker resumes the run.
+        name: Display name.
+        kind: Kind of the run.
+        group: Name that the runs of one study share.
+        config: Settings as plain values without secrets.
         rows: Streams of rows by name, each ascending; one may be ahead of another.
-        summary: Where it stands, as plain values.
-        files: By the names that they are kept under.
-        ended: How, once nothing more will come.
+        summary: Summary as plain values.
+        files: Files by the names that they are kept under.
+        ended: Outcome, once the run is over.
     """
 
     key: str
@@ -61,10 +61,10 @@ class TrackedRun:
 
 
 class Tracker(ABC, Generic[Opened]):
-    """Where runs are shown. What it is given is new to it; whatever it raises is told once, and tried again later.
+    """A place where runs are shown. It is sent only news; an exception is reported once, and the sending is repeated later.
 
     Attributes:
-        name: For messages, and for the record of what it was given.
+        name: Name in messages and of its record.
     """
 
     name: ClassVar[str]
@@ -74,11 +74,11 @@ class Tracker(ABC, Generic[Opened]):
 
     @property
     def place(self) -> str:
-        """Name of the record of what it was given: two places have nothing in common."""
+        """Name of its record; two places share none."""
         return self.name
 
     def show(self, run: TrackedRun, rows: Sequence[Row], *, summary: bool, files: Mapping[str, Path]) -> None:
-        """Add these rows and files to a run and, where it is new, its summary; a run that is not open is begun or gone on with."""
+        """Add these rows and files to a run and, where it is new, its summary; a run that is not open is begun or resumed."""
         opened = self._opened(run)
         if rows:
             self._log(opened, rows)
@@ -90,7 +90,7 @@ class Tracker(ABC, Generic[Opened]):
             self._end(self._open.pop(run.key), run.ended)
 
     def close(self) -> None:
-        """Let go of every open run; each can be gone on with."""
+        """Close every open run; each can be resumed."""
         while self._open:
             _, opened = self._open.popitem()
             self._end(opened, None)
@@ -106,7 +106,7 @@ class Tracker(ABC, Generic[Opened]):
 
     @abstractmethod
     def _begin(self, run: TrackedRun) -> Opened:
-        """Begin the run, or go on with the one that has its key."""
+        """Begin the run, or resume the one that has its key."""
 
     @abstractmethod
     def _log(self, opened: Opened, rows: Sequence[Row]) -> None:
@@ -114,7 +114,7 @@ class Tracker(ABC, Generic[Opened]):
 
     @abstractmethod
     def _summarize(self, opened: Opened, run: TrackedRun) -> None:
-        """Say where the run stands."""
+        """Write the run's summary."""
 
     @abstractmethod
     def _attach(self, opened: Opened, run: TrackedRun, name: str, path: Path) -> None:
@@ -122,7 +122,7 @@ class Tracker(ABC, Generic[Opened]):
 
     @abstractmethod
     def _end(self, opened: Opened, how: Literal["finished", "failed"] | None) -> None:
-        """Close the run; None: it may be gone on with."""
+        """Close the run; None: it may be resumed."""
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trackers that [tracking] names, following what a study does."""
+"""The trackers that [tracking] names, and what a study shows them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from proxy_models.data.corpus import MANIFEST, Corpus
 
 
 def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
-    """What brings a study's trackers up to date; everything they keep on this machine lies below the study's directory.
+    """Make the mirror of a study's trackers; everything they keep on this machine lies below the study's directory.
 
     Raises:
         StudyFileError: If a tracker is named whose package is not installed.
@@ -34,7 +34,7 @@ def make_mirror(settings: TrackingSettings, directory: Path) -> Mirror:
 
 
 class Tracking:
-    """Shows what a study does to its trackers.
+    """Shows a study's work to its trackers.
 
     Args:
         config: The study's.
@@ -58,7 +58,7 @@ class Tracking:
         return self._mirror.following(self._full_run(plan), self._whole)
 
     def sync(self) -> str:
-        """Give the trackers everything known that is new to them, and say what they were given; trains nothing."""
+        """Send the trackers everything that is new to them, and report what was sent; trains nothing."""
 
         def everything() -> Iterator[TrackedRun]:
             corpus = self._ledger.directory / CORPUS

@@ -139,7 +139,7 @@ def finish(
             "check": None,
             "transfer": {},
             "fit": None,
-            "doubts": ["x"],
+            "caveats": ["x"],
         },
         runs=pd.DataFrame([{"key": "k", "loss": 1.5}]),
     )
@@ -238,7 +238,7 @@ def test_the_card_tells_forecast_residual_lineage_and_limits(case: Case) -> None
     card, loss = (case.bundle / parts.CARD).read_text(), case.run.promotion.loss
     assert "# a &lt;b&gt;study&lt;/b&gt;" in card
     assert f"| measured | {loss:.4f}, inside the interval |" in card
-    assert f"| residual | {loss - 3:+.4f}, {(loss - 3) / loss:+.2%} of what was measured |" in card
+    assert f"| residual | {loss - 3:+.4f}, {(loss - 3) / loss:+.2%} of the measured loss |" in card
     assert "trial 4 of 6" in card
     assert "muP across width \\| and a law" in card
     assert "tokenizer: bpe of 290 ids" in card

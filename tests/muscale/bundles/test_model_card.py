@@ -54,7 +54,7 @@ PROMOTION = Promotion(
     world_size=2,
     seconds=8.0,
 )
-LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": None, "doubts": []}
+LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": None, "caveats": []}
 
 
 @pytest.fixture(scope="module")
@@ -80,24 +80,24 @@ def test_a_miss_is_told_with_its_residual_and_its_reasons(corpus: Corpus) -> Non
     text = card(corpus)
     assert "| forecast | 1.0000, 80% interval 0.9000 to 1.1000 |" in text
     assert "| measured | 1.2500, OUTSIDE the interval |" in text
-    assert "| residual | +0.2500, +20.00% of what was measured |" in text
-    assert "outside what the method was tested on: 99 times the largest run." in text
+    assert "| residual | +0.2500, +20.00% of the measured loss |" in text
+    assert "outside declared support: 99 times the largest run." in text
     assert "inside the interval" in card(corpus, promotion=replace(PROMOTION, loss=1.05))
 
 
 def test_a_forced_promotion_and_doubts_stay_in_it_for_ever(corpus: Corpus) -> None:
     assert "FORCED" not in card(corpus)
-    doubt = "the fit was made anew"
+    caveat = "the fit has changed"
     text = card(
         corpus,
         promotion=replace(PROMOTION, forced=True, verdict="fail"),
-        lineage={**LINEAGE, "sweep": None, "doubts": [doubt]},
+        lineage={**LINEAGE, "sweep": None, "caveats": [caveat]},
     )
-    assert 'the verdict was "fail" when the run was started, and it was FORCED' in text
-    assert "1. Sweep: not known any more." in text
-    assert f"To be noted: {doubt}." in text
+    assert 'the verdict was "fail" when the run was started, and the run was FORCED' in text
+    assert "1. Sweep: no longer known." in text
+    assert f"Caveat: {caveat}." in text
     fitted = {**LINEAGE, "fit": {"rows": {"data": [1, 2, 3]}, "warnings": ["few runs"]}}
-    assert "3. Law: fitted to 3 runs; doubtful: few runs." in card(corpus, lineage=fitted)
+    assert "3. Law: fitted to 3 runs; warnings: few runs." in card(corpus, lineage=fitted)
 
 
 def test_every_source_stands_with_its_loss_its_epochs_and_its_warning(corpus: Corpus) -> None:
@@ -106,8 +106,8 @@ def test_every_source_stands_with_its_loss_its_epochs_and_its_warning(corpus: Co
     for name, loss in (("large", 1.125), ("small", 1.375)):
         assert f"| measured on {name} | {loss:.4f} |" in text
         assert f"| {name} | {corpus.sources[name].n_tokens:,} | {epochs[name]:.3g} |" in text
-    assert f"To be noted: small: {epochs['small']:.1f} epochs" in text
-    assert "To be noted: large" not in text
+    assert f"Warning: small: {epochs['small']:.1f} epochs" in text
+    assert "Warning: large" not in text
 
 
 def test_averages_stand_beside_the_last_weights(corpus: Corpus) -> None:

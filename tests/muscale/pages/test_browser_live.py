@@ -70,16 +70,16 @@ def test_a_result_that_is_written_appears_and_nothing_else_moves(
     page = shown.page
     expect(page.locator("#live")).to_have_text("live: what changes appears by itself")
     page.evaluate("document.getElementById('how-to-reproduce').marked = true")
-    rows = page.locator("#the-search-as-it-goes tbody tr")
+    rows = page.locator("#search-in-progress tbody tr")
     assert rows.count() == 5
-    before = page.locator("#the-search-as-it-goes .point").count()
+    before = page.locator("#search-in-progress .point").count()
     record = served[2]
     arrive(record, 3)
     expect(rows.nth(3)).to_contain_text("2.8")
     record.start({"learning_rate": 0.07}, 1)
     expect(rows).to_have_count(6)
     shown.wait_until_drawn()
-    expect(page.locator("#the-search-as-it-goes .point")).to_have_count(before + 1)
+    expect(page.locator("#search-in-progress .point")).to_have_count(before + 1)
     assert page.evaluate("document.getElementById('how-to-reproduce').marked"), "what did not change stays as it is"
     assert page.evaluate("window.evil") is None
     assert shown.complaints == []

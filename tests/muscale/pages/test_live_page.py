@@ -55,8 +55,8 @@ def test_only_what_changed_has_another_hash(make_study: MakeStudy) -> None:
     assert live.look()
     second = page.get("/sections", headers={"If-None-Match": first.headers["ETag"]})
     after = dict(second.json()["sections"])
-    assert {ident for ident in after if after[ident] != before[ident]} == {"the-search-as-it-goes"}
-    assert "2.6" in page.get("/sections/the-search-as-it-goes").text
+    assert {ident for ident in after if after[ident] != before[ident]} == {"search-in-progress"}
+    assert "2.6" in page.get("/sections/search-in-progress").text
     assert page.get("/sections/nothing").status_code == 404
 
 
@@ -95,7 +95,7 @@ def test_a_row_is_noticed_in_every_table_that_the_page_shows(
 def test_a_search_that_has_begun_no_trial_yet_is_no_error(make_study: MakeStudy) -> None:
     study = Study.open(make_study(), quiet=True)
     Record(study.ledger, "sweep").begin_round("random", SPACE)
-    assert "Nothing here yet" in client(LivePage(study=study.contents)).get("/sections/what-was-searched").text
+    assert "No data yet" in client(LivePage(study=study.contents)).get("/sections/what-was-searched").text
 
 
 def test_a_policy_lets_only_the_page_s_own_scripts_run(make_study: MakeStudy) -> None:
@@ -195,4 +195,4 @@ def test_a_trial_that_is_not_at_work_can_t_be_cancelled(make_study: MakeStudy) -
     assert "trial 1 <button" in now
     assert "trial 2 <button" not in now
     sections = json.loads(page.get("/sections").text)["sections"]
-    assert "1 cancelled" in page.get("/sections/the-search-as-it-goes").text, sections
+    assert "1 cancelled" in page.get("/sections/search-in-progress").text, sections

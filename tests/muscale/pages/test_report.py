@@ -150,7 +150,7 @@ def test_the_law_s_figures_each_stand_alone_and_what_to_run_next_is_told(tmp_pat
     without = page(tmp_path, fit=law)
     text = page(tmp_path, fit=law, plan=plan.to_dict(), corpus=corpus, next_runs=further)
     of_law = ("loss against compute", "loss over size and tokens", "best size and tokens against compute")
-    for label in (*of_law, "how surely the law&#39;s parameters are known"):
+    for label in (*of_law, "uncertainty of the law&#39;s parameters"):
         assert without.count(f'aria-label="{label}"') == text.count(f'aria-label="{label}"') == 1
     for label in ("loss against size at the plan&#39;s compute", "the loss of the full run by each fit"):
         assert f'aria-label="{label}' not in without
@@ -165,6 +165,6 @@ def test_the_law_s_figures_each_stand_alone_and_what_to_run_next_is_told(tmp_pat
 
 def test_a_profile_is_drawn_of_the_floor_and_of_the_split_of_compute(tmp_path: Path) -> None:
     text = page(tmp_path, fit=planted_fit())
-    section = text[text.index("How far the law can move") :]
+    section = text[text.index("Profile likelihood of the law") :]
     assert "profile likelihood of the irreducible loss E" in section
     assert "profile likelihood of the exponent of the best size" in section

@@ -122,8 +122,8 @@ def test_a_lineage_without_a_searched_rate_is_coloured_by_what_changed_instead(s
 def test_the_report_shows_every_figure_for_which_there_is_data(search: Search, tmp_path: Path) -> None:
     columns = ["purpose", "label", "n_params", "n_tokens", "learning_rate", "loss", "seconds"]
     for name, wanted, result in (
-        ("grown", {"Which hyperparameters matter", "How sure the winner is"}, search("sweep.rungs=2")),
-        ("population", {"The population&#39;s lineage", "How sure the winner is"}, search(*POPULATION)),
+        ("grown", {"Which hyperparameters matter", "Confidence in the winner"}, search("sweep.rungs=2")),
+        ("population", {"The population&#39;s lineage", "Confidence in the winner"}, search(*POPULATION)),
         ("small", set[str](), search("sweep.trials=2", "sweep.rungs=2", repeats=0)),
     ):
         contents = ReportContents(
@@ -134,9 +134,9 @@ def test_the_report_shows_every_figure_for_which_there_is_data(search: Search, t
             sweep=result,
         )
         text = write_report(contents, tmp_path / f"{name}.html").read_text()
-        optional = {"Which hyperparameters matter", "How sure the winner is", "The population&#39;s lineage"}
+        optional = {"Which hyperparameters matter", "Confidence in the winner", "The population&#39;s lineage"}
         assert {title for title in optional if f'aria-label="{title.lower()}"' in text} == wanted
-        assert ("It can&#39;t be told: " in text) == ("Which hyperparameters matter" not in wanted)
+        assert ("Importance can&#39;t be estimated: " in text) == ("Which hyperparameters matter" not in wanted)
         for section in search_sections(result):
             assert f"<h2>{section.title}</h2>".replace("'", "&#39;") in text
         assert "loss of each trial from rung to rung" in text

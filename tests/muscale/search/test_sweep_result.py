@@ -264,7 +264,7 @@ def test_a_cost_aware_winner_is_not_said_to_tie_with_itself(search: Search, plan
     for winner in tied:
         (told,) = [w for w in replace(result, winner=winner).warnings if "near-tie" in w]
         others = ", ".join(str(trial) for trial in tied if trial != winner)
-        assert told.startswith(f"a near-tie: trial {winner} can't be told from trial {others} over 3 seeds")
+        assert told.startswith(f"a near-tie: trial {winner} is indistinguishable from trial {others} over 3 seeds")
 
 
 def test_without_an_annealed_end_there_is_no_result(search: Search, planted: Planted) -> None:
