@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from muscale.errors import StageError
 from muscale.plans.provenance import HyperparameterProvenance
+from muscale.serialization import Recorded
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import ResultKind
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
-from scaling.presentation import Result
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ class GateLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate(Result):
+class Gate(Recorded):
     """All conditions of one launch."""
+
+    DERIVED = ("passed",)
 
     plan: str
     lines: tuple[GateLine, ...]
@@ -78,15 +80,6 @@ class Gate(Result):
     def record(self, ledger: Ledger) -> None:
         """Keep it for ever."""
         ledger.record_result(ResultKind.GATE, f"{self.plan} {now()}", self.to_dict())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"plan": self.plan, "passed": self.passed, "lines": [asdict(line) for line in self.lines]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(plan=values["plan"], lines=tuple(GateLine(**line) for line in values["lines"]))
 
     def __str__(self) -> str:
         """A row for each line, and below a failed or unknown one what to do."""

@@ -10,6 +10,7 @@ from typing import Any, Self
 from muscale.plans.provenance import HyperparameterProvenance, carried
 from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
+from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import REGULARIZERS, model_with_explicit, with_explicit
 from muscale.store.ledger import Ledger
@@ -24,29 +25,16 @@ from proxy_models.recipes.segments import Segment, chain
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
 from scaling import Decision, Forecast, HorizonLaw, ScalingFit
-from scaling.presentation import Result
 
 FOLLOWED = 8.0
 """Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
 octaves off (measured, widths 32 and 64)."""
-_PLAIN = (
-    "key",
-    "n_tokens",
-    "seed",
-    "precision",
-    "spike_handling",
-    "rules",
-    "wanted_n_params",
-    "decision",
-    "data",
-    "registered_at",
-)
 _MOST_SIZES = 5  # that are told one by one
 _TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Result):
+class Plan(Recorded):
     """What promotion takes.
 
     Attributes:
@@ -66,6 +54,8 @@ class Plan(Result):
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         registered_at: When the forecast was written to the ledger; None before.
     """
+
+    DERIVED = ("n_params", "compute_flops")
 
     key: str
     model: ModelConfig
@@ -103,29 +93,6 @@ class Plan(Result):
     def segments(self) -> tuple[Segment, ...]:
         """The full run's schedule and absolute hyperparameters at the base shape."""
         return chain(self.hyperparameters, self.n_tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "model": self.model.to_dict(),
-            "hyperparameters": self.hyperparameters.to_dict(),
-            "forecast": self.forecast.to_dict(),
-            "carried": [one.to_dict() for one in self.carried],
-            "n_params": self.n_params,
-            "compute_flops": self.compute_flops,
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(
-            **{name: values[name] for name in _PLAIN},
-            model=ModelConfig.from_dict(values["model"]),
-            hyperparameters=Hyperparameters.from_dict(values["hyperparameters"]),
-            forecast=Forecast.from_dict(values["forecast"]),
-            carried=tuple(HyperparameterProvenance.from_dict(one) for one in values["carried"]),
-        )
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from muscale.settings.plan import REGULARIZERS
 from proxy_models.architecture.config import ModelConfig
@@ -60,15 +59,6 @@ class HyperparameterProvenance:
         """Whether it came from a smaller model although nothing says that it may."""
         stated = "explicit" in self.rules or self.value == 0
         return not stated and (self.transfer is None or (self.transfer is TransferClass.NEVER and self.searched))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self) | {"rules": list(self.rules)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        return cls(**{**values, "rules": tuple(values["rules"])})
 
 
 def carried(

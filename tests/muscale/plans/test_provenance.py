@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -121,11 +120,6 @@ def test_silent_is_what_was_searched_or_is_unknown_and_nobody_stated(
     one = HyperparameterProvenance(**{"name": name, "value": 0.1, "rules": ("fixed",), "source": "trial 3", **changes})
     assert one.is_silent is silent
     assert one.transfer is {"mlp_dropout": TransferClass.NEVER, "learning_rate": TransferClass.BY_LAW}.get(name)
-
-
-def test_a_carried_value_survives_json() -> None:
-    for one in by_name(model=replace(BASE, n_layers=8)).values():
-        assert HyperparameterProvenance.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 
 
 def test_stated_values_go_to_training_or_to_the_model() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS
 from muscale.plans.planning import Plan
+from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.settings.strict import short_repr
 from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
-from scaling.presentation import Result
 
 PREPARED = "prepared.json"
 _MOST_BYTES = 16 << 20  # it takes some kilobytes, more with many stages; assumed
@@ -32,7 +32,7 @@ _LONGEST = 300  # characters of a library's reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared(Result):
+class Prepared(Recorded):
     """A run that waits for its ranks.
 
     Attributes:
@@ -42,10 +42,6 @@ class Prepared(Result):
 
     path: str
     workers: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
@@ -16,17 +16,17 @@ from muscale.full_runs.records.goodput import Goodput
 from muscale.layout import CORPUS, FULL_RUNS
 from muscale.plans.gate import Gate, forced_lines
 from muscale.plans.planning import Plan
+from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable
 from muscale.store.ledger import Ledger, now
 from muscale.store.spike_handling import Incident, SpikeHandling
 from muscale.store.tables import ResultKind, runs, segments
 from proxy_models.training.numerics import Numerics
-from scaling.presentation import Result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Promotion(Result):
+class Promotion(Recorded):
     """A finished full run beside its forecast; losses in nats per token.
 
     Attributes:
@@ -46,6 +46,8 @@ class Promotion(Result):
         incidents: Spikes, divergences and restarts of its workers, and what was done about each.
         run_events: These and the alarms in order of time; told, and not recorded with it, as each has its place.
     """
+
+    DERIVED = ("residual", "relative_error", "inside")
 
     plan: str
     loss: float
@@ -82,28 +84,6 @@ class Promotion(Result):
     def inside(self) -> bool:
         """Whether the measured loss lies in the interval."""
         return self.low <= self.loss <= self.high
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, the derived ones with them."""
-        derived = {"residual": self.residual, "relative_error": self.relative_error, "inside": self.inside}
-        told = {
-            "forced_lines": list(self.forced_lines),
-            "goodput": self.goodput and self.goodput.to_dict(),
-            "incidents": [asdict(incident) for incident in self.incidents],
-            "run_events": [event.to_dict() for event in self.run_events],
-        }
-        return {**self.__dict__, **told, **derived}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name != "run_events"}
-        nested = {
-            "forced_lines": tuple(values["forced_lines"]),
-            "goodput": Goodput.from_dict(values["goodput"]) if values["goodput"] else None,
-            "incidents": tuple(Incident.from_dict(incident) for incident in values["incidents"]),
-        }
-        return cls(**known | nested)
 
     def __str__(self) -> str:
         where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"

@@ -25,13 +25,13 @@ from muscale.full_runs.promote.launch import launch, train_worker
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, RESULT, SMOKE_TEST
 from muscale.plans.planning import Plan
+from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now
 from muscale.store.lineage import Chain
 from muscale.store.tables import ResultKind
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
-from scaling.presentation import Result
 
 LEAST_STEPS = 5
 """Of a launch: the first is slow, the second has an evaluation beside it, the third a save behind it, the fifth nothing."""
@@ -58,7 +58,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmokeTest(Result):
+class SmokeTest(Recorded):
     """What was measured, and what it says of the whole run.
 
     Attributes:
@@ -77,6 +77,8 @@ class SmokeTest(Result):
         losses: Training loss of each step, nats per token.
         schedule: Of the whole run.
     """
+
+    DERIVED = ("tokens_per_second", "counted_seconds", "wall_seconds", "goodput")
 
     plan: str
     at: str
@@ -114,24 +116,6 @@ class SmokeTest(Result):
     def goodput(self) -> float:
         """Forecast: share of the wall time that steps take, without faults."""
         return self.counted_seconds / self.wall_seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, the derived ones with them."""
-        derived = ("tokens_per_second", "counted_seconds", "wall_seconds", "goodput")
-        return {
-            **self.__dict__,
-            "peak_bytes": list(self.peak_bytes),
-            "losses": list(self.losses),
-            "schedule": dict(self.schedule.__dict__),
-            **{name: getattr(self, name) for name in derived},
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild what `to_dict` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__}
-        lists = {name: tuple(values[name]) for name in ("peak_bytes", "losses")}
-        return cls(**known | lists | {"schedule": Schedule(**values["schedule"])})
 
     def __str__(self) -> str:
         """Memory, speed, saving, resuming, and the forecast."""

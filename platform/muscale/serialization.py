@@ -1,0 +1,50 @@
+"""Results that the ledger records: plain values and back, by one cattrs converter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import cattrs
+
+from proxy_models.serialization import converter as models
+from scaling.presentation import Result
+
+converter = models.copy(forbid_extra_keys=False, unstruct_collection_overrides={tuple: list})
+
+
+class Recorded(Result):
+    """Base of recorded results; `DERIVED` names the properties that `to_dict` adds for readers."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the derived ones with them."""
+        fields: dict[str, Any] = converter.unstructure(self)
+        return fields | {name: converter.unstructure(getattr(self, name)) for name in self.DERIVED}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: Naming each place, its rule and the value there.
+        """
+        try:
+            return converter.structure(values, cls)
+        except cattrs.BaseValidationError as error:
+            raise ValueError("; ".join(cattrs.transform_error(error))) from error
+
+
+def _has_own(kind: Any) -> bool:
+    """Whether a class of another room writes and reads itself."""
+    return (
+        isinstance(kind, type)
+        and not issubclass(kind, Recorded)
+        and hasattr(kind, "to_dict")
+        and hasattr(kind, "from_dict")
+    )
+
+
+converter.register_unstructure_hook_func(_has_own, lambda value: value.to_dict())
+converter.register_structure_hook_func(_has_own, lambda values, kind: kind.from_dict(values))
