@@ -70,11 +70,13 @@ class TokenizerSettings:
         if self.kind not in ("bytes", "bpe", "file"):
             raise ValueError(f"kind must be one of bytes, bpe, file, got {self.kind!r}")
         if (self.kind == "bpe") != (self.vocab_size is not None):
-            raise ValueError(f'vocab_size is needed for "bpe" and only there, got {self.vocab_size} for {self.kind!r}')
+            raise ValueError(
+                f'vocab_size must be given for "bpe" and only for it, got {self.vocab_size} for {self.kind!r}'
+            )
         if self.vocab_size is not None and self.vocab_size < MIN_BPE_VOCAB:
             raise ValueError(f"byte-level BPE needs a vocab_size of at least {MIN_BPE_VOCAB}, got {self.vocab_size}")
         if (self.kind == "file") != (self.path is not None):
-            raise ValueError(f'path is needed for "file" and only there, got {self.path!r} for {self.kind!r}')
+            raise ValueError(f'path must be given for "file" and only for it, got {self.path!r} for {self.kind!r}')
         if self.end_of_document is not None and self.kind != "file":
             raise ValueError(f'end_of_document is for "file", got {self.end_of_document!r} for {self.kind!r}')
 

@@ -167,7 +167,7 @@ class Hyperparameters(Serializable):
         if not self.stages:
             return
         if self.swap_optimizer:
-            raise ValueError(f"stages are for one optimizer, got a swap to {self.swap_optimizer!r} as well")
+            raise ValueError(f"stages cannot be combined with swap_optimizer, got {self.swap_optimizer!r}")
         begins = [stage.after for stage in self.stages]
         if begins != sorted(set(begins)):
             raise ValueError(f"stages must begin one after the other, got {begins}")

@@ -66,7 +66,7 @@ class InverseSqrt:
 
     def __post_init__(self) -> None:
         if self.warmup_tokens < 1:
-            raise ValueError(f"the inverse square root is counted in warmups: one is needed, got {self.warmup_tokens}")
+            raise ValueError(f"warmup_tokens must be at least 1 for the inverse square root, got {self.warmup_tokens}")
 
     def factor(self, tokens: int, batch_tokens: int) -> float:
         """Factor on the rate."""

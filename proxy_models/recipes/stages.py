@@ -35,7 +35,7 @@ class HyperparameterStage(Serializable):
 
     def __post_init__(self) -> None:
         if not 0 < self.after < 1:
-            raise ValueError(f"a stage begins after a share of the stable part in (0, 1), got {self.after}")
+            raise ValueError(f"after must lie in (0, 1), as a share of the stable part, got {self.after}")
         if not self.changes:
             raise ValueError(f"the stage after {self.after} changes nothing: give one of {', '.join(CHANGEABLE)}")
 

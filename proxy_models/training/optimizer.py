@@ -42,12 +42,10 @@ def initialize(model: nn.Module, parametrization: Parametrization, recipe: Recip
     classes = {rule.tensor_class for rule in parametrization.rules.values()}
     if recipe.embedding_rate != 1 and TensorClass.EMBEDDING not in classes:
         raise ValueError(
-            f"embedding_rate: the tied table goes by output_rate, and would ignore {recipe.embedding_rate}"
+            f"embedding_rate: must be 1 for a tied table, which follows output_rate; got {recipe.embedding_rate}"
         )
     if recipe.zero_readout and TensorClass.TIED in classes:
-        raise ValueError(
-            "zero_readout: a readout that is tied to the embedding can't start at zero, nor could its input"
-        )
+        raise ValueError("zero_readout: must be false for a readout that is tied to the embedding, got true")
     for name, parameter in parameters.items():
         rule = parametrization.rules[name]
         if rule.init_std == 0 or (recipe.zero_readout and rule.tensor_class is TensorClass.READOUT):

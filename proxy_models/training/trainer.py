@@ -256,9 +256,13 @@ class Trainer:
                     f"every_tokens must be a multiple of batch_tokens={recipe.batch_tokens}, got {average.every_tokens}"
                 )
         if numerics.corpus_key != self.corpus.key:
-            raise ValueError(f"the run is of corpus {numerics.corpus_key}, this trainer holds {self.corpus.key}")
+            raise ValueError(
+                f"corpus_key must be that of the trainer's corpus, {self.corpus.key}, got {numerics.corpus_key}"
+            )
         if numerics.stages_by_fraction != self.corpus.stages_by_fraction:
-            raise ValueError(f"stages_by_fraction must be the corpus's, {self.corpus.stages_by_fraction}")
+            raise ValueError(
+                f"stages_by_fraction must be the corpus's, {self.corpus.stages_by_fraction}, got {numerics.stages_by_fraction}"
+            )
         numerics.require_length(segment.end)
         if reason := unsupported(numerics.precision, self.device):
             raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")

@@ -96,10 +96,10 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, bpe: FileTokeni
     ("values", "message"),
     [
         ({"kind": "words"}, "kind must be one of bytes, bpe, file, got 'words'"),
-        ({"kind": "bpe"}, 'vocab_size is needed for "bpe" and only there, got None'),
-        ({"vocab_size": 300}, 'vocab_size is needed for "bpe" and only there, got 300'),
+        ({"kind": "bpe"}, "vocab_size .* got None"),
+        ({"vocab_size": 300}, "vocab_size .* got 300"),
         ({"kind": "bpe", "vocab_size": 256}, f"needs a vocab_size of at least {MIN_BPE_VOCAB}, got 256"),
-        ({"kind": "file"}, 'path is needed for "file" and only there, got None'),
+        ({"kind": "file"}, "path .* got None"),
         ({"end_of_document": "x"}, "end_of_document is for \"file\", got 'x'"),
     ],
 )

@@ -84,7 +84,7 @@ def test_step_decay_falls_with_the_step_that_starts_at_a_milestone() -> None:
 def test_the_inverse_square_root_peaks_at_the_end_of_its_warmup_and_halves_at_four_warmups() -> None:
     phase = InverseSqrt(warmup_tokens=100)
     assert [phase.factor(end - BATCH, BATCH) for end in (50, 100, 400, 1600)] == pytest.approx([0.5, 1, 0.5, 0.25])
-    with pytest.raises(ValueError, match="one is needed, got 0"):
+    with pytest.raises(ValueError, match="warmup_tokens .* got 0"):
         InverseSqrt(warmup_tokens=0)
 
 

@@ -99,7 +99,7 @@ def test_a_run_too_short_for_its_stages_is_refused() -> None:
         ({"optimizer": "adafactor"}, 'stages: beta2 is .*: optimizer "adafactor" would ignore 0.98'),
         (
             {"swap_optimizer": "lion", "swap_fraction": 0.5, "swap_learning_rate": 0.001},
-            "stages are for one optimizer, got a swap to 'lion' as well",
+            "stages .* swap_optimizer, got 'lion'",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_stages_that_can_not_be_followed_are_refused(change: dict[str, Any], rul
 
 @pytest.mark.parametrize("after", [0.0, 1.0, -0.5, float("nan")])
 def test_a_stage_begins_within_the_stable_part_and_changes_something(after: float) -> None:
-    with pytest.raises(ValueError, match=rf"in \(0, 1\), got {after}"):
+    with pytest.raises(ValueError, match=f"after must .* got {after}"):
         HyperparameterStage(after=after, beta1=0.8)
     with pytest.raises(ValueError, match=r"the stage after 0.5 changes nothing: give one of learning_rate, "):
         HyperparameterStage(after=0.5)

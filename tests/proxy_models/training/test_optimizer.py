@@ -86,13 +86,13 @@ def test_a_readout_may_start_at_zero_and_all_else_starts_as_before(recipe: Recip
 
 def test_a_readout_that_is_tied_to_the_embedding_can_not_start_at_zero(recipe: Recipe) -> None:
     tied = replace(WIDE, tied=True)
-    with pytest.raises(ValueError, match="zero_readout: a readout that is tied to the embedding can't start at zero"):
+    with pytest.raises(ValueError, match="zero_readout: .* got true"):
         initialize(Decoder(tied), parametrize(tied, tied), replace(recipe, zero_readout=True), seed=0)
 
 
 def test_a_rate_of_embeddings_is_refused_where_it_would_move_none(recipe: Recipe) -> None:
     slower, tied = replace(recipe, embedding_rate=0.5), replace(WIDE, tied=True)
-    with pytest.raises(ValueError, match="embedding_rate: the tied table goes by output_rate, and would ignore 0.5"):
+    with pytest.raises(ValueError, match="embedding_rate: .* got 0.5"):
         initialize(Decoder(tied), parametrize(tied, tied), slower, seed=0)
     with_positions = replace(tied, positions="learned")
     initialize(Decoder(with_positions), parametrize(with_positions, with_positions), slower, seed=0)

@@ -99,7 +99,7 @@ def test_rungs_too_near_to_each_other_to_average_between_are_refused(
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"corpus_key": "other"}, "the run is of corpus other, this trainer holds"),
+        ({"corpus_key": "other"}, "corpus_key must be .* got other"),
         ({"evaluation_tokens": 10**9}, "the validation split of .* tokens has"),
     ],
 )
