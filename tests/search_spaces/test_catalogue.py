@@ -143,10 +143,7 @@ def test_a_mixture_is_made_for_its_sources() -> None:
 
 
 def test_an_unknown_space_is_refused() -> None:
-    with pytest.raises(
-        SpaceError,
-        match=r"unknown space 'mup_adam' \(did you mean 'mup_adamw'\?\); known: architecture, batch, classic, mup",
-    ):
+    with pytest.raises(SpaceError, match="'mup_adam' .*'mup_adamw'"):
         ready_made("mup_adam")
 
 

@@ -97,9 +97,7 @@ def test_a_broken_constraint_is_named_with_its_values(space: Space) -> None:
 
 def test_no_room_is_told_with_how_often_each_holds() -> None:
     table = {"a": UNIT, "b": UNIT, "constraints": {"up": {"less": ["a", "b"]}, "down": {"less": ["b", "a"]}}}
-    with pytest.raises(
-        SpaceError, match=r"none of 1,000 draws of a, b satisfied .*: up by \d\d\.\d%, down by \d\d\.\d%"
-    ):
+    with pytest.raises(SpaceError, match=r"1,000 draws of a, b .*: up by \d\d\.\d%, down"):
         Space.from_dict(table).sample(1, seed=0)
     with pytest.raises(SpaceError, match=r"none of 4 points of the grid satisfies up \(less\(a, b\)\), down"):
         Space.from_dict(table).grid(2)

@@ -235,9 +235,7 @@ def test_a_place_outside_the_unit_interval_is_not_decoded(u: float) -> None:
 
 def test_as_many_places_are_decoded_as_there_are_dimensions() -> None:
     for distribution, places in ((Fixed(value=1), [0.5]), (Uniform(low=0, high=1), []), (one_of_each[6], [0.5])):
-        with pytest.raises(
-            SpaceError, match=f"{distribution.kind} decodes {distribution.dimensions} places, got {len(places)}"
-        ):
+        with pytest.raises(SpaceError, match=f"{distribution.dimensions} places, got {len(places)}"):
             distribution.decode(places)
 
 

@@ -161,14 +161,10 @@ def test_what_it_is_trained_on_may_be_edited(planned: MakePlan, ledger: Ledger) 
     assert found == plan
     assert own.promote == config.promote.model_copy(update={"workers": 4})
     assert own.resources == config.resources
-    with pytest.raises(
-        StageError, match=r"resources\.workers was edited: 2 by the study file, 4 in the file; promote it with --plan"
-    ):
+    with pytest.raises(StageError, match=r"resources\.workers was edited: 2 .* 4 .*--plan"):
         write(plan, config, ledger.directory)
     edit(path, "\nd_model = 32", "\nd_model = 48")
-    with pytest.raises(
-        StageError, match=r"model\.d_model was edited.* by `muscale plan --set`; or remove the file to have it"
-    ):
+    with pytest.raises(StageError, match=r"model\.d_model was edited.* --set"):
         write(plan, config, ledger.directory)
     path.unlink()
     write(plan, config, ledger.directory)

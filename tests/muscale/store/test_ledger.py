@@ -111,9 +111,7 @@ def test_a_ledger_that_can_t_be_opened_is_told_by_name(tmp_path: Path, monkeypat
     begun.close()
     with sqlite3.connect(tmp_path / LEDGER) as holder:
         holder.execute("BEGIN IMMEDIATE")
-        with pytest.raises(
-            LedgerUnavailableError, match="ledger.sqlite: the ledger can't be opened: database is locked"
-        ):
+        with pytest.raises(LedgerUnavailableError, match="ledger.sqlite: .*database is locked"):
             Ledger(tmp_path / LEDGER).trials("s")
         holder.rollback()
     holder.close()

@@ -156,9 +156,7 @@ def test_no_message_and_no_file_holds_the_password(
 
 def test_a_missing_driver_is_told_with_how_to_install_it(postgres: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(
-        StudyDirectoryError, match=r"needs psycopg, install it with: pip install 'muscale\[postgresql\]'"
-    ):
+    with pytest.raises(StudyDirectoryError, match=r"muscale\[postgresql\]"):
         open_ledger(POSTGRESQL, tmp_path, "s")
     assert list(tmp_path.iterdir()) == []
 

@@ -78,9 +78,7 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
 def test_a_file_that_is_no_prepared_run_is_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "prepared.json"
     path.write_text('{"plan": 3}')
-    with pytest.raises(
-        StageError, match=r"prepared\.json: can't be read as what `muscale promote --prepare` writes: TypeError"
-    ):
+    with pytest.raises(StageError, match=r"prepared\.json: .*TypeError"):
         read(path)
     with pytest.raises(StageError, match=r"nothing\.json: there is no such file"):
         read(path.with_name("nothing.json"))
@@ -105,7 +103,5 @@ def test_a_prepared_run_that_was_edited_is_refused_and_its_settings_may_be(make_
     written["config"]["promote"]["tensor_parallel"] = 1
     written["plan"]["hyperparameters"]["learning_rate"] *= 2
     file.write_text(json.dumps(written))
-    with pytest.raises(
-        StageError, match=r"prepared\.json: run: must be [0-9a-f]{16}, the hash of what the file trains, got "
-    ):
+    with pytest.raises(StageError, match=r"prepared\.json: run: .*[0-9a-f]{16}"):
         read(file)

@@ -164,9 +164,7 @@ def test_interventions_have_a_budget_and_a_run_without_a_policy_ends(
 ) -> None:
     poison(monkeypatch, float("nan"), 5, 8, 10)
     policy = SpikePolicy(action="rollback", max_interventions=2)
-    with pytest.raises(
-        StageError, match=r"diverged: .* nan at step 10, after 2 interventions; promote.max_interventions"
-    ):
+    with pytest.raises(StageError, match="diverged: .* nan at step 10.*promote.max_interventions"):
         train(spike_handling(run, policy))
     assert [incident.step for incident in read_incidents(run.directory)] == [5, 8]
     with pytest.raises(StageError, match="diverged: the training loss is nan at step 5"):

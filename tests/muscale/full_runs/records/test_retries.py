@@ -177,9 +177,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     assert (mended.guard.action, mended.guard.max_spikes) == ("skip", 5)
     with pytest.raises(ValueError, match=r"promote.workers_min must be at most promote.workers = 2, got 3"):
         PromoteSettings(workers_min=3)
-    with pytest.raises(
-        ValueError, match=r'promote.rewarm_tokens is for promote.on_spike = "rollback", got 9 with "skip"'
-    ):
+    with pytest.raises(ValueError, match='promote.rewarm_tokens .*got 9 with "skip"'):
         PromoteSettings(on_spike="skip", rewarm_tokens=9)
 
 

@@ -284,9 +284,7 @@ def test_a_checkpoint_holds_its_table_hashed_and_another_one_is_refused(run: Ful
     assert table == run.numerics.parametrization("adamw").to_dict()
     assert PARAMETRIZATION in json.loads((newest[1] / MANIFEST).read_text())
     rebased = replace(run, numerics=replace(run.numerics, base=run.numerics.model))
-    with pytest.raises(
-        ValueError, match=r"another parametrization: embedding.weight's width_mult is 2.0 there and 1.0"
-    ):
+    with pytest.raises(ValueError, match="embedding.weight's width_mult is 2.0 .* 1.0"):
         train(rebased)
 
 
