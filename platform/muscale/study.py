@@ -1,8 +1,7 @@
 """A study: one file, one directory, and a method for each stage.
 
-Each method returns its result from the ledger where that is known, and works where it is not; the stages that it stands on
-are run first. So a study that was interrupted goes on when the same method, or command, is called again. The file is long as
-there are many stages: each method only joins what other modules do.
+Prerequisites run first; finished work is reused from the ledger. An interrupted study continues when the same method, or
+command, is called again. Each method only joins functions of other modules.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Study(Result):
 
     @property
     def ledger(self) -> Ledger:
-        """Everything that the study knows, where [storage] says."""
+        """The database of the study's results, in the storage of [storage]."""
         return self.contents.ledger
 
     @property
@@ -154,12 +153,12 @@ class Study(Result):
         """The search at the base shape.
 
         Args:
-            narrower: Once it has done what the study file asks for, search as much again around the best region.
-            learn_from: Further studies of the same corpus and family whose runs inform the searcher: files or directories; or
-                results from outside, as their owner tells them: a table of hyperparameters with loss, an Optuna storage.
+            narrower: Once the study file's trials are done, search as many again around the best region.
+            learn_from: Files or directories of further studies of the same corpus and family whose runs inform the searcher; or
+                results from elsewhere, asserted by their owner: a table of hyperparameters with loss, an Optuna storage.
 
         Raises:
-            StageError: If no trial came to an annealed end.
+            StageError: If no trial has an annealed run.
         """
         if (known := self._known.sweep) and not (narrower or learn_from):
             return known
@@ -178,12 +177,12 @@ class Study(Result):
                 result = run_sweep(sweep, progress.on_arrival, progress.on_run, narrower=narrower)
         if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):
             self._display.line(
-                "the sweep was not done yet and is now; run it again with --narrow to search around its best region"
+                "the sweep has only now finished; run it again with --narrow to search around its best region"
             )
         return result
 
     def transfer(self) -> Verdict:
-        """Whether the optima stay put across widths and depths, with the laws in the tokens, from the grids of [transfer]."""
+        """The verdict on transfer across widths and depths, with the laws in the tokens, from the grids of [transfer]."""
         if known := self._known.transfer:
             return known
         sweep = self.sweep()
@@ -194,10 +193,10 @@ class Study(Result):
         return verdict
 
     def ladder(self) -> pd.DataFrame:
-        """Every annealed run: its size, tokens, loss and predicted regret, and why the law leaves it out, if it does.
+        """Every annealed run: its size, tokens, loss, predicted regret, and the reason why the law leaves it out, if any.
 
         Raises:
-            StageError: If the transfer check tells no horizon law; the message names what would.
+            StageError: If the transfer check gives no horizon law; the message names what would.
         """
         best, horizon = self.sweep().best, transfer.horizon_of(self.transfer())
         jobs = ladder.ladder_jobs(self.config, self._numerics, best, horizon)
@@ -208,7 +207,7 @@ class Study(Result):
         """The law L(N, D) of the tuned runs.
 
         Raises:
-            StageError: As `ladder`, or if the runs tell no law.
+            StageError: As `ladder`, or if no law can be fitted.
         """
         if known := self._known.fit:
             return known
@@ -256,13 +255,13 @@ class Study(Result):
         n_runs: int = 4,
         width: float = next_stems.NARROW,
     ) -> NextStems:
-        """Runs to add to the ladder for a surer forecast of the plan's loss; trains none of them.
+        """Runs to add to the ladder for a narrower forecast of the plan's loss; trains none of them.
 
         Args:
-            plan: Whose forecast; by default the study file's.
-            affordable_flops: What they may cost together, by default a tenth of the plan, or as much as the largest run fitted.
-            n_runs: At most so many.
-            width: Of the forecast's interval over the forecast: narrow enough.
+            plan: Plan of the forecast; by default the study file's.
+            affordable_flops: Cost of all of them at most, by default a tenth of the plan, or as much as the largest run fitted.
+            n_runs: Number of runs at most.
+            width: Width of the interval over the forecast that is narrow enough.
 
         Raises:
             StageError: As `plan`.
@@ -279,7 +278,7 @@ class Study(Result):
         Args:
             plan: One of `plan()`, registered where it is not yet; or the path of a plan's file or its key, and then the file's
                 [resources] hold; by default the study file's.
-            force: Go on past lines of the gate that failed; the ledger keeps which.
+            force: Continue past failed lines of the gate, which the ledger records.
 
         Raises:
             StageError: If the gate is closed, or the file was edited where it may not be; if the run diverged, failed in a way that
@@ -313,7 +312,7 @@ class Study(Result):
         return result
 
     def prepare(self, plan: Plan | str | Path | None = None, *, force: bool = False) -> Prepared:
-        """Enter that the planned run begins, and write it down for ranks that are started without Ray; trains nothing.
+        """Record the start of the planned run, and write it to a file for ranks started without Ray; trains nothing.
 
         Args:
             plan, force: As in `promote`, which records the run once it has ended.
@@ -384,10 +383,10 @@ class Study(Result):
         return Monitor(self.ledger, plan, source, alarm_after=self.config.promote.alarm_after).look()
 
     def ablate(self) -> Ablation:
-        """The proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters.
+        """Comparison of the proxy with one component swapped at a time, over seeds, with the sweep's best hyperparameters.
 
         Raises:
-            StageError: If no run of the proxy as it is came to its end, or there is nothing to swap.
+            StageError: If no run of the unchanged proxy ended, or there is nothing to swap.
         """
         found = ablation.variants(self.config.ablate, self._numerics, self.sweep().best, self.config.sweep.n_tokens)
         finish_stage("ablate", [variant.job for variant in found], self.ledger, self.config.resources, self._display)
@@ -399,12 +398,12 @@ class Study(Result):
         return result
 
     def dry_run(self, plan: Plan | str | Path | None = None) -> DryRun:
-        """What `promote` would do, and whether the gate lets it; trains nothing and registers no forecast.
+        """Dry run of `promote` with the gate's state; trains nothing and registers no forecast.
 
         Raises:
-            StageError: If the ledger lacks runs that the plan stands on.
+            StageError: If the ladder is not complete.
         """
-        known = copy(self)  # whose later stages stand on what is finished; this study's go on to train the rest
+        known = copy(self)  # its later stages stand on finished runs only; this study's would train the rest
         known._known = findings(self.contents, self._known)
         if known._known.fit is None:
             raise StageError("promote: there is no plan without its ladder; run `muscale plan` first")
@@ -414,11 +413,11 @@ class Study(Result):
     def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
         """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
 
-        Its checkpoints and its forecast are left alone; the gate is not asked.
+        Its checkpoints and its forecast are not touched; the gate is not checked.
 
         Args:
             plan: As in `promote`.
-            steps: Of each of two launches, of which the second goes on from what the first saved; at least 5.
+            steps: Steps of each of two launches, the second of which resumes the first; at least 5.
 
         Raises:
             StageError: If there are fewer steps, the run has fewer than twice as many, or a launch failed.
@@ -443,10 +442,10 @@ class Study(Result):
         return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)
 
     def run(self, *, force: bool = False) -> Promotion:
-        """Every stage in turn; what is known is not done again.
+        """Run every stage in turn; finished work is reused.
 
         Raises:
-            StageError: If a stage can't give its result, or the coordinate check or the gate fails and `force` is not set.
+            StageError: If a stage has no result, or the coordinate check or the gate fails and `force` is not set.
         """
         if self.config.resources.compile:
             from proxy_models.training.compilation import missing_compiler
@@ -475,7 +474,7 @@ class Study(Result):
         return Tracking(self.config, self.ledger)
 
     def bundle(self, *, average: int = 1, continuation: str | None = None) -> Bundle:
-        """Everything of the run promoted last in one directory that needs the study no more; trains nothing.
+        """Bundle of the run promoted last: one directory that needs the study no more; trains nothing.
 
         Args:
             average: Write the average of so many last checkpoints beside the last weights, and evaluate both.
@@ -498,7 +497,7 @@ class Study(Result):
         return self.ledger.runs()
 
     def report(self) -> Path:
-        """Write the page of everything that is known so far, and return its path; it starts no training."""
+        """Write the report of everything known so far, and return its path; trains nothing."""
         from muscale.pages.contents import gather
         from muscale.pages.report import write_report
 
