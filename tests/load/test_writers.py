@@ -106,7 +106,7 @@ def write_by_workers(directory: Path, n_workers: int, n_threads: int) -> None:
     remote: Any = ray.remote(num_cpus=0)(Writers)
     workers = [remote.remote() for _ in range(n_workers)]
     try:
-        calls = [worker.write.remote(ledger, n_threads * n) for n, worker in enumerate(workers)]
+        calls = [worker.write.remote(ledger.for_worker(), n_threads * n) for n, worker in enumerate(workers)]
         assert len(set(ray.get(calls, timeout=240))) == n_workers
         require_all(ledger, n_workers * n_threads)
     finally:

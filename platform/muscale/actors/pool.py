@@ -123,7 +123,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         name = f"muscale-worker-{secrets.token_hex(8)}"
-        actor = self._remote.options(name=name).remote(self.ledger, self.resources, package_fingerprint())
+        actor = self._remote.options(name=name).remote(self.ledger.for_worker(), self.resources, package_fingerprint())
         self._await(PooledWorker(name=name, actor=actor))
 
     def _await(self, worker: PooledWorker) -> None:

@@ -49,8 +49,19 @@ def suggest(trial: optuna.Trial, space: Space) -> Config:
         distribution = space[name]
         if distribution.when is None or distribution.when.holds(config):
             asked = optuna_distributions(name, distribution)
-            config[name] = _value(distribution, [trial._suggest(key, entry) for key, entry in asked.items()])
+            config[name] = _value(distribution, [_ask(trial, key, entry) for key, entry in asked.items()])
     return {name: config[name] for name in space if name in config}
+
+
+def _ask(trial: optuna.Trial, name: str, distribution: BaseDistribution) -> Any:
+    match distribution:
+        case FloatDistribution(low=low, high=high, log=log):
+            return trial.suggest_float(name, low, high, log=log)
+        case IntDistribution(low=low, high=high, log=log):
+            return trial.suggest_int(name, low, high, log=log)
+        case CategoricalDistribution(choices=choices):
+            return trial.suggest_categorical(name, choices)
+    raise TypeError(f"no suggestion of Optuna's for {distribution!r}")
 
 
 def optuna_params_of(space: Space, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:

@@ -108,6 +108,10 @@ class Ledger:
         fenced._held = (lease, token)
         return fenced
 
+    def for_worker(self) -> Ledger:
+        """This ledger as an argument of a worker's call, which may hold a password; it belongs into no file."""
+        return Ledger(self.storage.for_worker(), self.directory)
+
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         self.storage.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -74,10 +73,16 @@ class PostgresStorage(Storage):
         self.schema = schema
         self.name = f"{shown(self._url)} (schema {schema})"
         self._must_exist, self._read_only = must_exist, read_only
-        self._answered = False
+        self._answered = self._carries_url = False
+
+    def for_worker(self) -> PostgresStorage:
+        """This storage, pickled with its URL; otherwise a pickle has none, as it may end in a file."""
+        carrying = PostgresStorage(self._url, self.schema, must_exist=self._must_exist, read_only=self._read_only)
+        carrying._carries_url = True
+        return carrying
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._url if _inside_ray() else None, self.schema, self._must_exist, self._read_only)
+        return _reopen, (self._url if self._carries_url else None, self.schema, self._must_exist, self._read_only)
 
     def __repr__(self) -> str:
         return f"PostgresStorage({self.name})"
@@ -215,13 +220,3 @@ def _reopen(url: sa.URL | None, schema: str, must_exist: bool, read_only: bool) 
     storage = PostgresStorage(url, schema, must_exist=must_exist, read_only=read_only)
     storage._answered = url is not None  # the driver's was answered, so a worker may wait for it
     return storage
-
-
-def _inside_ray() -> bool:
-    """Whether Ray is pickling arguments for its own processes: what else is pickled may end in a file, without the URL."""
-    if "ray" not in sys.modules:
-        return False
-    from ray._private.worker import global_worker
-
-    worker: Any = global_worker
-    return bool(worker.connected and worker.get_serialization_context().is_in_band_serialization())

@@ -43,6 +43,10 @@ class Storage(ABC):
 
     name: str
 
+    def for_worker(self) -> Storage:
+        """This storage as an argument of a worker's call, which may hold a password; it belongs into no file."""
+        return self
+
     @abstractmethod
     def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result, on one snapshot of the database."""

@@ -142,6 +142,7 @@ def test_no_message_and_no_file_holds_the_password(
     shown = [repr(ledger), str(ledger.storage), repr(ledger.storage), (ledger.directory / LEDGER_PLACE).read_text()]
     assert all(secret not in text for text in shown)
     assert secret.encode() not in pickle.dumps(ledger)
+    assert secret.encode() in pickle.dumps(ledger.for_worker())
     (ledger.directory / "new").mkdir()
     for value in (postgres.url.replace(secret, f"{secret}x"), f"mysql://me:{secret}@host/db", f"//{secret}"):
         monkeypatch.setenv("MUSCALE_LEDGER_URL", value)
