@@ -100,14 +100,18 @@ class ComputePowers(JsonResult):
         from scaling.approaches.figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
 
         if self.approach == "envelope":
-            return draw_envelope(envelope_data(self), self.n_params_convention, self.warnings, self.loss_unit)
-        return draw_isoflops(isoflops_data(self), self.n_params_convention, self.warnings, self.loss_unit)
+            return draw_envelope(
+                envelope_data(self.rows, self.points), self.n_params_convention, self.warnings, self.loss_unit
+            )
+        return draw_isoflops(
+            isoflops_data(self.rows, self.points), self.n_params_convention, self.warnings, self.loss_unit
+        )
 
     def plot_powers(self, level: float = 0.9) -> go.Figure:
         """N* and D* against compute, with percentiles over resampled runs and the optima that they go through."""
         from scaling.approaches.figures import draw_powers, powers_data
 
-        return draw_powers(powers_data(self, level), self.n_params_convention, self.warnings)
+        return draw_powers(powers_data(self.points, self.intervals, level), self.n_params_convention, self.warnings)
 
     def __str__(self) -> str:
         """Exponents with 90 % intervals, N* and D* at the middle of the runs, the points and the status."""

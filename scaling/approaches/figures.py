@@ -4,7 +4,7 @@ Each says above its panels why the numbers are doubtful, if they are: approach 2
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,26 +29,24 @@ from scaling.forms.law import NATS
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from scaling.approaches.compute_powers import ComputePowers
-
 _N_POINTS = 49
 
 
-def isoflops_data(powers: "ComputePowers") -> pd.DataFrame:
+def isoflops_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
     """Series run, parabola, vertex of each budget: compute_flops, n_params, loss, and of the vertex low and high.
 
     A parabola reaches from the smallest to the largest size of its budget; one without a minimum among them has none. `low`
     and `high` are the 90 % interval of the vertex's N, from its own budget's runs.
     """
-    parts = [powers.rows[["compute_flops", "n_params", "loss"]].assign(series="run")]
-    for point in powers.points.itertuples():
-        sizes = powers.rows.loc[powers.rows["compute_flops"] == point.compute_flops, "n_params"]
+    parts = [rows[["compute_flops", "n_params", "loss"]].assign(series="run")]
+    for point in points.itertuples():
+        sizes = rows.loc[rows["compute_flops"] == point.compute_flops, "n_params"]
         n_params = np.geomspace(sizes.min(), sizes.max(), _N_POINTS)
         loss = point.loss + point.curvature / 2 * np.log(n_params / point.n_params) ** 2
         part = pd.DataFrame({"n_params": n_params, "loss": loss})
         parts.append(part.assign(compute_flops=point.compute_flops, series="parabola"))
     names = {"n_params_low": "low", "n_params_high": "high"}
-    vertices = powers.points.rename(columns=names)[["compute_flops", "n_params", "loss", "low", "high"]]
+    vertices = points.rename(columns=names)[["compute_flops", "n_params", "loss", "low", "high"]]
     return pd.concat([*parts, vertices.assign(series="vertex")], ignore_index=True)
 
 
@@ -83,18 +81,17 @@ def draw_isoflops(
     return figure
 
 
-def envelope_data(powers: "ComputePowers") -> pd.DataFrame:
+def envelope_data(rows: pd.DataFrame, points: pd.DataFrame) -> pd.DataFrame:
     """Series curve, envelope, crossing: run, n_params, compute_flops, loss; the envelope's is the least of all curves.
 
     A crossing is where the envelope passes from one size to another, which is what the powers go through.
     """
-    rows = powers.rows[["run", "n_params", "compute_flops", "loss"]].sort_values(["run", "compute_flops"])
-    curves = curves_of(powers.rows)
+    curves = curves_of(rows)
     lowest = pd.DataFrame({"compute_flops": curves.compute, "loss": curves.loss.min(axis=0)})
     lowest["n_params"] = curves.n_params[curves.loss.argmin(axis=0)]
-    crossings = powers.points[["compute_flops", "n_params", "loss"]]
+    crossings = points[["compute_flops", "n_params", "loss"]]
     parts = [
-        rows.assign(series="curve"),
+        rows[["run", "n_params", "compute_flops", "loss"]].sort_values(["run", "compute_flops"]).assign(series="curve"),
         lowest[np.isfinite(lowest["loss"])].assign(series="envelope"),
         crossings.assign(series="crossing"),
     ]
@@ -149,33 +146,40 @@ def draw_envelope(
     return figure
 
 
-def powers_data(powers: "ComputePowers", level: float = 0.9) -> pd.DataFrame:
+def powers_data(
+    points: pd.DataFrame, intervals: Callable[[float, float], pd.DataFrame], level: float = 0.9
+) -> pd.DataFrame:
     """As `allocation_figures.allocation_data`, of the quantities n_params and n_tokens, and the series optimum.
 
     An optimum's `low` and `high` are, on an envelope, the sizes between which it lies, and of a parabola the interval of its
     vertex, 90 % whatever the level.
 
+    Args:
+        points: the optima that the powers go through, as in `ComputePowers`.
+        intervals: of N* and D* at a budget and a level, as `ComputePowers.intervals`.
+        level: of the intervals.
+
     Raises:
         ValueError: the level is not between 0 and 1.
     """
-    low, high = powers.points["compute_flops"].min(), powers.points["compute_flops"].max()
+    low, high = points["compute_flops"].min(), points["compute_flops"].max()
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
-    tables = [powers.intervals(float(value), level) for value in flops]
+    tables = [intervals(float(value), level) for value in flops]
     series = np.where(np.arange(len(flops)) < 33, "fitted", "extrapolated")
     parts = []
     for quantity in ("n_params", "n_tokens"):
         line = pd.DataFrame([table.loc[quantity] for table in tables]).rename(columns={"estimate": "value"})
         parts.append(line.assign(compute_flops=flops, series=series, quantity=quantity, level=level))
-        points = powers.points.rename(columns={quantity: "value"})
-        if "smaller" in points:
-            ends = {"low": points["smaller"], "high": points["larger"]}
+        optima = points.rename(columns={quantity: "value"})
+        if "smaller" in optima:
+            ends = {"low": optima["smaller"], "high": optima["larger"]}
             if quantity == "n_tokens":
-                product = points["value"] * points["n_params"]
+                product = optima["value"] * optima["n_params"]
                 ends = {"low": product / ends["high"], "high": product / ends["low"]}
         else:
-            ends = {end: points[f"{quantity}_{end}"] for end in ("low", "high")}
-        points = points[["compute_flops", "value"]].assign(**ends, series="optimum", quantity=quantity, level=level)
-        parts.append(points)
+            ends = {end: optima[f"{quantity}_{end}"] for end in ("low", "high")}
+        optima = optima[["compute_flops", "value"]].assign(**ends, series="optimum", quantity=quantity, level=level)
+        parts.append(optima)
     return pd.concat(parts, ignore_index=True)
 
 

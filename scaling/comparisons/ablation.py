@@ -46,7 +46,7 @@ class Ablation(JsonResult):
         """The changes with their intervals, the dearest component first."""
         from scaling.comparisons.figures import ablation_data, draw_ablation
 
-        return draw_ablation(ablation_data(self), self.level)
+        return draw_ablation(ablation_data(self.table), self.level)
 
     def __str__(self) -> str:
         """The table, and what the intervals rest on."""

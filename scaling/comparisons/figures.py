@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -12,18 +13,13 @@ from scaling.drawing import COLOURS, GREY, LOSS, error_bars
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from scaling.comparisons.ablation import Ablation
-    from scaling.comparisons.finalists import Finalists
-
 _ROW, _AROUND = 28, 110  # pixels
 
 
-def finalists_data(leaders: Finalists) -> pd.DataFrame:
+def finalists_data(trials: pd.DataFrame, winner: Any, near_tie: Sequence[Any]) -> pd.DataFrame:
     """One row per trial, best first: trial, loss, low, high (NaN if not known), p_best; series winner, near-tie, other."""
-    table = leaders.trials.reset_index()[["trial", "loss", "low", "high", "p_best"]]
-    series = np.select(
-        [table["trial"] == leaders.winner, table["trial"].isin(leaders.near_tie)], ["winner", "near-tie"], "other"
-    )
+    table = trials.reset_index()[["trial", "loss", "low", "high", "p_best"]]
+    series = np.select([table["trial"] == winner, table["trial"].isin(near_tie)], ["winner", "near-tie"], "other")
     return table.replace([-np.inf, np.inf], np.nan).assign(series=series)
 
 
@@ -53,9 +49,9 @@ def draw_finalists(data: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def ablation_data(found: Ablation) -> pd.DataFrame:
+def ablation_data(table: pd.DataFrame) -> pd.DataFrame:
     """One row for each variant that came to an end: name, change, low, high in % of the loss, the dearest last."""
-    told = found.table[found.table["change"].notna()].iloc[::-1]
+    told = table[table["change"].notna()].iloc[::-1]
     names = told["component"] + " " + told["value"]
     ends = {name: 100 * np.expm1(told[name].to_numpy()) for name in ("change", "low", "high")}
     return pd.DataFrame({"name": names.to_numpy(), **ends})

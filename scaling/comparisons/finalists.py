@@ -121,7 +121,7 @@ class Finalists(JsonResult):
         """Each trial's loss with its interval and the probability that it is the best."""
         from scaling.comparisons.figures import draw_finalists, finalists_data
 
-        return draw_finalists(finalists_data(self))
+        return draw_finalists(finalists_data(self.trials, self.winner, self.near_tie))
 
     def __str__(self) -> str:
         """The trials, the winner, the noise, the verdict."""

@@ -29,7 +29,7 @@ from scaling.decisions.decision import Decision
 from scaling.decisions.intervals import by_forecast, by_refits
 from scaling.decisions.memory import MemoryLimit
 from scaling.errors import ScalingError
-from scaling.fits.forecast import Forecast, reasons_against
+from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.forms.spending import LEAST_FLOPS, MOST_FLOPS, UNIQUE, Spending
@@ -280,7 +280,7 @@ def _doubts(
     n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
     doubts: list[str] = []
     if fit and forecast is None:
-        doubts += reasons_against(fit, n_params, n_tokens)
+        doubts += fit.unsupported_reasons(n_params, n_tokens)
     low, high = SANE_RATIO
     if fit is None and not low <= n_tokens / n_params <= high:
         doubts.append(f"{n_tokens / n_params:.3g} tokens per parameter: no ladder that we know of reaches so far")

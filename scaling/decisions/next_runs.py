@@ -19,7 +19,7 @@ from scaling.decisions.accelerators import require_positive
 from scaling.decisions.design import Design
 from scaling.fits.ensemble import RESIDUAL_RATIO, Ensemble
 from scaling.fits.fitting import doubts_about_rows
-from scaling.fits.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale, reasons_against
+from scaling.fits.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted, lines
@@ -146,7 +146,7 @@ def next_runs(
         share = design.variance / before
         scale = float(log_scale(_Later.of(ensemble, share, then.compute_range), n_params, n_tokens))
         reached = 2 * math.sinh(interval_factor(level) * scale)
-        reasons = reasons_against(then, n_params, n_tokens)
+        reasons = then.unsupported_reasons(n_params, n_tokens)
         records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
     runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
     extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])

@@ -21,6 +21,7 @@ from scaling.drawing import (
     params_title,
     stacked,
 )
+from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Form, Law, compute_flops
 from scaling.forms.powers import Joint
@@ -28,8 +29,6 @@ from scaling.forms.problem import Values
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from scaling.fits.result import ScalingFit
 
 TOKENS = "training tokens D"
 RATIO = "tokens per parameter D/N"
@@ -42,24 +41,21 @@ _HALVINGS = 60  # of a bracket of some tens in log units: to rounding
 _REACH = math.log(1e4)  # around the law's best log N, within which a draw's is sought
 
 
-def contours_data(
-    fit: "ScalingFit", target: Forecast | None = None, *, alone: bool = False, **columns: float
-) -> pd.DataFrame:
+def contours_data(runs: pd.DataFrame, law: Law, target: Forecast | None = None, **columns: float) -> pd.DataFrame:
     """Series run, contour, frontier, isoflop, target: n_params, n_tokens, compute_flops, loss.
 
     A contour's points share their `loss`, an isoflop's their `compute_flops`. The losses of contours are about even along
-    the frontier, rounded. All but the runs' and the target's are those of `ScalingFit.best_law`.
+    the frontier, rounded.
 
     Args:
-        fit: the fitted law.
+        runs: the fitted runs, with these columns.
+        law: of the contours and the frontier.
         target: another run to show; the figure reaches it, and 10 times the largest run's compute.
-        alone: by the one form fitted instead.
         columns: values of the law's further columns.
     """
-    runs = fit.residuals()[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
-    low, high = fit.compute_range
+    runs = runs[["n_params", "n_tokens", "compute_flops", "loss"]].assign(series="run")
+    low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
     top = max(BEYOND * high, target.compute_flops if target else 0)
-    law = fit.law if alone else fit.best_law
     frontier = law.frontier(np.geomspace(low, top, 48), **columns).assign(series="frontier")
     parts = [runs, frontier]
     if target is not None:
@@ -110,29 +106,35 @@ def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str =
     return figure
 
 
-def allocation_data(fit: "ScalingFit", level: float = 0.9, *, alone: bool = False, **columns: float) -> pd.DataFrame:
+def allocation_data(
+    law: Law, fits: Ensemble | Array, compute_range: tuple[float, float], level: float = 0.9, **columns: float
+) -> pd.DataFrame:
     """One row for each quantity and budget: quantity (n_params, n_tokens, tokens_per_param), compute_flops, value, low, high.
 
-    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it. The optimum is that of
-    `ScalingFit.best_law`, its interval tells how it depends on the fit and on which runs were made (`Ensemble.moves`). With
-    `alone`, or for a law without a forecast, it is the one form's and depends on the runs.
+    Series `fitted` up to the largest run's compute, `extrapolated` above, to 10 times it.
+
+    Args:
+        law: whose optimum is shown.
+        fits: what the interval is of: several fits and their draws (`Ensemble.moves`), or draws of the law's own parameters.
+        compute_range: of the runs, FLOPs.
+        level: of the interval.
+        columns: values of the law's further columns.
 
     Raises:
         ValueError: the level is not between 0 and 1.
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    low, high = fit.compute_range
+    low, high = compute_range
     flops = np.concatenate([np.geomspace(low, high, 33), np.geomspace(high, BEYOND * high, 9)])
-    alone = alone or not fit.has_forecast
-    best = (fit.law if alone else fit.best_law).frontier(flops, **columns)
+    best = law.frontier(flops, **columns)
     around = best["n_params"].to_numpy()
-    if not alone:
+    if isinstance(fits, Ensemble):
         drawn = around * np.exp(
-            fit.ensemble.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, around, columns)))
+            fits.moves(lambda values, _: np.log(best_sizes(Joint(), values, flops, around, columns)))
         )
     else:
-        drawn = best_sizes(fit.law.form, fit.law.form.stacked(fit.draws), flops, around, columns)
+        drawn = best_sizes(law.form, law.form.stacked(fits), flops, around, columns)
     product = flops / FLOPS_PER_PARAM_TOKEN
     of_draws = {"n_params": drawn, "n_tokens": product / drawn, "tokens_per_param": product / drawn**2}
     best["tokens_per_param"] = best["n_tokens"] / best["n_params"]

@@ -17,7 +17,7 @@ from scaling.arrays import Array
 from scaling.checks import numbers, require_columns
 from scaling.errors import ScalingError, TooFewRunsError
 from scaling.fits.fitting import fit, require_form
-from scaling.fits.forecast import DEFAULT, interval_factor, log_scale, reasons_against
+from scaling.fits.forecast import DEFAULT, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table, naming, read_table, require_convention
 from scaling.forms import Chinchilla, Form, Joint, Kaplan, TiedChinchilla
@@ -90,7 +90,7 @@ class Backtest(JsonResult):
             raise ScalingError(f"there is nothing to draw: {self}")
         from scaling.fits.law_figures import backtest_data, draw_backtest
 
-        return draw_backtest(backtest_data(self))
+        return draw_backtest(backtest_data(self.predictions))
 
     def __str__(self) -> str:
         """The table, what could not be cut, and the units."""
@@ -171,7 +171,7 @@ def _predictions(
         for form in dict.fromkeys((Chinchilla(), *forms))
     }
     own = fits[Chinchilla()]
-    supported = [not reasons_against(own, n, d) for n, d in zip(*at, strict=True)]
+    supported = [not own.unsupported_reasons(n, d) for n, d in zip(*at, strict=True)]
     yield _table(
         held_out, DEFAULT, own.ensemble.log_loss(*at), log_scale(own.ensemble, *at), interval_factor, supported
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import pandas as pd
 
+from scaling.forms.law import Law
 from scaling.presentation import span
-
-if TYPE_CHECKING:
-    from scaling.fits.result import ScalingFit
 
 FAR_DEVIATIONS, FAR_SHARE = 12.0, 0.03
 """Standard deviations (by the median) and share of the loss beyond which a row is named. Two of 15 public ladders have such rows,
@@ -17,13 +14,17 @@ their smallest models; a mistyped loss lies far beyond."""
 MAX_NAMED = 3
 
 
-def caveats(fit: ScalingFit) -> tuple[str, ...]:
-    """In words; empty if there is nothing to look at."""
-    return tuple(filter(None, [_far_rows(fit), _off_centre(fit)]))
+def caveats(law: Law, residuals: pd.DataFrame) -> tuple[str, ...]:
+    """Sentences, none if there is nothing to look at.
+
+    Args:
+        law: the fitted law.
+        residuals: as `ScalingFit.residuals` gives them.
+    """
+    return tuple(filter(None, [_far_rows(residuals), _off_centre(law, residuals)]))
 
 
-def _far_rows(fit: ScalingFit) -> str:
-    residuals = fit.residuals()
+def _far_rows(residuals: pd.DataFrame) -> str:
     off = np.expm1(residuals["log_residual"].to_numpy())
     deviation = 1.4826 * float(np.median(np.abs(off)))
     far = np.flatnonzero((np.abs(off) > FAR_DEVIATIONS * deviation) & (np.abs(off) > FAR_SHARE))
@@ -38,12 +39,13 @@ def _far_rows(fit: ScalingFit) -> str:
     return f"{count} far off the law, where half of all are within {deviation / 1.4826:.2%}: {named}"
 
 
-def _off_centre(fit: ScalingFit) -> str:
+def _off_centre(law: Law, rows: pd.DataFrame) -> str:
     """Where the law's best D/N is beside the runs' at every compute: the optimum is then told by the form, not by runs around it."""
-    if {*fit.law.form.columns} != {"n_params", "n_tokens"}:
+    if {*law.form.columns} != {"n_params", "n_tokens"}:
         return ""
-    low, high = fit.tokens_per_param_range
-    best = [fit.law.allocate(flops).tokens_per_param for flops in fit.compute_range]
+    ratio, flops = rows["n_tokens"] / rows["n_params"], rows["compute_flops"]
+    low, high = ratio.min(), ratio.max()
+    best = [law.allocate(end).tokens_per_param for end in (flops.min(), flops.max())]
     if max(best) >= low and min(best) <= high:
         return ""
     return f"off-centre: the law's best D/N at the runs' compute, {span(min(best), max(best))}, lies beside theirs, {span(low, high)}"

@@ -16,22 +16,18 @@ out; `tests/benchmarks/forecast.py` holds them against every ladder that it has,
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.arrays import Array
 from scaling.checks import positive
+from scaling.fits.ensemble import Ensemble
 from scaling.forms.law import NATS, Law, compute_flops
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult
-
-if TYPE_CHECKING:
-    from scaling.fits.ensemble import Ensemble
-    from scaling.fits.result import ScalingFit
 
 MAX_DECADES_BEYOND = 1.75
 RATIO_MARGIN = 2.0
@@ -100,11 +96,29 @@ class Forecast(JsonResult):
         )
 
 
-def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) -> Forecast:
-    """See `ScalingFit.forecast`."""
+def forecast(
+    law: Law,
+    ensemble: Ensemble,
+    n_params: float,
+    n_tokens: float,
+    *,
+    level: float,
+    largest_flops: float,
+    reasons: Sequence[str],
+) -> Forecast:
+    """See `ScalingFit.forecast`.
+
+    Args:
+        law: the form fitted alone.
+        ensemble: the fits of which the forecast is made.
+        n_params, n_tokens: the run.
+        level: of the interval.
+        largest_flops: compute of the largest run fitted.
+        reasons: why the run is outside the declared support.
+    """
     n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
-    loss = math.exp(fit.ensemble.log_loss(n_params, n_tokens))
-    scale = float(log_scale(fit.ensemble, n_params, n_tokens))
+    loss = math.exp(ensemble.log_loss(n_params, n_tokens))
+    scale = float(log_scale(ensemble, n_params, n_tokens))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
         n_params=n_params,
@@ -114,18 +128,15 @@ def forecast(fit: "ScalingFit", n_params: float, n_tokens: float, level: float) 
         high=loss * reach,
         level=level,
         log_scale=scale,
-        extrapolation=float(compute_flops(n_params, n_tokens)) / fit.compute_range[1],
-        reasons=(
-            *reasons_against(fit, n_params, n_tokens),
-            *_torn_between_forms(fit.law, n_params, n_tokens, loss, scale),
-        ),
-        law_loss=float(fit.predict(n_params, n_tokens)),
-        n_params_convention=fit.n_params_convention,
-        loss_unit=fit.loss_unit,
+        extrapolation=float(compute_flops(n_params, n_tokens)) / largest_flops,
+        reasons=(*reasons, *_torn_between_forms(law, n_params, n_tokens, loss, scale)),
+        law_loss=float(law.loss(n_params, n_tokens)),
+        n_params_convention=law.n_params_convention,
+        loss_unit=law.loss_unit,
     )
 
 
-def log_scale(ensemble: "Ensemble", n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
+def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
     """The scale s of the log error at (N, D), of their shape, by the formula at the head of this file."""
     least, most = ensemble.compute_range
     beyond = np.maximum(np.log10(compute_flops(n_params, n_tokens) / most), 0)
@@ -152,10 +163,12 @@ def interval_factor(level: float) -> float:
     return float(1.93 * stdtrit(8, (1 + level) / 2) / stdtrit(8, 0.95))
 
 
-def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tuple[str, ...]:
-    """Why a forecast at (N, D) is outside the declared support, what the method was tested on; empty inside."""
-    reasons = list(fit.warnings)
-    low, high = fit.compute_range
+def outside_support(
+    n_params: float, n_tokens: float, compute_range: tuple[float, float], tokens_per_param_range: tuple[float, float]
+) -> list[str]:
+    """Reasons why a run at (N, D) is outside the declared support of forecasts from runs in these ranges."""
+    reasons = []
+    low, high = compute_range
     flops = float(compute_flops(n_params, n_tokens))
     if (beyond := math.log10(flops / high)) > MAX_DECADES_BEYOND:
         reasons.append(
@@ -164,14 +177,14 @@ def reasons_against(fit: "ScalingFit", n_params: float, n_tokens: float) -> tupl
         )
     if flops < low:
         reasons.append(f"{flops:.3g} FLOPs lie below the smallest run's {low:.3g}: tested upwards only")
-    low, high = fit.tokens_per_param_range
+    low, high = tokens_per_param_range
     ratio = n_tokens / n_params
     if not low / RATIO_MARGIN <= ratio <= high * RATIO_MARGIN:
         reasons.append(
             f"{ratio:.3g} tokens per parameter: tested within {RATIO_MARGIN:g}× of the runs' {low:.3g} to {high:.3g}; runs "
             f"at {ratio * RATIO_MARGIN if ratio < low else ratio / RATIO_MARGIN:.3g} would bring it inside"
         )
-    return tuple(reasons)
+    return reasons
 
 
 def _torn_between_forms(law: Law, n_params: float, n_tokens: float, loss: float, scale: float) -> Iterator[str]:

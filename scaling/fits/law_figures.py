@@ -17,21 +17,18 @@ from scaling.drawing import (
     size_colours,
     stacked,
 )
+from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import DEFAULT, Forecast, interval_factor, log_scale
 from scaling.forms.law import NATS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from scaling.fits.backtest import Backtest
-    from scaling.fits.result import ScalingFit
 
-
-def fit_data(fit: "ScalingFit") -> pd.DataFrame:
+def fit_data(residuals: pd.DataFrame) -> pd.DataFrame:
     """One row per fitted run: n_params, n_tokens, compute_flops, loss, predicted, residual (% of the prediction)."""
-    table = fit.residuals()
-    table["residual"] = 100 * np.expm1(table["log_residual"])
-    return table[["n_params", "n_tokens", "compute_flops", "loss", "predicted", "residual"]].assign(series="run")
+    table = residuals.assign(residual=100 * np.expm1(residuals["log_residual"]), series="run")
+    return table[["n_params", "n_tokens", "compute_flops", "loss", "predicted", "residual", "series"]]
 
 
 def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS) -> "go.Figure":
@@ -55,18 +52,25 @@ def draw_fit(data: pd.DataFrame, n_params_convention: str, loss_unit: str = NATS
     return figure
 
 
-def frontier_data(fit: "ScalingFit", target: Forecast | None = None, level: float = 0.9) -> pd.DataFrame:
+def frontier_data(
+    runs: pd.DataFrame, ensemble: Ensemble, target: Forecast | None = None, level: float = 0.9
+) -> pd.DataFrame:
     """Series run, frontier, forecast: compute_flops, n_params, n_tokens, loss, and low and high but for the runs.
 
-    The frontier is that of `ScalingFit.best_law`, with the interval of the forecasts along it.
+    The frontier is that of the forecast's fits, with the interval of the forecasts along it.
+
+    Args:
+        runs: the fitted runs, with these columns.
+        ensemble: the fits of which a forecast is made.
+        target: a forecast to show; the figure reaches its compute, and 10 times the largest run's.
+        level: of the interval.
     """
-    runs = fit.residuals()[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run")
-    low, high = fit.compute_range
-    frontier = fit.best_law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
+    low, high = runs["compute_flops"].min(), runs["compute_flops"].max()
+    frontier = ensemble.law.frontier(np.geomspace(low, max(10 * high, target.compute_flops if target else 0), 64))
     at = frontier["n_params"], frontier["n_tokens"]
-    loss, reach = np.exp(fit.ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(fit.ensemble, *at))
+    loss, reach = np.exp(ensemble.log_loss(*at)), np.exp(interval_factor(level) * log_scale(ensemble, *at))
     frontier = frontier.assign(loss=loss, low=loss / reach, high=loss * reach, series="frontier")
-    parts = [runs, frontier]
+    parts = [runs[["compute_flops", "n_params", "n_tokens", "loss"]].assign(series="run"), frontier]
     if target is not None:
         columns = ("compute_flops", "n_params", "n_tokens", "loss", "low", "high")
         parts.append(pd.DataFrame([{column: getattr(target, column) for column in columns} | {"series": "forecast"}]))
@@ -100,13 +104,13 @@ def draw_frontier(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     return figure
 
 
-def backtest_data(found: "Backtest", level: float = 0.9) -> pd.DataFrame:
+def backtest_data(predictions: pd.DataFrame, level: float = 0.9) -> pd.DataFrame:
     """One row per cut and held-out run of the default forecast: cut, n_params, n_tokens, compute_flops, loss, predicted.
 
     `low` and `high` are the interval's ends at the `level`, `within` whether the loss lies between them, `error`, `error_low`
     and `error_high` the loss and these ends above the forecast in %.
     """
-    own = found.predictions[found.predictions["method"] == DEFAULT]
+    own = predictions[predictions["method"] == DEFAULT]
     names = {f"low_{level:g}": "low", f"high_{level:g}": "high"}
     kept = ["cut", "n_params", "n_tokens", "compute_flops", "loss", "predicted", "low", "high"]
     data = own.rename(columns=names)[kept]

@@ -30,7 +30,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.profile_trace import Quantity, Trace
-from scaling.forms.law import Form, params_exponent
+from scaling.forms.law import Form, Law, params_exponent
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, refit, share_seen
 from scaling.minimizers.minima import minima
@@ -41,8 +41,6 @@ from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from scaling.fits.result import ScalingFit
 
 N_CALIBRATION = 200
 """Refits from which scale and step are found; the scale's own error is then about 5 %."""
@@ -90,9 +88,23 @@ class Profile(JsonResult):
 
     def plot(self) -> go.Figure:
         """The rise of the objective over the quantity, the threshold, and the interval between its crossings."""
-        from scaling.fits.profile_figures import draw_profile, profile_data
+        from scaling.fits.profile_figures import draw_profile
 
-        return draw_profile(profile_data(self), self.loss_unit)
+        return draw_profile(self.curve(), self.loss_unit)
+
+    def curve(self) -> pd.DataFrame:
+        """The table that `plot` draws, see `profile_figures.profile_data`."""
+        from scaling.fits.profile_figures import profile_data
+
+        return profile_data(
+            self.table,
+            name=self.name,
+            estimate=self.estimate,
+            interval=(self.low, self.high),
+            threshold=self.threshold,
+            level=self.level,
+            at=self.at,
+        )
 
     def __str__(self) -> str:
         """Estimate, interval, and how the threshold was set."""
@@ -110,17 +122,26 @@ class Profile(JsonResult):
 
 
 def profile(
-    fit: ScalingFit, name: str, *, level: float = 0.9, at: Mapping[str, float] | None = None, seed: int | None = None
+    law: Law,
+    rows: pd.DataFrame,
+    name: str,
+    *,
+    delta: float,
+    seed: int,
+    level: float = 0.9,
+    at: Mapping[str, float] | None = None,
 ) -> Profile:
     """Trace one quantity's profile and read its interval off it.
 
     Args:
-        fit: a fitted law.
+        law: the fitted law.
+        rows: what it was fitted to: the form's columns, loss, stem.
         name: a parameter of its form, `params_exponent` or `tokens_exponent` if it has them, or `loss`.
+        delta: Huber's threshold of the fit.
+        seed: of the resampling.
         level: of the interval.
         at: for `loss`: the columns of the run, e.g. `{"n_params": 7e9, "n_tokens": 1.4e11}`. It is the law's own loss: an
             interval for a run that allows for the form's error is `ScalingFit.forecast`'s.
-        seed: of the resampling, the fit's own by default.
 
     Raises:
         ValueError: `name` is none of these, `level` not between 0 and 1, or `at` has not exactly the form's columns.
@@ -128,16 +149,21 @@ def profile(
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    form = fit.law.form
-    problem, log_loss, weights = _problem(fit)
+    form, stems = law.form, pd.factorize(rows["stem"])[0]
+    log_loss, weights = np.log(rows["loss"].to_numpy()), noise_weights(rows)
+    problem = form.problem({column: rows[column].to_numpy() for column in form.columns}, log_loss)
     quantity = _quantity(form, problem, name, at or {})
-    if (dof := fit.n_stems - len(problem.lower)) < 1:
-        raise ScalingError(f"{fit.n_stems} runs for {len(problem.lower)} parameters leave no degree of freedom")
-    best = _estimate(fit, problem, log_loss, weights)
-    scale, deviation = _calibrated(fit, problem, log_loss, weights, best, quantity, fit.seed if seed is None else seed)
+    if (dof := len(np.unique(stems)) - len(problem.lower)) < 1:
+        raise ScalingError(
+            f"{len(np.unique(stems))} runs for {len(problem.lower)} parameters leave no degree of freedom"
+        )
+    best = _estimate(problem, log_loss, weights, delta)
+    resampled = weights * stem_weights(stems, N_CALIBRATION, seed)
+    gain, deviation = _calibrated(problem, log_loss, resampled, best, quantity, delta)
+    scale = gain / share_seen(free_columns(problem, best), weights, stems)
 
     reach = _quantile(dof, level)
-    trace = Trace(problem, quantity, log_loss, weights, fit.delta, best, scale)
+    trace = Trace(problem, quantity, log_loss, weights, delta, best, scale)
     below, above = (trace.outwards(side * deviation / STEPS_PER_DEVIATION, _BEYOND * reach) for side in (-1, 1))
     thetas = np.array([*below[::-1], best, *above])
     values, objectives, roots = trace.read(thetas)
@@ -152,8 +178,8 @@ def profile(
         high=_crossing(values, roots, reach, math.inf),
         scale=scale,
         dof=dof,
-        n_params_convention=fit.n_params_convention,
-        loss_unit=fit.loss_unit,
+        n_params_convention=law.n_params_convention,
+        loss_unit=law.loss_unit,
         table=table,
     )
 
@@ -163,13 +189,6 @@ def _quantile(dof: int, level: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(dof, (1 + level) / 2))
-
-
-def _problem(fit: ScalingFit) -> tuple[Problem, Array, Array]:
-
-    log_loss = np.log(fit.rows["loss"].to_numpy())
-    problem = fit.law.form.problem({name: fit.rows[name].to_numpy() for name in fit.law.form.columns}, log_loss)
-    return problem, log_loss, noise_weights(fit.rows)
 
 
 def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) -> Quantity:
@@ -199,27 +218,24 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
     raise ValueError(f"name must be one of {', '.join(filter(None, [*form.parameters, also, 'loss']))}, got {name!r}")
 
 
-def _estimate(fit: ScalingFit, problem: Problem, log_loss: Array, weights: Array) -> Array:
+def _estimate(problem: Problem, log_loss: Array, weights: Array, delta: float) -> Array:
     """Theta of the fit, found again from the starts."""
-    deltas = (10 * fit.delta, 3 * fit.delta, fit.delta) if np.isfinite(fit.delta) else (fit.delta,)
+    deltas = (10 * delta, 3 * delta, delta) if np.isfinite(delta) else (delta,)
     thetas, values, _ = minima(problem, log_loss, weights, deltas)
     return np.asarray(thetas[np.argmin(values)])
 
 
 def _calibrated(
-    fit: ScalingFit, problem: Problem, log_loss: Array, weights: Array, best: Array, quantity: Quantity, seed: int
+    problem: Problem, log_loss: Array, resampled: Array, best: Array, quantity: Quantity, delta: float
 ) -> tuple[float, float]:
-    """The scale of the objective, and the standard deviation of log g, over resampled runs."""
-    stems = pd.factorize(fit.rows["stem"])[0]
-    resampled = weights * stem_weights(stems, N_CALIBRATION, seed)
-    deltas = (3 * fit.delta, fit.delta) if np.isfinite(fit.delta) else (fit.delta,)
+    """Twice what refits to resampled runs gain for each parameter, and the standard deviation of log g over them."""
+    deltas = (3 * delta, delta) if np.isfinite(delta) else (delta,)
     thetas, _ = refit(problem, log_loss, resampled, best, deltas)
-    there = objective(problem, log_loss, resampled, np.tile(best, (len(thetas), 1)), fit.delta)
-    gained = there - objective(problem, log_loss, resampled, thetas, fit.delta)
-    scale = 2 * float(gained.mean()) / len(best) / share_seen(free_columns(problem, best), weights, stems)
+    there = objective(problem, log_loss, resampled, np.tile(best, (len(thetas), 1)), delta)
+    gained = there - objective(problem, log_loss, resampled, thetas, delta)
     spread = quantity(thetas)
     low, high = np.quantile(spread, [0.16, 0.84])
-    return scale, max(float(high - low) / 2, 1e-6)
+    return 2 * float(gained.mean()) / len(best), max(float(high - low) / 2, 1e-6)
 
 
 def _crossing(values: Array, roots: Array, at: float, otherwise: float) -> float:

@@ -1,6 +1,7 @@
 """Figure of a profile likelihood, as two functions: `profile_data` computes a DataFrame, `draw_profile` draws it with plotly."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,21 +14,28 @@ from scaling.presentation import span
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from scaling.fits.profile import Profile
-
 _BETWEEN = 8  # points drawn from one fit of the profile to the next
 
 
-def profile_data(profile: "Profile") -> pd.DataFrame:
+def profile_data(
+    table: pd.DataFrame,
+    *,
+    name: str,
+    estimate: float,
+    interval: tuple[float, float],
+    threshold: float,
+    level: float,
+    at: Mapping[str, float],
+) -> pd.DataFrame:
     """Series fit, curve, estimate, end, threshold: value, rise, and of all name, level, at, low, high.
 
     `rise` is 2·(Q(value) − Q(estimate)) over the scale, so that it is compared with Student's t². The curve goes through the
     fits as the interval's ends were found: its signed root is straight between them over the logarithm of the value.
     An end that is open has no row.
     """
-    table = profile.table.sort_values("value")
+    table = table.sort_values("value")
     fits = np.log(table["value"].to_numpy())
-    ends = [end for end in (profile.low, profile.high) if end > 0 and math.isfinite(end)]
+    ends = [end for end in interval if end > 0 and math.isfinite(end)]
     steps = np.arange(_BETWEEN * (len(fits) - 1) + 1) / _BETWEEN
     log_value = np.unique([*np.interp(steps, np.arange(len(fits)), fits), *np.log(ends)])
     curve = np.interp(log_value, fits, table["root"]) ** 2
@@ -35,13 +43,13 @@ def profile_data(profile: "Profile") -> pd.DataFrame:
     parts = {
         "fit": (table["value"].to_numpy(), table["root"].to_numpy() ** 2),
         "curve": (np.exp(log_value), curve),
-        "estimate": (np.array([profile.estimate]), np.zeros(1)),
-        "end": (np.array(ends), np.full(len(ends), profile.threshold)),
-        "threshold": (np.array(shown), np.full(2, profile.threshold)),
+        "estimate": (np.array([estimate]), np.zeros(1)),
+        "end": (np.array(ends), np.full(len(ends), threshold)),
+        "threshold": (np.array(shown), np.full(2, threshold)),
     }
-    tables = [pd.DataFrame({"value": x, "rise": y}).assign(series=name) for name, (x, y) in parts.items()]
-    where = ", ".join(f"{name} {value:.4g}" for name, value in profile.at.items())
-    about = {"name": profile.name, "level": profile.level, "at": where, "low": profile.low, "high": profile.high}
+    tables = [pd.DataFrame({"value": x, "rise": y}).assign(series=series) for series, (x, y) in parts.items()]
+    where = ", ".join(f"{column} {value:.4g}" for column, value in at.items())
+    about = {"name": name, "level": level, "at": where, "low": interval[0], "high": interval[1]}
     return pd.concat(tables, ignore_index=True).assign(**about)
 
 

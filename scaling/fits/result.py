@@ -13,7 +13,7 @@ from scaling.arrays import Array
 from scaling.errors import ScalingError
 from scaling.fits.caveats import caveats
 from scaling.fits.ensemble import Ensemble, fit_ensemble
-from scaling.fits.forecast import Forecast, forecast
+from scaling.fits.forecast import Forecast, forecast, outside_support
 from scaling.forms.law import Law, compute_flops, params_exponent
 from scaling.presentation import counted, lines, span
 from scaling.serialization import JsonResult, TableLayout
@@ -69,7 +69,7 @@ class ScalingFit(JsonResult):
     @cached_property
     def caveats(self) -> tuple[str, ...]:
         """What to look at, though it stops no forecast: rows far off the law, best sizes beside the runs'."""
-        return caveats(self)
+        return caveats(self.law, self.residuals())
 
     @property
     def n_rows(self) -> int:
@@ -146,7 +146,16 @@ class ScalingFit(JsonResult):
             ValueError: N or D is not finite and positive, or `level` not between 0 and 1.
             ScalingError: the law depends on more than N and D.
         """
-        return forecast(self, n_params, n_tokens, level)
+        reasons = self.unsupported_reasons(n_params, n_tokens)
+        largest = self.compute_range[1]
+        return forecast(
+            self.law, self.ensemble, n_params, n_tokens, level=level, largest_flops=largest, reasons=reasons
+        )
+
+    def unsupported_reasons(self, n_params: float, n_tokens: float) -> tuple[str, ...]:
+        """Reasons why a forecast at (N, D) is outside what the method was tested on; empty inside."""
+        outside = outside_support(n_params, n_tokens, self.compute_range, self.tokens_per_param_range)
+        return (*self.warnings, *outside)
 
     def residuals(self) -> pd.DataFrame:
         """The fitted rows with `compute_flops`, `predicted` and `log_residual` = log(loss / predicted)."""
@@ -178,19 +187,19 @@ class ScalingFit(JsonResult):
         """
         from scaling.fits.profile import profile
 
-        return profile(self, name, level=level, at=at)
+        return profile(self.law, self.rows, name, delta=self.delta, seed=self.seed, level=level, at=at)
 
     def plot(self) -> "go.Figure":
         """Predicted against actual loss, and the residuals against compute."""
         from scaling.fits.law_figures import draw_fit, fit_data
 
-        return draw_fit(fit_data(self), self.n_params_convention, self.loss_unit)
+        return draw_fit(fit_data(self.residuals()), self.n_params_convention, self.loss_unit)
 
     def plot_frontier(self, target: Forecast | None = None) -> "go.Figure":
         """Loss against compute: the runs, the best loss of each budget with a 90 % band, and the forecast."""
         from scaling.fits.law_figures import draw_frontier, frontier_data
 
-        return draw_frontier(frontier_data(self, target), self.loss_unit)
+        return draw_frontier(frontier_data(self.residuals(), self.ensemble, target), self.loss_unit)
 
     def plot_contours(self, target: Forecast | None = None, *, alone: bool = False, **columns: float) -> "go.Figure":
         """Lines of equal loss over N and D, with the runs, the efficient frontier and lines of equal compute.
@@ -199,14 +208,17 @@ class ScalingFit(JsonResult):
         """
         from scaling.fits.allocation_figures import contours_data, draw_contours
 
-        data = contours_data(self, target, alone=alone, **columns)
+        data = contours_data(self.residuals(), self.law if alone else self.best_law, target, **columns)
         return draw_contours(data, self.n_params_convention, self.loss_unit)
 
     def plot_allocation(self, level: float = 0.9, *, alone: bool = False, **columns: float) -> "go.Figure":
         """The best N, D and D/N against compute with intervals, by `best_law` or by the one form fitted, `alone`."""
         from scaling.fits.allocation_figures import allocation_data, draw_allocation
 
-        return draw_allocation(allocation_data(self, level, alone=alone, **columns), self.n_params_convention)
+        law, fits = (self.law, self.draws) if alone or not self.has_forecast else (self.best_law, self.ensemble)
+        return draw_allocation(
+            allocation_data(law, fits, self.compute_range, level, **columns), self.n_params_convention
+        )
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> "go.Figure":
         """Loss over size at fixed budgets, with the band of sizes at most `within` worse than the best, as `decide` gives it.
@@ -222,13 +234,13 @@ class ScalingFit(JsonResult):
         """Pairs of parameters over the bootstrap, with the ellipse that holds `level` of the refits."""
         from scaling.fits.spread_figures import draw_parameters, parameters_data
 
-        return draw_parameters(parameters_data(self, pairs, level), self.loss_unit)
+        return draw_parameters(parameters_data(self.law, self.draws, pairs, level), self.loss_unit)
 
     def plot_variants(self, target: Forecast) -> "go.Figure":
         """What each of the fits behind a forecast says, beside the forecast and its interval."""
         from scaling.fits.spread_figures import draw_variants, variants_data
 
-        return draw_variants(variants_data(self, target), self.loss_unit)
+        return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)
 
     def __str__(self) -> str:
         """Parameters with 90 % intervals, the data behind them, and the status."""

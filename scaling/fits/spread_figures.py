@@ -9,14 +9,13 @@ import pandas as pd
 
 from scaling.arrays import Array
 from scaling.drawing import BAND, COLOURS, STAR, error_bars, loss_title, parameter_title, stacked
+from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
-from scaling.forms.law import NATS
+from scaling.forms.law import NATS, Law
 from scaling.forms.powers import Joint
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from scaling.fits.result import ScalingFit
 
 COEFFICIENTS = ("A", "B")
 """Left out of the pairs that are shown unasked: each all but follows its exponent."""
@@ -25,7 +24,7 @@ _LOG_SPREAD = 2.0  # largest over smallest draw from which an axis is logarithmi
 
 
 def parameters_data(
-    fit: "ScalingFit", pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9
+    law: Law, drawn: Array, pairs: Sequence[tuple[str, str]] | None = None, level: float = 0.9
 ) -> pd.DataFrame:
     """Series draw, estimate, ellipse of each pair: pair (its number), x_name, y_name, x, y, x_log, y_log, level.
 
@@ -33,7 +32,8 @@ def parameters_data(
     size that holds `level` of them.
 
     Args:
-        fit: the fitted law.
+        law: the fitted law.
+        drawn: parameters of its refits, [n_draws, n_parameters], in the form's order.
         pairs: of parameters; by default of the first four, without A and B if others remain.
         level: share of the draws within the ellipse.
 
@@ -42,7 +42,7 @@ def parameters_data(
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    names = list(fit.law.parameters)
+    names = list(law.parameters)
     if pairs is None:
         chosen = [name for name in names if name not in COEFFICIENTS]
         pairs = list(combinations((chosen if len(chosen) > 1 else names)[:_MOST_NAMES], 2))
@@ -50,11 +50,11 @@ def parameters_data(
         raise ValueError(f"pairs must be of the parameters {', '.join(names)}, got {strange[0]!r}")
     parts = []
     for number, pair in enumerate(pairs):
-        draws = fit.draws[:, [names.index(name) for name in pair]]
+        draws = drawn[:, [names.index(name) for name in pair]]
         logs = (draws.min(axis=0) > 0) & (draws.max(axis=0) > _LOG_SPREAD * draws.min(axis=0))
         ellipse = _ellipse(np.where(logs, np.log(np.where(logs, draws, 1.0)), draws), level)
         ellipse = np.where(logs, np.exp(np.where(logs, ellipse, 0.0)), ellipse)
-        estimate = np.array([[fit.law[name] for name in pair]])
+        estimate = np.array([[law[name] for name in pair]])
         for series, points in (("draw", draws), ("estimate", estimate), ("ellipse", ellipse)):
             parts.append(pd.DataFrame({"pair": number, "x": points[:, 0], "y": points[:, 1], "series": series}))
             parts[-1][["x_name", "y_name", "x_log", "y_log", "level"]] = *pair, *logs.tolist(), level
@@ -110,21 +110,20 @@ def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     return figure
 
 
-def variants_data(fit: "ScalingFit", target: Forecast) -> pd.DataFrame:
-    """What every fit behind a forecast says of its run: name, loss, and of the forecast low, high, level.
+def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataFrame:
+    """Loss of the forecast's run by every fit behind it: name, loss, and of the forecast low, high, level.
 
     Series variant (the forecast is their mean in log loss), draw (the first variant under resampled runs), squares (a fit
     of squared residuals, which only counts for the spread), law (the fit's own), forecast.
     """
     at = target.n_params, target.n_tokens
-    ensemble = fit.ensemble
     rows = [(name, "variant", law.loss(*at)) for name, law in ensemble.variants.items()]
     base = next(iter(ensemble.variants))
     draws = dict(zip(Joint.parameters, ensemble.draws.T, strict=True))
     drawn = Joint().loss(draws, Joint().columns_of({"n_params": at[0], "n_tokens": at[1]}))
     rows += [(f"{base}, resampled", "draw", loss) for loss in drawn]
     rows.append(("squared residuals", "squares", ensemble.squares.loss(*at)))
-    rows.append((f"the fitted law, {fit.law.form.name}", "law", fit.predict(*at)))
+    rows.append((f"the fitted law, {fitted.form.name}", "law", fitted.loss(*at)))
     data = pd.DataFrame(rows, columns=["name", "series", "loss"])
     own = {"name": "forecast", "series": "forecast"}
     own |= {name: getattr(target, name) for name in ("loss", "low", "high", "level")}

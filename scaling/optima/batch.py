@@ -55,9 +55,9 @@ class BatchLaw(TokensLaw):
 
     def plot(self) -> "go.Figure":
         """Best batches against tokens, with the law and its 90 % interval."""
-        from scaling.optima.figures import batch_data, draw_batch
+        from scaling.optima.figures import draw_batch, tokens_law_data
 
-        return draw_batch(batch_data(self))
+        return draw_batch(tokens_law_data(self, "batch_tokens"))
 
 
 def fit_batch_law(rows: pd.DataFrame, *, prior: tuple[float, float] | None = PRIOR) -> BatchLaw:

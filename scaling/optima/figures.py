@@ -3,36 +3,40 @@
 Every table has a column `series` that says what a row is, so that it can be drawn with other means as well.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike, NDArray
 
 from scaling.drawing import BAND, COLOURS, LOSS, add_band, error_bars, stacked
+from scaling.optima.optimum import Optimum
+from scaling.optima.tokens_law import TokensLaw
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from scaling.optima.batch import BatchLaw
-    from scaling.optima.horizon import HorizonLaw
-    from scaling.optima.transfer import Transfer
-    from scaling.optima.verdict import Verdict
 
-
-def transfer_data(transfer: "Transfer") -> pd.DataFrame:
+def transfer_data(
+    rows: pd.DataFrame, optima: Mapping[float, Optimum], along: str = "width", over: str = "rate"
+) -> pd.DataFrame:
     """Series run (mean over seeds), parabola, optimum: the size, log2_… of the value (both named), loss.
 
     `low` and `high` are the range over seeds of a run's loss, and an optimum's log2 ± its standard error.
+
+    Args:
+        rows: columns of the size, of the value and loss (NaN: diverged).
+        optima: of each size.
+        along: column of the size.
+        over: column of the value.
     """
-    along, over, x = transfer.along, transfer.over, f"log2_{transfer.over}"
-    mean = transfer.rows.dropna(subset="loss").groupby([along, over])["loss"].agg(["mean", "min", "max"]).reset_index()
+    x = f"log2_{over}"
+    mean = rows.dropna(subset="loss").groupby([along, over])["loss"].agg(["mean", "min", "max"]).reset_index()
     runs = mean.rename(columns={"mean": "loss", "min": "low", "max": "high"}).assign(
         **{x: np.log2(mean[over]), "series": "run"}
     )
     parts = [runs.drop(columns=over)]
-    for size, optimum in transfer.optima.items():
+    for size, optimum in optima.items():
         octaves = np.linspace(*optimum.used, 33)
         parabola = optimum.loss * (1 + optimum.regret(2**octaves))
         parts.append(pd.DataFrame({along: size, x: octaves, "loss": parabola, "series": "parabola"}))
@@ -73,12 +77,11 @@ def draw_transfer(data: pd.DataFrame, *, along: str = "width", over: str = "rate
     return figure
 
 
-def draw_verdict(transfers: Sequence["Transfer"]) -> "go.Figure":
-    """A panel for each transfer, as `draw_transfer` draws it; equal sizes share a colour and a place in the legend."""
-    figure = stacked(max(1, len(transfers)))
+def draw_verdict(panels: Sequence["go.Figure"]) -> "go.Figure":
+    """The figures of `draw_transfer` below each other; equal sizes share a colour and a place in the legend."""
+    figure = stacked(max(1, len(panels)))
     shown: set[str] = set()
-    for row, transfer in enumerate(transfers, start=1):
-        panel = transfer.plot()
+    for row, panel in enumerate(panels, start=1):
         for trace in panel.data:
             trace.update(showlegend=trace.showlegend is not False and trace.legendgroup not in shown)
         shown |= {trace.legendgroup for trace in panel.data}
@@ -88,9 +91,9 @@ def draw_verdict(transfers: Sequence["Transfer"]) -> "go.Figure":
     return figure
 
 
-def drift_data(verdict: "Verdict") -> pd.DataFrame:
-    """One row per transfer: label, drift_octaves, low, high (the 90 % interval; infinite where unknown), verdict."""
-    return verdict.table().assign(label=lambda t: t["over"] + " along " + t["along"])
+def drift_data(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Verdict.table`, each with the label of its transfer."""
+    return table.assign(label=lambda t: t["over"] + " along " + t["along"])
 
 
 def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
@@ -111,9 +114,16 @@ def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
     return figure
 
 
-def horizon_data(law: "HorizonLaw", level: float = 0.9) -> pd.DataFrame:
-    """Series optimum (of each group and budget) and law: group, n_tokens, rate, low, high (± stderr; the interval)."""
-    return _law_data(law, "rate", law.rate, level)
+def tokens_law_data(law: TokensLaw, name: str, level: float = 0.9) -> pd.DataFrame:
+    """Series optimum (of each group and budget) and law: group, n_tokens, the value (named), low, high (± stderr; the interval)."""
+    used = law.optima[law.optima["used"]]
+    best = used[f"log2_{law.NAME}"]
+    ends = {end: 2 ** (best + sign * used["stderr"]) for end, sign in (("low", -1), ("high", 1))}
+    optima = used[["group", "n_tokens"]].assign(series="optimum", **{name: 2**best, **ends})
+    tokens = np.geomspace(law.n_tokens_range[0], law.supported_range[1], 64)
+    low, high = np.array([law.interval(n, level) for n in tokens]).T
+    line = pd.DataFrame({"n_tokens": tokens, name: law.best(tokens), "low": low, "high": high})
+    return pd.concat([optima, line.assign(series="law")], ignore_index=True)
 
 
 def draw_horizon(data: pd.DataFrame) -> "go.Figure":
@@ -121,27 +131,9 @@ def draw_horizon(data: pd.DataFrame) -> "go.Figure":
     return _draw_law(data, "rate", "best learning rate at the base shape")
 
 
-def batch_data(law: "BatchLaw", level: float = 0.9) -> pd.DataFrame:
-    """Series optimum (of each group and budget) and law: group, n_tokens, batch_tokens, low, high, as `horizon_data`."""
-    return _law_data(law, "batch_tokens", law.batch_tokens, level)
-
-
 def draw_batch(data: pd.DataFrame) -> "go.Figure":
     """The best batch against training tokens, both logarithmic."""
     return _draw_law(data, "batch_tokens", "best batch (tokens)")
-
-
-def _law_data(
-    law: "HorizonLaw | BatchLaw", name: str, value: Callable[[ArrayLike], NDArray[np.float64]], level: float
-) -> pd.DataFrame:
-    used = law.optima[law.optima["used"]]
-    best = used["log2_rate" if name == "rate" else "log2_batch"]
-    ends = {end: 2 ** (best + sign * used["stderr"]) for end, sign in (("low", -1), ("high", 1))}
-    optima = used[["group", "n_tokens"]].assign(series="optimum", **{name: 2**best, **ends})
-    tokens = np.geomspace(law.n_tokens_range[0], law.supported_range[1], 64)
-    intervals = np.array([law.interval(n, level) for n in tokens])
-    line = pd.DataFrame({"n_tokens": tokens, name: value(tokens), "low": intervals[:, 0], "high": intervals[:, 1]})
-    return pd.concat([optima, line.assign(series="law")], ignore_index=True)
 
 
 def _draw_law(data: pd.DataFrame, name: str, title: str) -> "go.Figure":

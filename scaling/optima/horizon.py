@@ -44,9 +44,9 @@ class HorizonLaw(TokensLaw):
 
     def plot(self) -> "go.Figure":
         """Fitted optima against tokens, with the law and its 90 % interval."""
-        from scaling.optima.figures import draw_horizon, horizon_data
+        from scaling.optima.figures import draw_horizon, tokens_law_data
 
-        return draw_horizon(horizon_data(self))
+        return draw_horizon(tokens_law_data(self, "rate"))
 
 
 def fit_horizon_law(

@@ -90,7 +90,8 @@ class Transfer(JsonResult):
         """Loss against the value, one curve per size, with the fitted optima (as in Tensor Programs V, fig. 1)."""
         from scaling.optima.figures import draw_transfer, transfer_data
 
-        return draw_transfer(transfer_data(self), along=self.along, over=self.over)
+        data = transfer_data(self.rows, self.optima, self.along, self.over)
+        return draw_transfer(data, along=self.along, over=self.over)
 
     def __str__(self) -> str:
         """The optima, the drift with its interval, the cost, the verdict."""

@@ -116,13 +116,13 @@ class Verdict(JsonResult):
         """Loss against the value, a panel for each transfer."""
         from scaling.optima.figures import draw_verdict
 
-        return draw_verdict(self.transfers)
+        return draw_verdict([transfer.plot() for transfer in self.transfers])
 
     def plot_drifts(self) -> "go.Figure":
         """The drift of each optimum with its interval, beside the band that a pass needs."""
         from scaling.optima.figures import draw_drifts, drift_data
 
-        return draw_drifts(drift_data(self), MAX_DRIFT)
+        return draw_drifts(drift_data(self.table()), MAX_DRIFT)
 
     def __str__(self) -> str:
         """Every transfer, the laws in a line each, the verdict, and what to run to decide."""

@@ -1,19 +1,18 @@
 """Figures of a search, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
+from scaling.arrays import Array
 from scaling.drawing import COLOURS, COMPUTE, EDGE, GREY, LOSS, error_bars, log_axis
 from scaling.optima.optimum import MAX_EXCESS
+from scaling.search.search_box import SearchBox
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-    from scaling.search.importance import Importance
-    from scaling.search.response import ResponseSurface
 
 SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
 """Of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
@@ -21,9 +20,9 @@ _N_GRID = 49
 _STEP = 0.25  # per cent of the loss from contour to contour
 
 
-def importance_data(importance: "Importance") -> pd.DataFrame:
+def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
     """One row per hyperparameter, most important first: hyperparameter, share, low, high, noise; series told, not told."""
-    table = importance.table.rename_axis("hyperparameter").reset_index()
+    table = importance.rename_axis("hyperparameter").reset_index()
     series = np.where(table["told"], "told", "not told")
     return table[["hyperparameter", "share", "low", "high", "noise"]].assign(series=series)
 
@@ -80,8 +79,13 @@ def draw_pareto(data: pd.DataFrame, cost: str = "compute_flops") -> "go.Figure":
 
 
 def response_data(
-    surface: "ResponseSurface",
-    scale: Mapping[str, float] | None = None,
+    box: SearchBox,
+    predict: Callable[[pd.DataFrame], tuple[Array, Array]],
+    best: Mapping[str, Any],
+    intervals: Mapping[str, tuple[float, float]],
+    runs: pd.DataFrame,
+    *,
+    scale: Mapping[str, float],
     over: tuple[str, str] | None = None,
     level: float = 0.9,
 ) -> pd.DataFrame:
@@ -92,42 +96,42 @@ def response_data(
     those are shown that the surface holds.
 
     Args:
-        surface: the fitted surface.
-        scale: whose runs and optimum; may be left out where the box has none.
+        box: the coordinates.
+        predict: mean and standard deviation of log loss at points, as `ResponseSurface.predict`.
+        best: the optimum at the scale.
+        intervals: of its coordinates, at the level.
+        runs: of the scale: coordinates, and `above` as the surface holds it.
+        scale: of all of these.
         over: numeric coordinates, for x and y; by default the box's first two.
         level: of the optimum's intervals.
 
     Raises:
         ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
     """
-    names = list(surface.box.bounds)
+    names = list(box.bounds)
     chosen = list(over) if over else names[:2]
     if len(chosen) != 2 or len(set(chosen)) < 2 or not set(chosen) <= set(names):
         told = ", ".join(names) or "none"
         raise ValueError(
             f"over must name two of the box's numeric coordinates ({told}), got {', '.join(chosen) or 'none'}"
         )
-    (x, y), here = chosen, dict(scale or {})
-    best = surface.optimum(scale, level=level)
-    axes = [np.linspace(*surface.box.bounds[name], _N_GRID) for name in chosen]
+    x, y = chosen
+    axes = [np.linspace(*box.bounds[name], _N_GRID) for name in chosen]
     grid = pd.DataFrame(dict(zip(chosen, (values.ravel() for values in np.meshgrid(*axes)), strict=True)))
-    points = pd.concat([grid, pd.DataFrame([best.point])[[x, y]]], ignore_index=True)
+    points = pd.concat([grid, pd.DataFrame([best])[[x, y]]], ignore_index=True)
     points = points.assign(
-        **{name: [value] * len(points) for name, value in best.point.items() if name not in chosen}, **here
+        **{name: [value] * len(points) for name, value in best.items() if name not in chosen}, **scale
     )
-    mean, std = surface.predict(points)
+    mean, std = predict(points)
     table = points[[x, y]].rename(columns={x: "x", y: "y"}).assign(above=mean - mean[-1], std=std, series="surface")
     table.loc[table.index[-1], "series"] = "optimum"
-    for name, (low, high) in best.intervals.items():
+    for name, (low, high) in intervals.items():
         if name in chosen:
             axis = "xy"[chosen.index(name)]
             table.loc[table.index[-1], [f"{axis}_low", f"{axis}_high"]] = low, high
-    octaves = surface.box.octaves(pd.DataFrame([here]))[0]
-    told_runs = surface.process.data
-    own = np.flatnonzero([np.allclose(octaves, surface.cells[c], rtol=0, atol=1e-8) for c in told_runs.cell])
-    runs = surface.box.decode(told_runs.u[own])[[x, y]].rename(columns={x: "x", y: "y"})
-    series = np.where(told_runs.w[own] < MAX_EXCESS, "run", "diverged")
-    table = pd.concat([table, runs.assign(above=told_runs.w[own] - mean[-1], series=series)], ignore_index=True)
+    series = np.where(runs["above"] < MAX_EXCESS, "run", "diverged")
+    shown = runs[[x, y, "above"]].rename(columns={x: "x", y: "y"})
+    table = pd.concat([table, shown.assign(above=shown["above"] - mean[-1], series=series)], ignore_index=True)
     return table.assign(x_name=x, y_name=y, level=level)
 
 

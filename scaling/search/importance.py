@@ -75,7 +75,7 @@ class Importance(JsonResult):
         """Bars with intervals; those in grey can't be told from noise."""
         from scaling.search.figures import draw_importance, importance_data
 
-        return draw_importance(importance_data(self))
+        return draw_importance(importance_data(self.table))
 
     def __str__(self) -> str:
         """Share and interval of each hyperparameter, the rest, the status."""

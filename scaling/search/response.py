@@ -160,9 +160,28 @@ class ResponseSurface(Result):
         titles: Mapping[str, str] | None = None,
     ) -> "go.Figure":
         """Contours of the loss over two numeric coordinates at a scale, with its runs and its optimum."""
-        from scaling.search.figures import draw_response, response_data
+        from scaling.search.figures import draw_response
 
-        return draw_response(response_data(self, scale, over), titles)
+        return draw_response(self.contours(scale, over), titles)
+
+    def contours(
+        self, scale: Mapping[str, float] | None = None, over: tuple[str, str] | None = None, level: float = 0.9
+    ) -> pd.DataFrame:
+        """The table that `plot_contours` draws, see `figures.response_data`.
+
+        Raises:
+            ValueError: `over` does not name two numeric coordinates of the box, or a scale is missing.
+        """
+        from scaling.search.figures import response_data
+
+        best, here = self.optimum(scale, level=level), dict(scale or {})
+        octaves = self.box.octaves(pd.DataFrame([here]))[0]
+        data = self.process.data
+        own = np.flatnonzero([np.allclose(octaves, self.cells[c], rtol=0, atol=1e-8) for c in data.cell])
+        runs = self.box.decode(data.u[own]).assign(above=data.w[own])
+        return response_data(
+            self.box, self.predict, best.point, best.intervals, runs, scale=here, over=over, level=level
+        )
 
     @single_threaded
     def suggest(

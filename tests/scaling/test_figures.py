@@ -10,7 +10,7 @@ import pytest
 
 from scaling import ScalingFit, fit, fit_batch_law, fit_horizon_law, fit_transfer, fit_verdict
 from scaling.fits.law_figures import fit_data, frontier_data
-from scaling.optima.figures import batch_data, drift_data, horizon_data, transfer_data
+from scaling.optima.figures import drift_data, tokens_law_data, transfer_data
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def axis_titles(figure: Any) -> set[str]:
 
 
 def test_fit(result: ScalingFit) -> None:
-    data = fit_data(result)
+    data = fit_data(result.residuals())
     np.testing.assert_allclose(data["loss"], data["predicted"] * (1 + data["residual"] / 100))
     assert axis_titles(result.plot()) == {
         "predicted loss (nats per token)",
@@ -46,7 +46,7 @@ def test_fit(result: ScalingFit) -> None:
 
 def test_frontier(result: ScalingFit) -> None:
     target = result.forecast(1e9, 2e10)
-    data = frontier_data(result, target).set_index("series")
+    data = frontier_data(result.residuals(), result.ensemble, target).set_index("series")
     frontier = data.loc["frontier"]
     assert (frontier["low"] < frontier["loss"]).all()
     assert frontier["loss"].is_monotonic_decreasing
@@ -63,7 +63,7 @@ def test_transfer(grids: pd.DataFrame) -> None:
     rows = grids.query("n_tokens == 1e9").reset_index(drop=True)
     rows.loc[6, "loss"] = np.nan
     transfer = fit_transfer(rows)
-    data = transfer_data(transfer)
+    data = transfer_data(transfer.rows, transfer.optima)
     assert data["series"].value_counts()[["run", "optimum"]].tolist() == [20, 3]
     parabola = data.query("series == 'parabola' and width == 64")
     assert parabola["loss"].min() == pytest.approx(transfer.optima[64].loss, rel=1e-3)
@@ -82,7 +82,7 @@ def test_another_scale_and_hyperparameter_are_named_on_the_axis(grids: pd.DataFr
 def test_drifts(grids: pd.DataFrame) -> None:
     rows = grids.rename(columns={"width": "size", "rate": "value"}).assign(along="width", over="rate")
     verdict = fit_verdict(rows)
-    data = drift_data(verdict)
+    data = drift_data(verdict.table())
     assert data["label"].tolist() == ["rate along width"]
     assert data["low"].item() < verdict.drift_octaves < data["high"].item()
     title = "drift of the optimum (octaves),<br>from the smallest size to the largest"
@@ -97,7 +97,7 @@ def test_batch(grids: pd.DataFrame) -> None:
         for x in range(14, 20)
     ]
     law = fit_batch_law(pd.concat(batches))
-    data = batch_data(law)
+    data = tokens_law_data(law, "batch_tokens")
     line = data[data["series"] == "law"]
     np.testing.assert_allclose(line["batch_tokens"], law.batch_tokens(line["n_tokens"]))
     assert ((line["low"] < line["batch_tokens"]) & (line["batch_tokens"] < line["high"])).all()
@@ -107,7 +107,7 @@ def test_batch(grids: pd.DataFrame) -> None:
 
 def test_horizon(grids: pd.DataFrame) -> None:
     law = fit_horizon_law(grids)
-    data = horizon_data(law)
+    data = tokens_law_data(law, "rate")
     line = data[data["series"] == "law"]
     np.testing.assert_allclose(line["rate"], law.rate(line["n_tokens"]))
     assert ((line["low"] < line["rate"]) & (line["rate"] < line["high"])).all()

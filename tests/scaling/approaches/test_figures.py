@@ -47,7 +47,7 @@ def of(data: pd.DataFrame, series: str) -> pd.DataFrame:
 
 
 def test_a_vertex_is_the_minimum_of_its_parabola(parabolas: ComputePowers) -> None:
-    data = isoflops_data(parabolas)
+    data = isoflops_data(parabolas.rows, parabolas.points)
     for _, own in data[data["compute_flops"] < 2e20].groupby("compute_flops"):
         parabola, vertex = of(own, "parabola"), of(own, "vertex").iloc[0]
         curvature, slope, level = np.polyfit(np.log(parabola["n_params"] / vertex["n_params"]), parabola["loss"], 2)
@@ -58,7 +58,7 @@ def test_a_vertex_is_the_minimum_of_its_parabola(parabolas: ComputePowers) -> No
 
 
 def test_a_parabola_is_the_least_squares_of_its_runs(parabolas: ComputePowers) -> None:
-    data = isoflops_data(parabolas)
+    data = isoflops_data(parabolas.rows, parabolas.points)
     for _, own in data[data["compute_flops"] < 2e20].groupby("compute_flops"):
         run, parabola = of(own, "run"), of(own, "parabola")
         fitted = np.polyfit(np.log(run["n_params"]), run["loss"], 2)
@@ -68,7 +68,7 @@ def test_a_parabola_is_the_least_squares_of_its_runs(parabolas: ComputePowers) -
 
 
 def test_a_budget_without_a_minimum_is_shown_without_a_parabola(runs: pd.DataFrame, parabolas: ComputePowers) -> None:
-    data = isoflops_data(parabolas)
+    data = isoflops_data(parabolas.rows, parabolas.points)
     assert len(of(data, "run")) == len(runs)
     last = data[data["compute_flops"] > 2e20]
     assert last["series"].unique().tolist() == ["run"]
@@ -94,7 +94,7 @@ def test_the_bias_is_told_in_both_figures(runs: pd.DataFrame) -> None:
 
 
 def test_the_envelope_lies_on_or_below_every_curve(envelope: ComputePowers) -> None:
-    data = envelope_data(envelope)
+    data = envelope_data(envelope.rows, envelope.points)
     lowest, crossings = of(data, "envelope"), of(data, "crossing")
     log_compute = np.log(lowest["compute_flops"])
     curves = [
@@ -121,7 +121,7 @@ def test_the_envelope_is_drawn(envelope: ComputePowers) -> None:
 @pytest.mark.parametrize("approach", ["isoflops", "envelope"])
 def test_the_lines_are_the_powers(approach: str, parabolas: ComputePowers, envelope: ComputePowers) -> None:
     result = parabolas if approach == "isoflops" else envelope
-    data = powers_data(result)
+    data = powers_data(result.points, result.intervals)
     for quantity, power in (("n_params", result.n_params), ("n_tokens", result.n_tokens)):
         own = data[data["quantity"] == quantity]
         line, points = own[own["series"] != "optimum"], of(own, "optimum")
@@ -144,7 +144,11 @@ def test_the_lines_are_the_powers(approach: str, parabolas: ComputePowers, envel
 
 
 def test_a_crossing_s_tokens_lie_between_those_of_its_two_sizes(envelope: ComputePowers) -> None:
-    points = powers_data(envelope).query("series == 'optimum' and quantity == 'n_tokens'").reset_index(drop=True)
+    points = (
+        powers_data(envelope.points, envelope.intervals)
+        .query("series == 'optimum' and quantity == 'n_tokens'")
+        .reset_index(drop=True)
+    )
     np.testing.assert_allclose(compute_flops(envelope.points["larger"], points["low"]), points["compute_flops"])
     np.testing.assert_allclose(compute_flops(envelope.points["smaller"], points["high"]), points["compute_flops"])
 

@@ -150,7 +150,7 @@ def test_figure_s_runs_are_within_where_they_lie_between_the_ends(runs: pd.DataF
     runs = runs.copy()
     runs.loc[runs.index[-1], "loss"] *= 1.2
     found = backtest(runs, n_params_convention="total", cuts=[5], forms=[])
-    data = backtest_data(found)
+    data = backtest_data(found.predictions)
     assert (data["within"] == data["error"].between(data["error_low"], data["error_high"])).all()
     np.testing.assert_allclose(data["predicted"] * (1 + data["error"] / 100), data["loss"])
     (outside,) = (trace for trace in found.plot().data if trace.name == "outside")

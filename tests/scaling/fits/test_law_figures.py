@@ -82,10 +82,10 @@ def of(data: pd.DataFrame, series: str) -> pd.DataFrame:
 
 def test_contours_lie_on_the_law(result: ScalingFit) -> None:
     target = result.forecast(1e9, 2e10)
-    data = contours_data(result, target)
+    data = contours_data(result.residuals(), result.best_law, target)
     contour = of(data, "contour")
     np.testing.assert_allclose(result.best_law.loss(contour["n_params"], contour["n_tokens"]), contour["loss"])
-    alone = of(contours_data(result, target, alone=True), "contour")
+    alone = of(contours_data(result.residuals(), result.law, target), "contour")
     np.testing.assert_allclose(result.predict(alone["n_params"], alone["n_tokens"]), alone["loss"])
     assert contour["loss"].nunique() >= 5
     for _, line in contour.groupby("loss"):
@@ -100,7 +100,7 @@ def test_contours_lie_on_the_law(result: ScalingFit) -> None:
 
 
 def test_the_frontier_is_the_least_loss_of_its_isoflop(result: ScalingFit) -> None:
-    data = contours_data(result)
+    data = contours_data(result.residuals(), result.best_law)
     for flops, line in of(data, "isoflop").groupby("compute_flops"):
         assert line["loss"].min() >= result.best_law.allocate(float(str(flops))).loss
     assert of(data, "frontier")["compute_flops"].max() == pytest.approx(10 * result.compute_range[1])
@@ -116,7 +116,7 @@ def test_contours_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> N
 
 
 def test_allocation_is_what_is_decided(result: ScalingFit) -> None:
-    data = allocation_data(result).query("quantity == 'n_params'")
+    data = allocation_data(result.best_law, result.ensemble, result.compute_range).query("quantity == 'n_params'")
     for _, row in data.iloc[[0, 20, -1]].iterrows():
         decided = decide(result, row["compute_flops"]).intervals
         assert decided is not None
@@ -125,7 +125,7 @@ def test_allocation_is_what_is_decided(result: ScalingFit) -> None:
 
 
 def test_allocation_alone_is_the_law_s_within_the_draws_interval(result: ScalingFit) -> None:
-    data = allocation_data(result, alone=True)
+    data = allocation_data(result.law, result.draws, result.compute_range)
     params, tokens, ratio = (part.reset_index() for _, part in data.groupby("quantity", sort=False))
     best = result.law.frontier(params["compute_flops"])
     np.testing.assert_allclose(params["value"], best["n_params"])
@@ -142,7 +142,7 @@ def test_allocation_alone_is_the_law_s_within_the_draws_interval(result: Scaling
         *("parameters N (total)", "training tokens D", "tokens per parameter D/N"),
     ]
     with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
-        allocation_data(result, level=90)
+        result.plot_allocation(level=90)
 
 
 def test_best_sizes_without_a_formula_are_those_with_one(result: ScalingFit, without_powers: ScalingFit) -> None:
@@ -157,7 +157,7 @@ def test_best_sizes_without_a_formula_are_those_with_one(result: ScalingFit, wit
 
 def test_one_exponent_keeps_the_ratio(runs: pd.DataFrame) -> None:
     tied = fit(runs, n_params_convention="total", n_bootstrap=20, form=TiedChinchilla())
-    data = allocation_data(tied, alone=True).query("quantity == 'tokens_per_param'")
+    data = allocation_data(tied.law, tied.draws, tied.compute_range).query("quantity == 'tokens_per_param'")
     np.testing.assert_allclose(data["value"], data["value"].iloc[0])
 
 
@@ -227,7 +227,7 @@ def test_repeated_tokens_are_no_more_than_are_seen() -> None:
 
 @pytest.mark.parametrize("level", [0.5, 0.9])
 def test_the_ellipse_holds_its_share_of_the_refits(result: ScalingFit, level: float) -> None:
-    data = parameters_data(result, [("alpha", "beta"), ("A", "E")], level)
+    data = parameters_data(result.law, result.draws, [("alpha", "beta"), ("A", "E")], level)
     for _, part in data.groupby("pair"):
         first = part.iloc[0]
         logs = [bool(first["x_log"]), bool(first["y_log"])]
@@ -259,7 +259,7 @@ def test_parameters_are_drawn(runs: pd.DataFrame, result: ScalingFit, without_po
 
 def test_the_forecast_is_the_mean_of_the_variants_shown(result: ScalingFit) -> None:
     target = result.forecast(1e9, 2e10)
-    data = variants_data(result, target)
+    data = variants_data(result.law, result.ensemble, target)
     assert np.exp(np.log(of(data, "variant")["loss"]).mean()) == pytest.approx(target.loss)
     assert of(data, "forecast")[["loss", "low", "high"]].to_numpy().tolist() == [[target.loss, target.low, target.high]]
     spread = np.log(of(data, "draw")["loss"]).std(ddof=0)
@@ -278,7 +278,7 @@ def test_a_further_column_is_held_at_the_value_given(runs: pd.DataFrame) -> None
     epochs = np.tile([1.0, 2.0], 10)
     rows = runs.assign(loss=runs["loss"] + 0.03 * epochs, epochs=epochs)
     result = fit(rows, n_params_convention="total", n_bootstrap=4, form=Repeated())
-    contour = of(contours_data(result, epochs=2.0), "contour")
+    contour = of(contours_data(result.residuals(), result.best_law, epochs=2.0), "contour")
     np.testing.assert_allclose(result.predict(contour["n_params"], contour["n_tokens"], epochs=2.0), contour["loss"])
     once, twice = (of(sizes_data(result.law, [1e18], epochs=n), "best")["loss"].item() for n in (1.0, 2.0))
     assert twice - once == pytest.approx(result.law["c"])

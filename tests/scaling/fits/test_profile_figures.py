@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from scaling import Profile, ScalingFit, fit
-from scaling.fits.profile_figures import draw_profile, profile_data
+from scaling.fits.profile_figures import draw_profile
 
 TARGET = {"n_params": 1e9, "n_tokens": 2e10}
 
@@ -33,7 +33,7 @@ def of(data: pd.DataFrame, series: str) -> pd.DataFrame:
 
 
 def test_the_curve_crosses_the_threshold_at_the_ends(profile: Profile) -> None:
-    data = profile_data(profile)
+    data = profile.curve()
     curve, (level, _) = of(data, "curve"), of(data, "threshold")["rise"]
     assert of(data, "end")["value"].tolist() == pytest.approx([profile.low, profile.high])
     for end in (profile.low, profile.high):
@@ -48,7 +48,7 @@ def test_the_curve_crosses_the_threshold_at_the_ends(profile: Profile) -> None:
 def test_the_rise_is_of_the_objective_of_the_fit(result: ScalingFit) -> None:
     """Each fit's rise is worked out again from its parameters and the rows."""
     profile = result.profile("beta")
-    fits = of(profile_data(profile), "fit")
+    fits = of(profile.curve(), "fit")
     rows = {name: result.rows[name].to_numpy() for name in ("n_params", "n_tokens")}
     log_loss = np.log(result.rows["loss"].to_numpy())
     residuals = [
@@ -75,11 +75,11 @@ def test_an_open_end_is_said_and_has_no_crossing(ladder: Callable[..., pd.DataFr
     error = np.exp(0.003 * np.random.default_rng(0).standard_normal(len(runs)))
     runs["loss"] = (30 * runs["n_params"] ** -0.1 + 40 * runs["n_tokens"] ** -0.12) * error
     profile = fit(runs, n_params_convention="total", n_bootstrap=20).profile("E")
-    data = profile_data(profile)
+    data = profile.curve()
     assert profile.low == 0
     assert of(data, "end")["value"].tolist() == [end for end in (profile.low, profile.high) if 0 < end < math.inf]
     below = of(data, "curve")["value"] < profile.estimate
     assert (of(data, "curve").loc[below, "rise"] < profile.threshold).all()
-    for one in (draw_profile(data), Profile.from_dict(profile.to_dict()).plot()):
+    for one in (draw_profile(profile.curve()), Profile.from_dict(profile.to_dict()).plot()):
         assert "open" in one.layout.title.text
         assert "do not bound it" in one.layout.title.text.replace("<br>", " ")

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from scaling import ResponseSurface, SearchBox, fit_response
-from scaling.search.figures import response_data
 
 BOX = SearchBox(
     bounds={"log2_rate": (-13.0, -5.0), "log2_batch": (14.0, 20.0), "decay": (0.0, 1.0)},
@@ -34,7 +33,7 @@ def surface() -> ResponseSurface:
 
 
 def test_response(surface: ResponseSurface) -> None:
-    data = response_data(surface, SMALL)
+    data = surface.contours(SMALL)
     best, grid, runs = (data[data["series"] == name] for name in ("optimum", "surface", "run"))
     optimum = surface.optimum(SMALL)
     assert best[["x", "y", "above"]].to_numpy().tolist() == [
