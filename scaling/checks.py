@@ -1,4 +1,4 @@
-"""What every number and every table that comes in is held to, with messages that name the column, the rule and the value."""
+"""Checks of numbers and tables, with messages that name the column, the rule and the value."""
 
 import math
 import re
@@ -13,11 +13,11 @@ OTHER_NAMES = {
     "n_tokens": "d tokens num_tokens tokens_seen total_tokens train_tokens training_tokens",
     "loss": "final_loss val_loss eval_loss test_loss validation_loss",
 }
-"""Under which other tables have a column, capitals and punctuation aside."""
+"""Names under which other tables have a column, capitals and punctuation aside."""
 
 
-MOST_TOLD = 30
-"""Columns of a table that a message names."""
+MAX_NAMED = 30
+"""Most columns of a table that a message names."""
 
 
 def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
@@ -49,19 +49,19 @@ def names(rows: pd.DataFrame, column: str) -> NDArray[np.object_]:
 
 
 def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
-    """Raise ValueError unless every column is there; the message says which one may be meant under another name."""
+    """Raise ValueError unless every column is there; the message suggests which one may be meant under another name."""
     missing = [column for column in columns if column not in rows.columns]
     if missing:
         got = [str(column) for column in rows.columns]
-        more = [f"and {len(got) - MOST_TOLD:,} more"] if len(got) > MOST_TOLD else []
+        more = [f"and {len(got) - MAX_NAMED:,} more"] if len(got) > MAX_NAMED else []
         meant = [
             f"rename {' or '.join(found)} to {column}"
             for column in missing
             if (found := [name for name in got if _plain(name) in OTHER_NAMES.get(column, "").split()])
         ]
-        told = ", ".join(got[:MOST_TOLD] + more)
+        found_names = ", ".join(got[:MAX_NAMED] + more)
         raise ValueError(
-            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {told}", *meant])
+            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {found_names}", *meant])
         )
     if repeated := [column for column in columns if (rows.columns == column).sum() > 1]:
         raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")
@@ -128,7 +128,7 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
 
 
 def row_name(rows: pd.DataFrame, number: int) -> str:
-    """What the caller calls a row, as Python has it: numpy's own integers show their type."""
+    """The caller's name of a row, as Python has it: numpy's own integers show their type."""
     return repr(rows.index[[number]].tolist()[0])
 
 

@@ -1,4 +1,4 @@
-"""What all figures share: colours that are seen on a light and on a dark page alike, bands and error bars, panels, titles."""
+"""Parts of all figures: colours that are seen on a light and on a dark page alike, bands and error bars, panels, titles."""
 
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LOSS = f"loss ({NATS})"
 COMPUTE = "training compute 6·N·D (FLOPs)"
 COLOURS = ("#a45cc0", "#5f7fd0", "#2a788e", "#22a884", "#63b53b", "#c9a50c")
-"""Of lines and marks: each at least 2.3 to 1 against white and against nearly black."""
+"""Colours of lines and marks: each at least 2.3 to 1 against white and against nearly black."""
 EDGE = "#808488"
 GREY = "#bbbbbb"
 BAND = "rgba(42, 120, 142, 0.28)"
@@ -24,7 +24,7 @@ _PANEL, _AROUND = 230, 140
 """Pixels of height of a panel, and of the titles and the legend around all of them."""
 _FEW_DECADES = 3.5
 ALONE, _LINE = 420, 14
-"""Of a figure of one panel, and of a line of a note."""
+"""Pixels of height of a figure of one panel, and of a line of a note."""
 _NOTE_WIDTH = 58
 """Characters of such a line, which fit on a telephone."""
 
@@ -37,7 +37,7 @@ def add_band(
     name: str = "90 % interval",
     **place: Any,
 ) -> None:
-    """Shade what lies between two lines; `place` tells the panel (row, col) and whether the legend shows it."""
+    """Shade what lies between two lines; `place` is the panel (row, col) and whether the legend shows it."""
     figure.add_scatter(
         x=pd.concat([x, x[::-1]]),
         y=pd.concat([high, low[::-1]]),
@@ -51,7 +51,7 @@ def add_band(
 
 
 def error_bars(part: pd.DataFrame, name: str) -> dict[str, "pd.Series[float]"]:
-    """From a value to the columns `low` and `high`; none where an end is not known."""
+    """Error bars from a value to the columns `low` and `high`; none where an end is not known."""
     ends = {"array": part["high"] - part[name], "arrayminus": part[name] - part["low"]}
     return {side: length.where(np.isfinite(length)) for side, length in ends.items()}
 
@@ -67,40 +67,40 @@ def stacked(n_panels: int, **options: Any) -> "go.Figure":
 
 
 def add_note(figure: "go.Figure", text: str) -> None:
-    """Say something above the panels, in lines that fit on a telephone; the figure grows by them."""
-    told = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
+    """Write a note above the panels, in lines that fit on a telephone; the figure grows by them."""
+    note = [line for part in text.split("\n") for line in textwrap.wrap(part, _NOTE_WIDTH)]
     # No automargin: with a title of several lines plotly 6 leaves the axes' ticks where they were before it widened the margin.
     place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
-    title = {"text": "<br>".join(told), "font": {"size": 11}, "pad": {"l": 8, "t": 8}, **place}
-    above = _LINE * len(told)
+    title = {"text": "<br>".join(note), "font": {"size": 11}, "pad": {"l": 8, "t": 8}, **place}
+    above = _LINE * len(note)
     figure.update_layout(title=title, margin={"t": above + 20}, height=(figure.layout.height or ALONE) + above)
 
 
 def loss_title(loss_unit: str) -> str:
-    """Of an axis of loss."""
+    """Title of an axis of loss."""
     return f"loss ({loss_unit})"
 
 
 def params_title(n_params_convention: str, width: int = 34) -> str:
-    """Of an axis of N, in lines of so many characters: a telephone has room for 34, a panel above others for 24."""
+    """Title of an axis of N, in lines of so many characters: a telephone has room for 34, a panel above others for 24."""
     return "<br>".join(textwrap.wrap(f"parameters N ({n_params_convention})", width))
 
 
 def log_axis(values: "pd.Series[float]") -> dict[str, Any]:
-    """Of an axis that shows these: powers of ten, and twice and five times these where there are few."""
+    """Layout of an axis that shows these values: powers of ten, and twice and five times these where there are few."""
     decades = float(np.log10(values.max() / values.min()))
     steps = {} if decades < 1 else {"dtick": "D2" if decades <= _FEW_DECADES else 1}
     return {"type": "log", "exponentformat": "power", **steps}
 
 
 def parameter_title(name: str, loss_unit: str) -> str:
-    """Of an axis of one of a law's parameters, or what `ScalingFit.profile` takes for one."""
+    """Title of an axis of one of a law's parameters, or what `ScalingFit.profile` takes for one."""
     exponents = {"params_exponent": "exponent a of N* ∝ C^a", "tokens_exponent": "exponent b of D* ∝ C^b"}
     return {"E": f"E ({loss_unit})", "loss": loss_title(loss_unit), **exponents}.get(name, name)
 
 
 def size_colours(n_params: "pd.Series[float]", n_params_convention: str) -> dict[str, Any]:
-    """Of markers: the logarithm of N by colour, with its scale."""
+    """Look of markers: the logarithm of N by colour, with its scale."""
     counted = "<br>".join(textwrap.wrap(f"({n_params_convention})", 12, break_long_words=False))
     return {
         "color": np.log10(n_params),

@@ -1,12 +1,12 @@
-"""What `scaling` raises when the arguments are right and there is still no usable answer."""
+"""Errors of `scaling` for right arguments without a usable answer."""
 
 
 class ScalingError(Exception):
     """No usable answer exists for valid arguments, e.g. no budget reaches the loss asked for.
 
-    Bad arguments raise `ValueError`; answers that are usable but doubtful are returned, with a status that says why.
+    Bad arguments raise `ValueError`; answers that are usable but doubtful are returned, with a status that states why.
     """
 
 
 class TooFewRunsError(ValueError):
-    """The runs of a table are right, each by itself, and too few of them differ for the form to be fitted."""
+    """Too few runs of a table differ for the form to be fitted, though each is right by itself."""

@@ -1,4 +1,4 @@
-"""How results show themselves: one base class, and numbers written the same way everywhere."""
+"""Base class of results, and formats of numbers and ranges."""
 
 import html
 
@@ -16,7 +16,7 @@ def span(low: float, high: float, digits: int = 3) -> str:
 
 
 def counted(n_params_convention: str) -> str:
-    """What N counts, as every output says it."""
+    """Format what N counts."""
     return n_params_convention or "what N counts is not stated"
 
 

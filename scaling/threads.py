@@ -28,7 +28,7 @@ def single_threaded(function: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def _controller() -> "ThreadpoolController":
-    """Of the libraries that are loaded: SciPy has one of its own."""
+    """Controller of the libraries that are loaded: SciPy has a BLAS of its own."""
     import scipy.linalg  # noqa: F401
     from threadpoolctl import ThreadpoolController
 

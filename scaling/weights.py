@@ -1,4 +1,4 @@
-"""What each row weighs: by its noise, and when runs are resampled."""
+"""Weights of rows: by their noise, and when runs are resampled."""
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,7 @@ from scaling.arrays import Array
 
 
 def noise_weights(rows: pd.DataFrame) -> Array:
-    """1/noise², of mean one; even where the rows don't say."""
+    """1/noise², of mean one; equal where the rows have no `noise`."""
     weights = rows["noise"].to_numpy() ** -2.0 if "noise" in rows else np.ones(len(rows))
     return np.asarray(weights / weights.mean())
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PARAMETERS = ("params_exponent", "tokens_exponent", "n_params_ref", "n_tokens_ref")
 MIN_POINTS = 4
-"""Budgets, or sizes on an envelope, below which a straight line in logarithms can't be told from a bent one (assumed)."""
+"""Budgets, or sizes on an envelope, below which a straight line in logarithms cannot be distinguished from a bent one (assumed)."""
 Powers = tuple[float, float, float, float]
 
 
@@ -42,12 +42,12 @@ class ComputePowers(JsonResult):
         loss_unit: of the points' losses.
         draws: the four numbers under resampled runs, [n_draws, 4], in the order of `PARAMETERS`; those of isoFLOPs are drawn
             apart for what so few runs do not show of their errors (`minimizers.bootstrap`).
-        points: the optima: compute_flops, n_params, n_tokens, loss, and what the approach knows besides.
+        points: the optima: compute_flops, n_params, n_tokens, loss, and further columns of the approach.
         rows: what they were read off: n_params, n_tokens, loss, compute_flops (of an isoFLOP, its budget), and the `run` of
             an envelope's curves.
         bias: what the approach is estimated to get wrong by itself (see `fit_isoflops`); empty where that isn't known.
         warnings: why the numbers are doubtful; empty if they are not.
-        assumptions: what was taken for granted of the runs, as no column says it.
+        assumptions: what was taken for granted of the runs, as no column states it.
     """
 
     approach: str
@@ -96,7 +96,7 @@ class ComputePowers(JsonResult):
         return pd.DataFrame({"estimate": both[0], "low": low, "high": high}, index=index)
 
     def plot(self) -> go.Figure:
-        """What the optima were read off: parabolas of loss over N, or curves of loss over compute with their envelope."""
+        """Draw what the optima were read off: parabolas of loss over N, or curves of loss over compute with their envelope."""
         from scaling.approaches.figures import draw_envelope, draw_isoflops, envelope_data, isoflops_data
 
         if self.approach == "envelope":

@@ -74,15 +74,15 @@ def fit_envelope(
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(everyone), (n_bootstrap, len(everyone)))
     draws, unanswered = resampled(n_bootstrap, lambda i: _powers(interpolated, np.unique(picks[i]), reference))
-    doubts = []
+    warnings = []
     if len(points) < MIN_POINTS:
-        doubts.append(
+        warnings.append(
             f"{len(points)} crossings on the envelope: at least {MIN_POINTS} show whether the power is straight"
         )
     if "annealed" in given and not given["annealed"].isin([True]).all():
-        doubts.append("losses in mid-schedule: the envelope compares runs before and after their decay")
+        warnings.append("losses in mid-schedule: the envelope compares runs before and after their decay")
     if unanswered > MAX_UNANSWERED:
-        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
+        warnings.append(f"{unanswered:.0%} of the resamplings leave fewer than two crossings")
     return ComputePowers(
         approach="envelope",
         params_exponent=estimate[0],
@@ -96,7 +96,7 @@ def fit_envelope(
         points=points,
         rows=table,
         bias={},
-        warnings=tuple(doubts),
+        warnings=tuple(warnings),
         assumptions=() if "annealed" in given else (ASSUMED["annealed"],),
     )
 
@@ -114,7 +114,7 @@ def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
 
 
 def _powers(curves: Curves, chosen: NDArray[np.int64], reference: float) -> Powers | None:
-    """Through the crossings of the chosen runs; None of fewer than two."""
+    """Fit the powers through the crossings of the chosen runs; None for fewer than two."""
     points = curves.crossings(chosen)
     if len(np.unique(points[:, 0])) < 2:
         return None

@@ -1,6 +1,6 @@
 """Figures of approaches 1 and 2, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-Each says above its panels why the numbers are doubtful, if they are: approach 2 is biased by itself.
+The warnings of the fit stand above its panels: approach 2 is biased by itself.
 """
 
 import math
@@ -149,7 +149,7 @@ def draw_envelope(
 def powers_data(
     points: pd.DataFrame, intervals: Callable[[float, float], pd.DataFrame], level: float = 0.9
 ) -> pd.DataFrame:
-    """As `allocation_figures.allocation_data`, of the quantities n_params and n_tokens, and the series optimum.
+    """Table as `allocation_figures.allocation_data`, of the quantities n_params and n_tokens, and the series optimum.
 
     An optimum's `low` and `high` are, on an envelope, the sizes between which it lies, and of a parabola the interval of its
     vertex, 90 % whatever the level.

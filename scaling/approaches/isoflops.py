@@ -2,7 +2,7 @@
 
 A parabola is the loss near its minimum only. Where the sizes tested reach far from the best one, lie to one side of it, or
 alpha differs from beta, its vertex lies elsewhere, without any noise (Czech et al. 2603.22339): on the Llama 3 runs by enough
-to waste 6.5 % of the target's compute. `fit_isoflops` estimates this for the grids it was given and says so; `fit` has no
+to waste 6.5 % of the target's compute. `fit_isoflops` estimates this for the grids it was given and warns of it; `fit` has no
 such error.
 """
 
@@ -37,12 +37,12 @@ from scaling.weights import stem_weights
 SAME_BUDGET = 0.05
 """Decades of compute by which neighbours among the runs of one budget may differ."""
 MIN_SIZES = 4
-"""Of a budget: three points lie on a parabola whatever their noise."""
+"""Fewest sizes of a budget: three points lie on a parabola whatever their noise."""
 MAX_UNANSWERED = 0.05
 TELLING = 0.01
 """Relative error of N*, here or at ten times the largest budget, from which the bias is warned of."""
 LEVEL = 0.9
-"""Of the vertices' intervals."""
+"""Level of the vertices' intervals."""
 OFF_CENTRE = 0.5
 """Octaves of N from the middle of a budget's sizes to its best one, on average, from which it is warned of."""
 
@@ -67,9 +67,9 @@ class _Grid:
         return float(best), float(level - slope**2 / (4 * curvature)), float(2 * curvature)
 
     def interval(self, log_size: Array, loss: Array) -> tuple[float, float]:
-        """Of the best size, at `LEVEL`; NaN where the runs don't tell a parabola from a straight line.
+        """Interval of the best size at `LEVEL`; NaN where the runs do not distinguish a parabola from a straight line.
 
-        Its ends are the sizes at which the slope is not told from none, for runs whose errors are alike and independent
+        The ends are the sizes at which the slope cannot be distinguished from zero, for runs whose errors are alike and independent
         (Fieller, JRSS B 16 (1954) 175).
         """
         from scipy.special import stdtrit
@@ -156,9 +156,9 @@ def fit_isoflops(
     draws = drawn_apart(estimate, draws, _widening(used, log_n, rows["stem"]))
     law = fit(rows, n_params_convention=n_params_convention, loss_unit=checked.loss_unit, n_bootstrap=2).law
     bias = _bias(law, used, n_params, n_tokens)
-    doubts = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_doubts(points, bias)]
+    warnings = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_warnings(points, bias)]
     if unanswered > MAX_UNANSWERED:
-        doubts.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
+        warnings.append(f"{unanswered:.0%} of the resamplings leave fewer than two budgets with a minimum")
     return ComputePowers(
         approach="isoflops",
         params_exponent=estimate[0],
@@ -174,7 +174,7 @@ def fit_isoflops(
             {"compute_flops": budgets, "n_params": n_params, "n_tokens": n_tokens, "loss": loss}
         ).dropna(),
         bias=bias,
-        warnings=tuple(doubts),
+        warnings=tuple(warnings),
         assumptions=checked.assumptions,
     )
 
@@ -208,7 +208,7 @@ def _powers(
 
 
 def _widening(grids: list[_Grid], log_n: Array, stem: pd.Series) -> float:
-    """Of the draws, for what three numbers of each budget's few runs take of the errors."""
+    """Factor on the draws that makes up for the degrees of freedom which each budget's parabola takes."""
     from scipy.linalg import block_diag
 
     rows = np.concatenate([grid.rows for grid in grids])
@@ -217,7 +217,7 @@ def _widening(grids: list[_Grid], log_n: Array, stem: pd.Series) -> float:
 
 
 def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array) -> dict[str, float]:
-    """What the parabolas make of the noise-free law of the same runs, on these grids and on centred ones."""
+    """Errors of the parabolas on the noise-free law of the same runs, on these grids and on centred ones."""
     rows = np.concatenate([g.rows for g in grids])
     budgets = np.concatenate([np.full(len(g.rows), np.exp(np.log(n_params * n_tokens)[g.rows].mean())) for g in grids])
     best = {
@@ -260,23 +260,23 @@ def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> di
     }
 
 
-def _doubts(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
-    doubts = []
+def _warnings(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
+    warnings = []
     if len(points) < MIN_POINTS:
-        doubts.append(f"{len(points)} budgets: at least {MIN_POINTS} show whether the power is straight")
+        warnings.append(f"{len(points)} budgets: at least {MIN_POINTS} show whether the power is straight")
     if abs(off := float(points["off_centre"].mean())) > OFF_CENTRE:
         side = "small" if off > 0 else "large"
-        doubts.append(
+        warnings.append(
             f"sizes off centre: the best lie {abs(off):.1f} octaves from the middle of those tested, which are too {side}"
         )
     centred = max(abs(bias.get("n_params_centred", 0)), abs(bias.get("n_params_beyond_centred", 0)))
     if "n_params" not in bias:
-        doubts.append(
+        warnings.append(
             "on the law's own losses these grids have no minimum in two budgets: the parabola can't be trusted"
         )
     elif max(abs(bias["n_params"]), abs(bias["n_params_beyond"])) > TELLING:
         width = float(points["half_width"].mean())
-        doubts.append(
+        warnings.append(
             f"parabola bias: on noise-free losses of the fitted law these grids put N* off by {bias['n_params']:+.1%} at the "
             f"largest budget, {bias['n_params_beyond']:+.1%} at ten times it (a by {bias['params_exponent']:+.3f}); "
             + (
@@ -286,4 +286,4 @@ def _doubts(points: pd.DataFrame, bias: dict[str, float]) -> list[str]:
                 else "nearly all of it from grids off centre"
             )
         )
-    return doubts
+    return warnings

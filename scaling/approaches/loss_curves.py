@@ -13,9 +13,9 @@ from scaling.arrays import Array
 from scaling.forms.law import compute_flops
 
 COLUMNS = ("compute_flops", "n_params", "n_tokens", "loss", "smaller", "larger")
-"""Of a crossing."""
+"""Columns of a crossing."""
 LEVELS = 400
-"""Of compute, evenly spaced in its logarithm from the least to the most (1,500 in Hoffmann et al.)."""
+"""Levels of compute, evenly spaced in its logarithm from the least to the most (1,500 in Hoffmann et al.)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Curves:
     loss: Array
 
     def crossings(self, chosen: NDArray[np.int64]) -> Array:
-        """Where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
+        """Points where the best run becomes one of another size, both being there: compute, N, D, loss, smaller, larger, [n, 6].
 
         Between the same two sizes curves may cross more than once, by their noise: the mean counts.
         """
@@ -52,7 +52,7 @@ class Curves:
 
 
 def curves_of(table: pd.DataFrame) -> Curves:
-    """At `LEVELS` of compute, of a table with the columns run, n_params, compute_flops, loss."""
+    """Curves at `LEVELS` of compute, from a table with the columns run, n_params, compute_flops, loss."""
     compute = table["compute_flops"]
     levels = np.geomspace(compute.min(), compute.max(), LEVELS)
     sizes, losses = [], []

@@ -1,4 +1,4 @@
-"""What a component is worth: the loss without it, or with another in its place, run by run beside the loss with it."""
+"""Worth of a component: the loss without it, or with another in its place, run by run beside the loss with it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ablation(JsonResult):
                 "intervals": f"{self.level:.0%}, by runs of equal seeds; a pair's noise is {self.noise:.2%} of the loss, "
                 f"pooled over {self.dof} degrees of freedom"
                 if known
-                else "none: one seed tells no noise",
+                else "none: the noise is unknown from one seed",
             }
         )
         return f"{shown.to_string(index=False, formatters={'loss': '{:.4f}'.format})}\n{about}"
@@ -70,7 +70,7 @@ def compare_ablations(rows: pd.DataFrame, *, level: float = 0.9) -> Ablation:
     """Hold variants against the runs as they are, seed by seed.
 
     Pairs of one seed see the same data in the same order, so that much of the noise between seeds goes out of their ratio. What
-    is left is taken to be alike for all variants and pooled, as two or three seeds alone tell little of it; the intervals are
+    is left is taken to be alike for all variants and pooled, as two or three seeds alone do not determine it; the intervals are
     Student's.
 
     Args:
@@ -89,14 +89,16 @@ def compare_ablations(rows: pd.DataFrame, *, level: float = 0.9) -> Ablation:
     if plain.empty:
         raise ScalingError("no run as it is came to an end: there is nothing to hold the others against")
     if plain.index.has_duplicates:
-        raise ValueError(f"seed {plain.index[plain.index.duplicated()][0]} stands twice among the runs as they are")
+        raise ValueError(
+            f"seed must be there once among the runs as they are, got {plain.index[plain.index.duplicated()][0]} twice"
+        )
     records: list[dict[str, Any]] = []
     squares, dof = 0.0, 0
     ratios: list[np.ndarray[Any, np.dtype[np.float64]]] = []
     for (component, value), part in rows[rows["component"] != AS_IT_IS].groupby(["component", "value"], sort=False):
         if (twice := part["seed"].duplicated()).any():
             raise ValueError(
-                f"seed {part.loc[twice, 'seed'].iloc[0]} stands twice among the runs of {component} {value}"
+                f"seed must be there once among the runs of {component} {value}, got {part.loc[twice, 'seed'].iloc[0]} twice"
             )
         paired = part[part["loss"].notna() & part["seed"].isin(plain.index)]
         ratio = np.log(paired["loss"].to_numpy() / plain.loc[paired["seed"]].to_numpy())

@@ -51,9 +51,9 @@ def draw_finalists(data: pd.DataFrame) -> go.Figure:
 
 def ablation_data(table: pd.DataFrame) -> pd.DataFrame:
     """One row for each variant that came to an end: name, change, low, high in % of the loss, the dearest last."""
-    told = table[table["change"].notna()].iloc[::-1]
-    names = told["component"] + " " + told["value"]
-    ends = {name: 100 * np.expm1(told[name].to_numpy()) for name in ("change", "low", "high")}
+    known = table[table["change"].notna()].iloc[::-1]
+    names = known["component"] + " " + known["value"]
+    ends = {name: 100 * np.expm1(known[name].to_numpy()) for name in ("change", "low", "high")}
     return pd.DataFrame({"name": names.to_numpy(), **ends})
 
 

@@ -1,12 +1,12 @@
-"""Which of a search's leading trials is best, once each was repeated over the same few fresh seeds.
+"""Comparison of a search's finalists, each repeated over the same few fresh seeds.
 
     log loss_ij = level + trial_i + seed_j + error_ij,    error_ij ~ N(0, sigma²),    trial_i ~ N(0, (rho·sigma)²)
 
 Two kinds of luck flatter a winner (the winner's curse). A trial leads its search partly because its seed was kind: the
 runs that chose the leaders are therefore not among the rows, and repeats start from fresh seeds. And the least of several
 measured means is too low, the more so the less the trials differ: so the trials' levels are drawn together as far as the
-noise tells (shrinkage, e.g. Gelman et al., Bayesian Data Analysis, 3rd ed., sections 5.4 and 11.6), with rho not estimated
-but averaged over, as three trials hardly tell it. All that is said of the trials comes from this one posterior: a t
+noise allows (shrinkage, e.g. Gelman et al., Bayesian Data Analysis, 3rd ed., sections 5.4 and 11.6), with rho not estimated
+but averaged over, as three trials hardly determine it. Every statement about the trials comes from this one posterior: a t
 distribution for each rho, mixed by how well each rho explains the means.
 """
 
@@ -53,7 +53,7 @@ UNKNOWN = {"low": -math.inf, "high": math.inf, "difference_low": -math.inf, "dif
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finalists(JsonResult):
-    """The leading trials with intervals, the winner, and those that can't be told from it.
+    """The leading trials with intervals, the winner, and those that cannot be distinguished from it.
 
     Attributes:
         trials: one row per trial, best first, index `trial`:
@@ -64,7 +64,7 @@ class Finalists(JsonResult):
             Unknown ends are infinite. A trial of which a run diverged is not compared: `loss` is what the survivors
             measured, and `p_best` 0.
         winner: the trial of least expected loss.
-        near_tie: the trials that can't be told from it: the fewest that, with the winner, hold the best one with
+        near_tie: the trials that cannot be distinguished from it: the fewest that, with the winner, hold the best one with
             probability `level`. Empty if the winner alone does.
         level: of the intervals and of the near-tie.
         noise: standard deviation of log loss of one run about trial + seed; NaN if not known.
@@ -84,7 +84,7 @@ class Finalists(JsonResult):
 
     @property
     def verdict(self) -> Literal["clear", "near-tie", "not known"]:
-        """Whether the winner is the best with probability `level`."""
+        """`clear` if the winner is the best with probability `level`."""
         if math.isnan(self.p_best):
             return "not known"
         return "near-tie" if self.near_tie else "clear"
@@ -129,7 +129,7 @@ class Finalists(JsonResult):
         about = lines(
             {
                 "winner": self.sentence,
-                "intervals": f"{self.level:.0%}, losses drawn together as far as the noise tells",
+                "intervals": f"{self.level:.0%}, losses shrunk towards their mean by the noise",
                 "noise": f"{noise}; {self.n_seeds} seeds",
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }
@@ -140,19 +140,19 @@ class Finalists(JsonResult):
 def compare_finalists(
     rows: pd.DataFrame, level: float = 0.9, seed: int = 0, *, noise: tuple[float, float] | None = None
 ) -> Finalists:
-    """Name the best of the leading trials, and those that can't be told from it.
+    """Name the best of the leading trials, and those that cannot be distinguished from it.
 
     Args:
         rows: one row per run: `trial`, `seed`, `loss` (nats per token; NaN if diverged). The seeds are the same for all
             trials, some runs may be missing; the runs by which the leaders were chosen must not be among them.
-        level: of the intervals, and the probability from which the winner counts as told.
+        level: of the intervals, and the probability from which the winner is clear.
         seed: of the draws; the same seed gives the same answer.
         noise: standard deviation of log loss between runs of shared seeds and its degrees of freedom, known from
             elsewhere (`seed_noise(…).prior`); pooled with the rows' own, so it must hold for these trials too.
 
     Measured on planted sets of three or five trials over three seeds, their spread from half the noise of a run to 25 times
     it: 90 % intervals hold 88 to 95 % of the true differences and 90 to 96 % of the true losses, and the winner is the best as
-    often as is said (within 7 %, half of it chance). With equal trials, 98 to 99 in 100 sets are called near-ties.
+    often as stated (within 7 %, half of it chance). With equal trials, 98 to 99 in 100 sets are called near-ties.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a trial has two runs with one seed, or `level` or `noise` is
@@ -180,15 +180,17 @@ def compare_finalists(
     codes, names = pd.factorize(used["trial"])
     fitted = fit_two_way(codes, pd.factorize(used["seed"])[0], np.log(used["loss"].to_numpy()))
     if not fitted.connected:
-        raise ScalingError(f"trials {', '.join(map(str, names))} can't be compared: they share too few seeds")
+        raise ScalingError(
+            f"trials {', '.join(map(str, names))} cannot be compared: they share too few seeds; run them with equal seeds"
+        )
     sum_of_squares, dof = fitted.sum_of_squares, float(fitted.dof)
     if noise is not None:
         sum_of_squares, dof = sum_of_squares + noise[1] * noise[0] ** 2, dof + noise[1]
-    said = _describe(fitted, max(sum_of_squares, dof * ROUNDING**2), dof, level, np.random.default_rng(seed))
-    trials = said.set_index(pd.Index(names, name="trial")).join(trials, how="right")
+    posterior = _describe(fitted, max(sum_of_squares, dof * ROUNDING**2), dof, level, np.random.default_rng(seed))
+    trials = posterior.set_index(pd.Index(names, name="trial")).join(trials, how="right")
     trials["loss"] = trials["loss"].fillna(trials["measured"])
     trials = trials.fillna(UNKNOWN | {"p_best": 0.0 if dof or len(names) == 1 else math.nan})
-    trials["difference"] = trials["loss"] - trials.loc[names[int(np.argmin(said["loss"]))], "loss"]
+    trials["difference"] = trials["loss"] - trials.loc[names[int(np.argmin(posterior["loss"]))], "loss"]
     trials.loc[~trials.index.isin(names), "p_best"] = 0.0
     order = trials.assign(out=~trials.index.isin(names)).sort_values(["out", "loss"], kind="stable").index
     trials = trials.loc[order, list(COLUMNS)]
@@ -200,7 +202,7 @@ def compare_finalists(
         noise=math.sqrt(sum_of_squares / dof) if dof else math.nan,
         dof=dof,
         n_seeds=int(used["seed"].nunique()),
-        reasons=tuple(_doubts(table, trials, len(sound), used["seed"].nunique(), noise)),
+        reasons=tuple(_warnings(table, trials, len(sound), used["seed"].nunique(), noise)),
     )
 
 
@@ -216,17 +218,17 @@ def _describe(
         effects, draws = _posterior(fitted, sum_of_squares, dof, generator)
     else:
         return pd.DataFrame({"loss": np.exp(fitted.level + fitted.settings), **UNKNOWN, "p_best": math.nan})
-    said = pd.DataFrame({"loss": np.exp(fitted.level + effects), **UNKNOWN})
+    summary = pd.DataFrame({"loss": np.exp(fitted.level + effects), **UNKNOWN})
     winner = int(np.argmin(effects))
     ends = np.quantile(draws - draws[:, [winner]], tails, axis=0)
-    said["difference_low"], said["difference_high"] = said["loss"].iloc[winner] * np.expm1(ends)
-    said["p_best"] = np.bincount(draws.argmin(axis=1), minlength=n_trials) / len(draws)
+    summary["difference_low"], summary["difference_high"] = summary["loss"].iloc[winner] * np.expm1(ends)
+    summary["p_best"] = np.bincount(draws.argmin(axis=1), minlength=n_trials) / len(draws)
     if n_seeds > 1:
         # The seeds are few of many: their mean differs from that of all seeds by their spread over the root of their number.
         error = math.sqrt(float(np.sum(fitted.seeds**2)) / (n_seeds - 1) / n_seeds)
         level_draws = fitted.level + error * generator.standard_t(n_seeds - 1, len(draws))
-        said["low"], said["high"] = np.exp(np.quantile(level_draws[:, None] + draws, tails, axis=0))
-    return said
+        summary["low"], summary["high"] = np.exp(np.quantile(level_draws[:, None] + draws, tails, axis=0))
+    return summary
 
 
 def _posterior(
@@ -265,21 +267,21 @@ def _near_tie(p_best: "pd.Series[float]", level: float) -> tuple[Any, ...]:
     return tuple(others.index.tolist()[: int(enough[0])])
 
 
-def _doubts(
+def _warnings(
     table: pd.DataFrame, trials: pd.DataFrame, n_sound: int, n_seeds: int, noise: tuple[float, float] | None
 ) -> list[str]:
-    doubts = []
+    warnings = []
     if len(trials) == 1:
-        doubts.append("one trial: there is nothing to compare it with")
+        warnings.append("one trial: there is nothing to compare it with")
     if n_seeds == 1:
         known = "the noise is only what was passed in" if noise else "repeat the trials over 3 fresh seeds"
-        doubts.append(f"one seed: {known}")
+        warnings.append(f"one seed: {known}")
     if not n_sound:
-        doubts.append("a run of every trial diverged: only the runs that survived are compared")
+        warnings.append("a run of every trial diverged: only the runs that survived are compared")
     for trial, row in trials.iterrows():
         if row["n_diverged"]:
             out = " and can't win" if n_sound else ""
-            doubts.append(f"trial {trial} diverged in {row['n_diverged']:.0f} of {row['n_runs']:.0f} runs{out}")
+            warnings.append(f"trial {trial} diverged in {row['n_diverged']:.0f} of {row['n_runs']:.0f} runs{out}")
         if missing := table["seed"].nunique() - int(row["n_runs"]):
-            doubts.append(f"trial {trial} has no run of {missing} of {table['seed'].nunique()} seeds")
-    return doubts
+            warnings.append(f"trial {trial} has no run of {missing} of {table['seed'].nunique()} seeds")
+    return warnings

@@ -1,4 +1,4 @@
-"""How far runs differ that differ only by their seed: the noise in which every comparison of hyperparameters is made.
+"""Noise between runs that differ only by their seed, in which every comparison of hyperparameters is made.
 
     log loss_ij = setting_i + seed_j + error_ij
 

@@ -1,1 +1,1 @@
-"""What to train: size and tokens for a budget, the next runs of a ladder, a ladder tried before it is paid for."""
+"""Decisions about training: size and tokens for a budget, the next runs of a ladder, a simulated ladder."""

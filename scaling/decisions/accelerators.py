@@ -34,7 +34,7 @@ from scaling.checks import positive
 from scaling.presentation import Result, lines
 
 ASSUMED_MFU = 0.40
-"""Of the peak of the precision trained in; see the head of this file."""
+"""Share of the peak of the precision trained in; see the head of this file."""
 SECONDS_PER_HOUR, HOURS_PER_DAY = 3600.0, 24.0
 
 
@@ -92,7 +92,7 @@ class Accelerator(Result):
 
     @property
     def flops_per_second(self) -> float:
-        """What one device is taken to reach: peak × MFU."""
+        """FLOP/s that one device is taken to reach: peak × MFU."""
         return self.peak_flops[self.precision] * self.mfu
 
     @property
@@ -132,7 +132,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
         _known("TPU v6e", 918, 32, 1.80),
     )
 }
-"""By name; sources and what is assumed at the head of this file."""
+"""Accelerators by name; sources and what is assumed at the head of this file."""
 
 
 def accelerator(name: str) -> Accelerator:
@@ -142,9 +142,9 @@ def accelerator(name: str) -> Accelerator:
         ValueError: no such name; the message suggests similar ones.
     """
     if name not in ACCELERATORS:
-        plain, wanted = {known.lower(): known for known in ACCELERATORS}, str(name).lower()
-        meant = [known for known in plain if known.startswith(wanted)] or get_close_matches(wanted, plain)
-        suggestion = f": did you mean {' or '.join(plain[known] for known in meant)}?" if meant else ""
+        lower, wanted = {known.lower(): known for known in ACCELERATORS}, str(name).lower()
+        meant = [known for known in lower if known.startswith(wanted)] or get_close_matches(wanted, lower)
+        suggestion = f": did you mean {' or '.join(lower[known] for known in meant)}?" if meant else ""
         raise ValueError(f"accelerator must be one of {', '.join(ACCELERATORS)}, got {name!r}{suggestion}")
     return ACCELERATORS[name]
 
@@ -212,7 +212,7 @@ class Budget(Result):
 
     @property
     def dollars(self) -> float | None:
-        """What it costs, None without an accelerator."""
+        """Cost, None without an accelerator."""
         return None if self.accelerator is None else self.compute_flops * self.accelerator.dollars_per_flop
 
     @property
@@ -226,7 +226,7 @@ class Budget(Result):
         return Budget(compute_flops=compute_flops, accelerator=self.accelerator, n_devices=self.n_devices)
 
     def __str__(self) -> str:
-        """The same budget in every unit that is known."""
+        """Format the budget in every unit that is known."""
         return lines({"budget": self.worth, **({"stated as": self.terms} if self.terms else {})})
 
     @property

@@ -1,4 +1,4 @@
-"""Which size, and on how many tokens: one verb for every kind of budget and limit.
+"""Decide size and tokens: one verb for every kind of budget and limit.
 
     decide(fit, Budget(compute_flops=1e24))                            least loss for the compute
     decide(fit, Budget.of_dollars(2e6, "H100 SXM"))                    … for dollars, device-hours, days on so many devices
@@ -9,10 +9,10 @@
     decide(fit, budget, deadline=Budget.of_days(30, "H100 SXM", 512))  … in time
     decide(fit, budget, sizes=configs)                                 … among shapes that can be built
 
-They combine. The answer prints what was decided, how sure it is, and what was assumed.
+They combine. The answer prints the decision, its intervals, and what was assumed.
 
 A fit of a law in N and D decides by the law behind its forecast, the mean of several fits: on public ladders that errs less
-than the one form fitted, and so a decision and its forecast are of one mind. `decide(fit.law, …)` takes the one form.
+than the one form fitted, and so a decision and its forecast agree. `decide(fit.law, …)` takes the one form.
 """
 
 import math
@@ -36,9 +36,9 @@ from scaling.forms.spending import LEAST_FLOPS, MOST_FLOPS, UNIQUE, Spending
 from scaling.presentation import counted
 
 SANE_RATIO = (0.5, 2e4)
-"""Assumed: tokens per parameter outside which an answer by a law alone is doubted."""
+"""Assumed: tokens per parameter outside which a law alone warns."""
 USEFUL_EPOCHS = 40.0
-"""At which a repeat was found to be worth nothing any more (Muennighoff et al. 2305.16264, fig. 1)."""
+"""Epochs at which a repeat was found to be worth nothing any more (Muennighoff et al. 2305.16264, fig. 1)."""
 PLATEAU = 0.25
 """Assumed: of the budget; if less comes within the tolerance of the loss, most of the compute is wasted."""
 
@@ -62,7 +62,7 @@ def decide(
     """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
 
     Args:
-        law: a fit, which also tells how sure the answer is, or a law alone.
+        law: a fit, which also gives intervals, or a law alone.
         budget: of training and serving together; a number is FLOPs.
         loss: to reach with the least compute, in the law's unit, instead of a budget.
         served_tokens: tokens that the model will read and write over its life, at 2·N FLOPs each.
@@ -132,7 +132,7 @@ def decide(
         level=level,
         forecast=forecast,
         limits=_limits(spending, answer, memory, deadline),
-        doubts=_doubts(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
+        warnings=_warnings(fit, forecast, spending, values, answer, given.compute_flops, tolerance),
         assumptions=_assumptions(law, forecast, spending, memory),
     )
 
@@ -145,7 +145,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _sizes(sizes: Iterable[Any] | None) -> dict[float, Any] | None:
-    """What can be chosen, by its parameters N."""
+    """Choices by their parameters N."""
     if sizes is None:
         return None
     given = [sizes] if isinstance(sizes, int | float) else [*sizes]
@@ -253,7 +253,7 @@ def _size_by_fit(fit: ScalingFit, spending: Spending, budget: float) -> pd.Serie
 def _limits(
     spending: Spending, answer: pd.Series, memory: Sequence[MemoryLimit], deadline: Budget | None
 ) -> tuple[str, ...]:
-    """What holds the answer back."""
+    """Limits that hold the answer back."""
     held = []
     if answer["n_tokens"] >= spending.max_tokens * (1 - 1e-6):
         epochs = spending.max_tokens / spending.unique_tokens
@@ -267,7 +267,7 @@ def _limits(
     return tuple(held)
 
 
-def _doubts(
+def _warnings(
     fit: ScalingFit | None,
     forecast: Forecast | None,
     spending: Spending,
@@ -276,51 +276,51 @@ def _doubts(
     budget: float,
     tolerance: float,
 ) -> tuple[str, ...]:
-    """Why the answer may mean little, beside what its forecast says."""
+    """Warnings about the answer, beside those of its forecast."""
     n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
-    doubts: list[str] = []
+    warnings: list[str] = []
     if fit and forecast is None:
-        doubts += fit.unsupported_reasons(n_params, n_tokens)
+        warnings += fit.unsupported_reasons(n_params, n_tokens)
     low, high = SANE_RATIO
     if fit is None and not low <= n_tokens / n_params <= high:
-        doubts.append(f"{n_tokens / n_params:.3g} tokens per parameter: no ladder that we know of reaches so far")
+        warnings.append(f"{n_tokens / n_params:.3g} tokens per parameter: no ladder that we know of reaches so far")
     if UNIQUE in spending.form.columns and (epochs := n_tokens / spending.unique_tokens) > 1:
         seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
         where = "repeats were found to be worth nothing" if fit is None else "the runs end"
         if epochs > seen:
-            doubts.append(f"{epochs:.4g} epochs: {where} at {seen:.3g}")
+            warnings.append(f"{epochs:.4g} epochs: {where} at {seen:.3g}")
     if spending.sizes is None and tolerance > 0:
         enough = float(spending.least_budget(values, float(answer["loss"]) * (1 + tolerance), 1)[0])
         if enough < PLATEAU * budget:
-            doubts.append(
+            warnings.append(
                 f"{enough:.3g} FLOPs come within {tolerance:.2%} of this loss: the rest of {budget:.3g} buys next to nothing"
             )
-    return tuple(doubts)
+    return tuple(warnings)
 
 
 def _assumptions(
     law: Law | ScalingFit, forecast: Forecast | None, spending: Spending, memory: Sequence[MemoryLimit]
 ) -> tuple[str, ...]:
-    said = [f"training costs 6·N·D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
+    assumed = [f"training costs 6·N·D FLOPs, N as in the law: {counted(law.n_params_convention)}"]
     if spending.served_tokens:
-        said.append(
+        assumed.append(
             f"serving costs 2·N FLOPs for each of {spending.served_tokens:.4g} tokens, a FLOP {spending.serving_price:g} "
             "times as dear as in training, out of one budget; a deadline for the training alone is `deadline`"
         )
     if math.isfinite(spending.unique_tokens):
         repeats = UNIQUE in spending.form.columns
-        said.append(
-            "the law tells what repeats of a token are worth"
+        assumed.append(
+            "the law includes what repeats of a token are worth"
             if repeats
             else "no token is seen twice: the law knows no repeats"
         )
     if memory:
-        said += [f"memory of {limit}" for limit in memory]
-        said.append("memory holds every parameter, also those that N may not count")
+        assumed += [f"memory of {limit}" for limit in memory]
+        assumed.append("memory holds every parameter, also those that N may not count")
     if forecast:
-        said.append(
+        assumed.append(
             "decided by the mean of the forecast's fits; sizes by their spread and by resampled runs, the loss by the forecast"
         )
     elif isinstance(law, ScalingFit):
-        said.append(f"intervals: {len(law.draws)} bootstrap refits, which take the form for right")
-    return tuple(said)
+        assumed.append(f"intervals: {len(law.draws)} bootstrap refits, which assume that the form is right")
+    return tuple(assumed)

@@ -1,4 +1,4 @@
-"""What was decided: a size and its tokens, how sure that is, what else would do nearly as well, what was assumed."""
+"""Decision on a size and its tokens, with intervals, near-optimal sizes and assumptions."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +18,13 @@ class Decision(Result):
     """The best parameters N and tokens D under a budget, or the cheapest that reach a loss.
 
     Attributes:
-        law: by which it was decided; it says what N counts and what the loss is in.
+        law: by which it was decided; it states what N counts and what the loss is in.
         n_params: parameters N.
         n_tokens: training tokens D.
         loss: the law's at (N, D), in its unit.
         served_tokens: over the model's life.
         serving_price: of a FLOP of serving, in FLOPs of training.
-        unique_tokens: in the corpus, None if it was not said.
+        unique_tokens: in the corpus, None if not given.
         budget: what was to be spent, or the least that reaches the loss.
         target_loss: the loss asked for, None if a budget was given.
         config: the configuration chosen, where some were given.
@@ -38,7 +38,7 @@ class Decision(Result):
         level: of the intervals.
         forecast: of the run decided on, or None; its loss is the decision's.
         limits: what holds the answer back, such as memory or data; empty if the budget alone does.
-        doubts: why the answer may mean little, beside what the forecast says.
+        warnings: why the answer may mean little, beside the forecast's own reasons.
         assumptions: what was taken for granted.
     """
 
@@ -59,7 +59,7 @@ class Decision(Result):
     level: float
     forecast: Forecast | None
     limits: tuple[str, ...]
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -69,7 +69,7 @@ class Decision(Result):
 
     @property
     def epochs(self) -> float | None:
-        """Times that each unique token is seen, None if their number was not said."""
+        """Times that each unique token is seen, None if their number was not given."""
         return None if self.unique_tokens is None else self.n_tokens / self.unique_tokens
 
     @property
@@ -89,11 +89,11 @@ class Decision(Result):
 
     @property
     def cost(self) -> Budget:
-        """What it comes to on the budget's devices."""
+        """Cost on the budget's devices."""
         return self.budget.of_flops(self.total_flops)
 
     def on(self, device: Accelerator | str, n_devices: int | None = None) -> "Decision":
-        """The same decision, priced on other devices, as many if no number is given."""
+        """Decision priced on other devices, as many if no number is given."""
         budget = replace(
             self.budget, accelerator=to_device(device), n_devices=n_devices or self.budget.n_devices, terms=""
         )
@@ -103,7 +103,7 @@ class Decision(Result):
         """JSON-ready: numbers, cost, band, intervals, and what was assumed."""
         numbers = ("n_params", "n_tokens", "loss", "training_flops", "serving_flops", "epochs", "target_loss")
         cost = ("gpu_hours", "dollars", "days")
-        rest = ("size_by_fit", "forecast", "limits", "doubts", "assumptions")
+        rest = ("size_by_fit", "forecast", "limits", "warnings", "assumptions")
         return (
             {name: converter.unstructure(getattr(self, name)) for name in numbers}
             | {"budget_flops": self.budget.compute_flops, **{name: getattr(self.cost, name) for name in cost}}
@@ -130,8 +130,8 @@ class Decision(Result):
         if self.intervals is not None:
             last = "loss" if self.target_loss is None else "total_flops"
             shown = self.intervals.loc[["n_params", "n_tokens", last]]
-            told = [f"{name} {span(row.low, row.high, 4)}" for name, row in shown.iterrows()]
-            rows[f"{self.level:.0%} interval"] = "; ".join(told)
+            shown_ends = [f"{name} {span(row.low, row.high, 4)}" for name, row in shown.iterrows()]
+            rows[f"{self.level:.0%} interval"] = "; ".join(shown_ends)
         if self.size_by_fit is not None:
             rows["other fits"] = f"would choose {span(self.size_by_fit.min(), self.size_by_fit.max())} parameters"
         if self.forecast is not None:
@@ -141,8 +141,8 @@ class Decision(Result):
             rows["data"] = f"{self.epochs:.3g} epochs of {self.unique_tokens:.4g} unique tokens"
         if self.limits:
             rows["held by"] = "; ".join(self.limits)
-        if self.doubts:
-            rows["doubtful"] = "; ".join(self.doubts)
+        if self.warnings:
+            rows["doubtful"] = "; ".join(self.warnings)
         device = self.budget.accelerator
         priced = (f"{device}: share of the peak and price are assumed unless you set them",) if device else ()
         return "\n- ".join([f"{lines(rows)}\nassumed", *self.assumptions, *priced])

@@ -1,4 +1,4 @@
-"""What the runs made tell of one forecast, linearised, and what further runs would add.
+"""Information of the runs made about one forecast, linearised, and what further runs would add.
 
 The forecast's base fit is linearised about its estimate: theta ~ N(estimate, S) with S⁻¹ = Σ j jᵀ/v + P over the runs made, j
 the gradient of a run's log loss, v its variance and P the prior's precision. A further run takes (gᵀSj)² / (v + jᵀSj) off the
@@ -6,7 +6,7 @@ variance gᵀSg at the target, and leaves S − Sj jᵀS / (v + jᵀSj) (Bayesia
 the update is Sherman and Morrison's).
 
 v = sigma² + (1 %·h)², sigma the residual of the fit and h the decades of compute from the run up to the target: the form is not
-the truth, and the further below the target a run lies, the less it says of it.
+the truth, and the further below the target a run lies, the less it informs about it.
 """
 
 import math
@@ -25,7 +25,7 @@ from scaling.forms.powers import Joint, JointPowers
 from scaling.weights import noise_weights
 
 MISFIT_PER_DECADE = 0.01
-"""What a run says of a target loses for each decade between them, as a standard deviation of log loss (public ladders)."""
+"""Standard deviation of log loss that is added for each decade between a run and the target (public ladders)."""
 LEAST_NOISE = 5e-4
 """Seed noise of a log loss is never taken to be less: .015–.06 % were seen in large runs."""
 Criterion = Literal["variance", "variance per FLOP"]
@@ -33,7 +33,7 @@ Criterion = Literal["variance", "variance per FLOP"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Design:
-    """What is known of the base fit's parameters, linearised, and how far that tells the target.
+    """Posterior of the base fit's parameters, linearised, and what it implies for the target.
 
     Attributes:
         law: the base fit at the runs made, for its gradients elsewhere.
@@ -53,7 +53,7 @@ class Design:
 
     @classmethod
     def of(cls, ensemble: Ensemble, rows: pd.DataFrame, n_params: ArrayLike, n_tokens: ArrayLike) -> "Design":
-        """From the forecast's fits, the rows (n_params, n_tokens, loss) that they are of, and one or several targets."""
+        """Build it from the forecast's fits, the rows (n_params, n_tokens, loss) that they are of, and one or several targets."""
         law = JointPowers.at(
             rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy(), np.log(rows["loss"].to_numpy(np.float64))
         )
@@ -73,22 +73,22 @@ class Design:
 
     @property
     def variance(self) -> float:
-        """Of the log loss at the target, from the parameters alone; the mean over several targets."""
+        """Variance of the log loss at the target, from the parameters alone; the mean over several targets."""
         return float(np.einsum("ti,ij,tj->t", self.target, self.covariance, self.target).mean())
 
     def noise_variance(self, compute: ArrayLike, weights: ArrayLike = 1.0) -> Array:
-        """Of the log loss of a run of this compute, FLOPs, and weight, as evidence for the target."""
+        """Variance of the log loss of a run of this compute, FLOPs, and weight, as evidence for the target."""
         below = np.maximum(np.log10(self.target_flops / np.asarray(compute, np.float64)), 0)
         return np.asarray(self.noise**2 / np.asarray(weights) + (MISFIT_PER_DECADE * below) ** 2)
 
     def gains(self, gradient: Array, noise_variance: Array) -> Array:
-        """What each run, [K, P] and [K], takes off the variance at the target, [K]."""
+        """Reduction of the variance at the target by each run, [K, P] and [K], [K]."""
         known = gradient @ self.covariance
         total = noise_variance + np.einsum("ki,ki->k", known, gradient)
         return np.asarray((((self.target @ known.T) ** 2).mean(axis=0)) / total)
 
     def with_run(self, gradient: Array, noise_variance: float) -> "Design":
-        """What will be known once a run, [P], is made."""
+        """Design once a run, [P], is made."""
         known = self.covariance @ gradient
         covariance = self.covariance - np.outer(known, known) / (noise_variance + gradient @ known)
         return replace(self, covariance=(covariance + covariance.T) / 2)
@@ -123,7 +123,7 @@ def _theta(ensemble: Ensemble, law: JointPowers) -> Array:
 
 
 def gradient_of(law: JointPowers, theta: Array, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
-    """Of the log loss in theta at other (N, D), [K, P]."""
+    """Slopes of the log loss in theta at other (N, D), [K, P]."""
     x, y = (
         np.atleast_1d(np.log(np.asarray(values, np.float64)) - centre)
         for values, centre in zip((n_params, n_tokens), law.terms.centre, strict=True)

@@ -1,4 +1,4 @@
-"""How sure a decision is: what else would have been decided, had the runs or the fit been others."""
+"""Intervals of a decision: what else would have been decided, had the runs or the fit been others."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,7 +73,7 @@ def by_forecast(
 def by_refits(
     fit: ScalingFit, spending: Spending, answer: pd.Series, loss: float | None, budget: float, level: float
 ) -> pd.DataFrame:
-    """The same over the bootstrap of a law that has no forecast; infinite where refits never reach the loss."""
+    """Intervals over the bootstrap of a law that has no forecast; infinite where refits never reach the loss."""
     values, count = fit.law.form.stacked(fit.draws), len(fit.draws)
     budgets = np.full(count, budget) if loss is None else spending.least_budget(values, loss, count)
     found = spending.answers(values, budgets).to_numpy()

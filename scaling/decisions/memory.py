@@ -16,7 +16,7 @@ SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit(Result):
-    """So many bytes for each parameter, spread evenly over devices.
+    """Limit of so many bytes for each parameter, spread evenly over devices.
 
     Attributes:
         what: is done with the model, such as "training".

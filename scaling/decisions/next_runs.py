@@ -18,7 +18,7 @@ from scaling.checks import numbers, require_columns
 from scaling.decisions.accelerators import require_positive
 from scaling.decisions.design import Design
 from scaling.fits.ensemble import RESIDUAL_RATIO, Ensemble
-from scaling.fits.fitting import doubts_about_rows
+from scaling.fits.fitting import row_warnings
 from scaling.fits.forecast import RATIO_MARGIN, Forecast, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
 from scaling.forms.law import compute_flops
@@ -37,7 +37,7 @@ class NextRuns(JsonResult):
         runs: the candidates' rows, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
             parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
             run falls where the form expects it: where the form fails the next fit's interval is wider, see RESULTS.md).
-        now: the forecast of the target as the fit stands; it says what N counts.
+        now: the forecast of the target as the fit stands; it states what N counts.
         stopped: why no further run was chosen.
         reasons: why the forecast would still be outside what was tested once these runs are made; empty if it would not.
     """
@@ -49,7 +49,7 @@ class NextRuns(JsonResult):
 
     @property
     def cost_flops(self) -> float:
-        """What the runs cost together."""
+        """Cost of the runs together."""
         return float(self.runs["cost_flops"].sum())
 
     @property
@@ -59,7 +59,7 @@ class NextRuns(JsonResult):
 
     @property
     def width_then(self) -> float:
-        """The same, as expected after them."""
+        """Expected full width of the interval after them."""
         return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ def next_runs(
             break
         index, after = pick
         telling = after.variance <= (1 - WORTH) * design.variance
-        if not telling and not doubts_about_rows(_with_runs(fit, size[chosen], tokens[chosen]).rows):
+        if not telling and not row_warnings(_with_runs(fit, size[chosen], tokens[chosen]).rows):
             stopped = f"no run that can still be paid for takes {WORTH:.0%} off the variance that is left"
             break
         design = after
@@ -160,7 +160,7 @@ def candidate_runs(
 
     Args:
         fit: of the runs made so far; D/N is taken within its range and up to twice above it, but no lower than 2 and no
-            higher than 500 unless the target lies there: on paper far-out runs tell most, and there the form fails first.
+            higher than 500 unless the target lies there: far-out runs seem the most informative, and there the form fails first.
         n_params, n_tokens: the target; no candidate is of more compute, nor of less than the smallest run.
         affordable_flops: most that one run may cost.
         per_decade: sizes in each decade; of ratios, D/N, half as many.
@@ -210,7 +210,7 @@ def _with_runs(fit: ScalingFit, n_params: Array, n_tokens: Array) -> ScalingFit:
     added = pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "stem": stems})
     rows = pd.concat([fit.rows.astype({"stem": object}), added.astype({"stem": object})], ignore_index=True)
     # Whether the fit itself will be doubtful is only known once it is made.
-    return replace(fit, rows=rows, warnings=tuple(doubts_about_rows(rows)))
+    return replace(fit, rows=rows, warnings=tuple(row_warnings(rows)))
 
 
 def _spaced(low: float, high: float, per_decade: float) -> Array:

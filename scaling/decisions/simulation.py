@@ -29,12 +29,12 @@ Schedule = Literal["runs", "branches"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation(Result):
-    """What forecasts from a design came to, over many draws of its losses.
+    """Forecasts from a design, over many draws of its losses.
 
     Attributes:
         design: the runs, with `cost_flops`.
         n_params, n_tokens: the target.
-        law: the planted surface; it says what N counts and what the loss is in.
+        law: the planted surface; it states what N counts and what the loss is in.
         truth: its loss at the target.
         noise, stem_noise: standard deviations of log losses, by run and by stem.
         level: of the forecasts' intervals.
@@ -56,7 +56,7 @@ class Simulation(Result):
 
     @property
     def cost_flops(self) -> float:
-        """Of the ladder."""
+        """Cost of the ladder, FLOPs."""
         return float(self.design["cost_flops"].sum())
 
     @property
@@ -90,7 +90,7 @@ class Simulation(Result):
         return float(np.sqrt((self.trials["size_error"] ** 2).mean()))
 
     def __str__(self) -> str:
-        """What the ladder costs, and what its forecast is worth."""
+        """Format the cost of the ladder and the errors of its forecasts."""
         low, high = self.trials["error"].quantile([0.05, 0.95])
         return lines(
             {
@@ -249,7 +249,7 @@ def ladder_design(
 def isoflop_design(
     compute: Iterable[float], n_sizes: int, *, spread: float = 10.0, tokens_per_param: float = 20.0
 ) -> pd.DataFrame:
-    """At each compute so many sizes, spread evenly in log N around the one of the given D/N.
+    """Design of so many sizes at each compute, spread evenly in log N around the one of the given D/N.
 
     Args:
         compute: FLOPs of each curve.

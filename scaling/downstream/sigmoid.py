@@ -1,4 +1,4 @@
-"""From loss to a downstream metric: a sigmoid between a floor (chance) and a ceiling.
+"""Downstream metric as a function of loss: a sigmoid between a floor (chance) and a ceiling.
 
     metric = floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))
 
@@ -32,9 +32,9 @@ MIN_ROWS = 6
 MAX_WIDTHS = 10.0
 """Width of the sigmoid, in spans of the fitted losses, above which it is a straight line."""
 PERCENT = 100.0
-"""Of a metric that may be so large, a floor or ceiling below 1 is taken for a share by mistake."""
+"""Largest value of a metric from which a floor or ceiling below 1 is taken for a share by mistake."""
 MIN_RISE = 3.0
-"""Standard deviations of the residual by which the fitted metric must rise for the sigmoid to be told from a level."""
+"""Standard deviations of the residual by which the fitted metric must rise for the sigmoid to be distinguished from a constant."""
 _WIDTH_SHARES, _MIDDLES = (0.1, 0.3, 1.0), (0.0, 0.5, 1.0)  # of the losses' span, where the fit begins
 
 
@@ -80,7 +80,7 @@ class DownstreamLaw(JsonResult):
         return _sigmoid(np.array([getattr(self, name) for name in PARAMETERS]), np.asarray(loss, np.float64))[()]
 
     def interval(self, loss: float, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """Where the metric of one run of this loss lies, between 0 and `most`: percentiles over the refits, with scatter.
+        """Interval of the metric of one run of this loss, between 0 and `most`: percentiles over the refits, with scatter.
 
         Measured on planted sigmoids of 12 to 60 losses, .3 nats below the least of them: 90 % intervals hold 78 to 90 % of further
         runs, 85 % in the mean (tests/benchmarks/interval_coverage.py).
@@ -88,7 +88,7 @@ class DownstreamLaw(JsonResult):
         return self.interval_of(np.full(len(self.draws), float(loss)), level, seed=seed)
 
     def interval_of(self, losses: Array, level: float = 0.9, *, seed: int = 0) -> tuple[float, float]:
-        """The same where the loss itself is uncertain: one loss for each refit, [n_draws], or several, [n_draws, n]."""
+        """Interval where the loss itself is uncertain: one loss for each refit, [n_draws], or several, [n_draws, n]."""
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         each = losses.reshape(len(self.draws), -1)
@@ -104,14 +104,14 @@ class DownstreamLaw(JsonResult):
         most = np.array([self.most, self.most, np.inf, np.inf])
         apart = np.clip(estimate + self.widening * (self.draws - estimate), 0, most)
         low, high = np.quantile(apart, [0.05, 0.95], axis=0)
-        told = [
+        shown = [
             f"{name} {getattr(self, name):.4g} ({'given' if name in self.held else f'{span(a, b)}'})"
             for name, a, b in zip(PARAMETERS, low, high, strict=True)
         ]
         return lines(
             {
                 self.metric: "floor + (ceiling − floor) / (1 + exp((loss − midpoint) / width))",
-                "numbers": ", ".join(told),
+                "numbers": ", ".join(shown),
                 "rows": f"{self.n_rows}, losses {span(*self.loss_range)}, intervals 90 % of {len(self.draws)} refits",
                 "residual": f"{self.residual:.3g}",
                 "status": "; ".join((self.status, *self.warnings)),
@@ -191,7 +191,7 @@ def fit_downstream(
         n_rows=len(loss),
         draws=draws,
         widening=widening(_jacobian(theta, loss)[:, free], np.ones(len(loss)), np.asarray(stems, np.int64)),
-        warnings=tuple(_doubts(theta, loss, value, residual, top, "ceiling" in held, len(runs))),
+        warnings=tuple(_warnings(theta, loss, value, residual, top, "ceiling" in held, len(runs))),
     )
 
 
@@ -201,7 +201,7 @@ def _sigmoid(theta: Array, loss: Array) -> Array:
 
 
 def _jacobian(theta: Array, loss: Array) -> Array:
-    """Of the metric by (floor, ceiling, midpoint, width), [K, 4]."""
+    """Jacobian of the metric by (floor, ceiling, midpoint, width), [K, 4]."""
     floor, ceiling, midpoint, width = theta
     share = _sigmoid(np.array([0.0, 1.0, midpoint, width]), loss)
     slope = (ceiling - floor) * share * (1 - share) / width
@@ -211,7 +211,7 @@ def _jacobian(theta: Array, loss: Array) -> Array:
 def _bounds(
     loss: Array, value: Array, low: float, top: float, floor_held: bool, ceiling_held: bool
 ) -> tuple[Array, Array]:
-    """Of (floor, ceiling, midpoint, width); what is held has a hair's breadth.
+    """Bounds of (floor, ceiling, midpoint, width); what is held has a hair's breadth.
 
     The mean of the metric parts floor from ceiling. Its extremes would not do: noise takes them beyond both, the farther
     the more rows there are.
@@ -252,30 +252,30 @@ def _fitted(
     return np.asarray(result.x), 2 * float(result.cost)
 
 
-def _doubts(
+def _warnings(
     theta: Array, loss: Array, value: Array, residual: float, top: float, ceiling_held: bool, n_runs: int
 ) -> list[str]:
     _, ceiling, midpoint, width = theta
     rise = float(_sigmoid(theta, loss.min()) - _sigmoid(theta, loss.max()))
-    doubts = []
+    warnings = []
     if n_runs < MIN_ROWS:
-        doubts.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
+        warnings.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
     if np.ptp(value) == 0:
-        doubts.append(f"the metric is {value[0]:g} in every row: its dependence on the loss can't be seen")
+        warnings.append(f"the metric is {value[0]:g} in every row: its dependence on the loss can't be seen")
     elif _falls(loss, value):
-        doubts.append(
+        warnings.append(
             "the metric falls as the loss falls, where a sigmoid can only rise: `fit` takes such a one as its loss"
         )
     elif rise < MIN_RISE * residual:
-        doubts.append(f"the metric rises by {rise:.3g}, its scatter is {residual:.3g}: the runs may all be at chance")
+        warnings.append(f"the metric rises by {rise:.3g}, its scatter is {residual:.3g}: the runs may all be at chance")
     if width > MAX_WIDTHS * float(np.ptp(loss)):
-        doubts.append("a straight line fits as well: neither floor nor ceiling is seen")
+        warnings.append("a straight line fits as well: neither floor nor ceiling is seen")
     if not ceiling_held and ceiling > top - 1e-4 and midpoint < loss.min():
-        doubts.append(f"no run is half-way up: the ceiling is the largest possible, {top:g}, not the runs'")
-    return doubts
+        warnings.append(f"no run is half-way up: the ceiling is the largest possible, {top:g}, not the runs'")
+    return warnings
 
 
 def _falls(loss: Array, value: Array) -> bool:
-    """Whether a straight line says so, by as many standard errors as are asked of a rise."""
+    """Test by a straight line, for as many standard errors as are asked of a rise."""
     correlation = float(np.corrcoef(loss, value)[0, 1])
     return correlation > 0 and correlation**2 * (len(loss) - 2) > MIN_RISE**2 * (1 - correlation**2)

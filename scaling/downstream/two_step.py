@@ -1,4 +1,4 @@
-"""From (N, D) to a downstream metric in two steps: N, D → the task's loss, by a law; the task's loss → the metric, by a sigmoid.
+"""Downstream metric from (N, D) in two steps: N, D → the task's loss, by a law; the task's loss → the metric, by a sigmoid.
 
 After Bhagia et al. 2412.04403 (the OLMo ladder). The task's loss is that of the right answers' text; the first step is `fit`, whose
 forecast brings its own interval, the second `fit_downstream`.
@@ -48,7 +48,7 @@ class TaskForecast(JsonResult):
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The metric, its interval, the loss that it comes from, and the doubts."""
+        """The metric, its interval, the loss that it comes from, and the warnings."""
         return lines(
             {
                 self.metric: f"{self.value:.4g}, {self.level:.0%} within {self.low:.4g} to {self.high:.4g}",
@@ -121,7 +121,7 @@ def fit_two_step(
 ) -> TwoStep:
     """Fit the task's loss in N and D, and the metric in the task's loss.
 
-    The second step knows nothing of N and D, so it is told by every row, also by those that the first leaves out because they
+    The second step knows nothing of N and D, so it is fitted to every row, also to those that the first leaves out because they
     lie on another surface of the loss (not annealed, or badly tuned).
 
     Args:

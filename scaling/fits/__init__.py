@@ -1,1 +1,1 @@
-"""A law fitted to runs: what goes in, the fit, how sure it is, what it forecasts, and how well it would have."""
+"""A law fitted to runs: tables, the fit, its intervals, forecasts and backtests."""

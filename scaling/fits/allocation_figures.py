@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TOKENS = "training tokens D"
 RATIO = "tokens per parameter D/N"
 BEYOND = 10.0
-"""How far figures go above the largest run's compute."""
+"""Factor by which figures reach above the largest run's compute."""
 _MARGIN = 1.3  # of the box of N and D around what is shown
 _N_LEVELS, _N_RAYS = 10, 160
 _INSET = 3  # points of 64 from a line's end to its label, else it is cut off
@@ -157,8 +157,8 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
     quantities = data["quantity"].unique()
     figure = stacked(len(quantities), shared_xaxes=True)
     for row, quantity in enumerate(quantities, start=1):
-        whole, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
-        part, points = whole[whole["series"] != "optimum"], whole[whole["series"] == "optimum"]
+        own_rows, place = data[data["quantity"] == quantity], {"row": row, "col": 1, "showlegend": row == 1}
+        part, points = own_rows[own_rows["series"] != "optimum"], own_rows[own_rows["series"] == "optimum"]
         name = f"{100 * part['level'].iloc[0]:g} % interval"
         add_band(figure, part["compute_flops"], part["low"], part["high"], name=name, **place)
         for series, dash in (("fitted", "solid"), ("extrapolated", "dash")):
@@ -183,7 +183,7 @@ def draw_allocation(data: pd.DataFrame, n_params_convention: str) -> "go.Figure"
                 marker={"color": COLOURS[5], "size": 7, "line": {"color": EDGE, "width": 1}},
                 **place,
             )
-        figure.update_yaxes(title=titles[quantity], **log_axis(whole["value"]), row=row, col=1)
+        figure.update_yaxes(title=titles[quantity], **log_axis(own_rows["value"]), row=row, col=1)
     figure.update_xaxes(**log_axis(data["compute_flops"]))
     figure.update_xaxes(title=COMPUTE, row=len(quantities), col=1)
     return figure
@@ -198,7 +198,7 @@ def best_sizes(
         form: of the law.
         draws: its parameters, [J, 1] each.
         flops: budgets, [M].
-        around: N of about the best, [M]; where no formula tells it, it is sought within 10⁴ times of that, by halving an
+        around: N of about the best, [M]; where there is no formula, it is sought within 10⁴ times of that, by halving an
             interval in which the loss has one minimum.
         columns: values of the form's further columns.
     """

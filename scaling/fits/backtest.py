@@ -1,7 +1,7 @@
-"""How well a ladder would have forecast its own largest runs: fitted below a cut, held against what lies above.
+"""Backtest of a ladder on its own largest runs: fitted below a cut, compared with the runs above.
 
-A backtest tells how far to trust; it chooses nothing. A form picked by its held-out error would be hindsight, and its interval
-too narrow.
+A backtest shows how far to trust a forecast; it chooses nothing. A form picked by its held-out error would be hindsight, and
+its interval too narrow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMS_COMPARED: tuple[Form, ...] = (Chinchilla(), TiedChinchilla(), Joint(), Kaplan())
 LEVELS = (0.9, 0.95)
 N_BOOTSTRAP = 100
-"""Of each fit; its intervals are read from a standard deviation."""
+"""Bootstrap draws of each fit; its intervals are read from a standard deviation."""
 TOP = 2.0
 """Largest compute over that of the runs that count as the top."""
 
@@ -94,9 +94,9 @@ class Backtest(JsonResult):
 
     def __str__(self) -> str:
         """The table, what could not be cut, and the units."""
-        told = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
+        table = self.table().round(2).to_string(index=False) if len(self.predictions) else "no cut leaves enough runs"
         units = f"losses in {self.loss_unit}; N: {counted(self.n_params_convention)}"
-        return "\n".join([told, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
+        return "\n".join([table, *(f"C < Cmax/{cut:g}: {why}" for cut, why in self.too_few.items()), units])
 
 
 def backtest(
@@ -136,15 +136,15 @@ def backtest(
     with naming(runs):
         require_columns(table, ("n_params", "n_tokens", "loss", *names))
         checked = fit(table, n_bootstrap=2, **options)
-        whole = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
+        every = checked.rows.assign(**{name: numbers(table.loc[checked.rows.index], name) for name in names})
     options["loss_unit"] = checked.loss_unit  # what was in bits is in nats by now
-    flops = compute_flops(whole["n_params"], whole["n_tokens"])
+    flops = compute_flops(every["n_params"], every["n_tokens"])
     tables, too_few = [], {}
     for cut in cuts:
         below = flops < flops.max() / cut
         try:
             tables += [
-                table.assign(cut=cut) for table in _predictions(whole[below], whole[~below], forms, seed, options)
+                table.assign(cut=cut) for table in _predictions(every[below], every[~below], forms, seed, options)
             ]
         except TooFewRunsError as error:
             too_few[cut] = str(error)
@@ -161,7 +161,7 @@ def backtest(
 def _predictions(
     known: pd.DataFrame, unknown: pd.DataFrame, forms: Sequence[Form], seed: int, options: dict[str, Any]
 ) -> Iterator[pd.DataFrame]:
-    """What each form, and the default, say of the unknown runs."""
+    """Predictions of the unknown runs by each form and by the default."""
     held_out = unknown[["n_params", "n_tokens", "loss"]].assign(
         compute_flops=compute_flops(unknown["n_params"], unknown["n_tokens"])
     )

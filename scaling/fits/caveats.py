@@ -1,4 +1,4 @@
-"""What to look at before a fit is believed, though its forecasts may hold: rows far off the law, and runs beside its best sizes."""
+"""Caveats of a fit whose forecasts may hold: rows far off the law, and runs beside its best sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _far_rows(residuals: pd.DataFrame) -> str:
 
 
 def _off_centre(law: Law, rows: pd.DataFrame) -> str:
-    """Where the law's best D/N is beside the runs' at every compute: the optimum is then told by the form, not by runs around it."""
+    """Caveat where the law's best D/N is beside the runs' at every compute: the form alone places the optimum."""
     if {*law.form.columns} != {"n_params", "n_tokens"}:
         return ""
     ratio, flops = rows["n_tokens"] / rows["n_params"], rows["compute_flops"]

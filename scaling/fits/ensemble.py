@@ -1,4 +1,4 @@
-"""Several fits of one ladder whose mean is the forecast and whose spread tells how far the form can be trusted.
+"""Several fits of one ladder whose mean is the forecast and whose spread shows how far the form can be trusted.
 
 Each is the joint form under weak priors. They differ in what is robust and what is recent: no single one is best on every
 public ladder, and to choose one by its held-out error would be hindsight. Measured on the ladders of
@@ -36,7 +36,7 @@ USUAL_RATIO = (5.0, 200.0)
 """D/N of the rows of the variant that leaves far under- and over-trained ones out."""
 MIN_USUAL_ROWS = 12
 RESIDUAL_RATIO = (2.0, 500.0)
-"""D/N of the rows whose residuals tell how well the form fits."""
+"""D/N of the rows whose residuals measure how well the form fits."""
 N_FINALISTS, N_DRAWS = 6, 60
 _MAD = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 _LEAST_SIGMA = 1e-4  # of log residuals; below it a prior would weigh nothing
@@ -70,9 +70,9 @@ class Ensemble:
         return mean_of([*self.variants.values()])
 
     def moves(self, log_of: Callable[[Values, int], Array]) -> Array:
-        """How a quantity's logarithm moves with the fit and with the runs, [n_variants·n_draws, …].
+        """Move a quantity's logarithm with the fit and with the runs, [n_variants·n_draws, …].
 
-        What each variant says against their mean, and what each draw, drawn apart, says against the base, of every pair of
+        Sum of each variant's difference from their mean and of each draw's, drawn apart, from the base, for every pair of
         the two; infinite where a fit gives none.
 
         Args:
@@ -184,7 +184,7 @@ class _Fits:
     loss_unit: str
 
     def prior(self, variance: float) -> Prior:
-        """In the units of an objective whose residuals have a variance."""
+        """Prior in the units of an objective whose residuals have a variance."""
         centres = {name: math.log(centre) for name, (centre, _) in PRIOR.items()}
         centres["E"] += float(self.log_loss.min())
         return Prior(

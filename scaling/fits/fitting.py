@@ -30,7 +30,7 @@ from scaling.minimizers.screening import require_loss, screened
 from scaling.weights import noise_weights, stem_weights
 
 MIN_LEVELS = 3
-"""Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) can't be told apart."""
+"""Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""
 MIN_RUNS = 15
 MIN_DECADES = 1.0
 """Runs and decades of compute below which intervals were found dishonest (18 public ladders; measured here)."""
@@ -38,10 +38,10 @@ MAX_MISFIT, SEEN_MISFIT = 0.02, 0.013
 """Standard deviation of log residuals, by the median. The 12 public ladders of finished runs: .2–1.23 %; the three of losses in
 mid-schedule: 2.1–5.4 %, where forecasts fail."""
 LEAST_SHARE = 0.3
-"""Of the least loss; E is .43 to 1.02 of it on every public ladder but one in mid-schedule. The forecast's prior expects .6: where
-E was planted near .1 of the least loss, its 90 % intervals held 57 %."""
+"""Share of the least loss below which E is warned of; it is .43 to 1.02 on every public ladder but one in mid-schedule. The
+forecast's prior expects .6: where E was planted near .1 of the least loss, its 90 % intervals held 57 %."""
 MAX_CONDITION = 1e3
-"""Of the Jacobian with columns of length one. Public ladders: 15–80; N and D in strict proportion: 1e16."""
+"""Condition number of the Jacobian with columns of length one. Public ladders: 15–80; N and D in strict proportion: 1e16."""
 
 
 def fit(
@@ -67,7 +67,7 @@ def fit(
             a row out; empty if it doesn't), `noise` (relative standard deviation of the loss from seed to seed; rows are
             weighted by 1/noise²), `compute_flops` (FLOPs, held against 6·N·D).
         n_params_convention: what N counts, e.g. "total" or "without embeddings"; the exponents depend on it, and every
-            result says it.
+            result states it.
         loss_unit: of `loss`: "nats per token", or "bits per token", which become nats. A metric other than these that is
             positive and falls to a floor (bits per byte, the share of answers that are wrong) is fitted as it is, under
             the name given here.
@@ -130,7 +130,7 @@ def fit(
         seed=seed,
         warnings=(
             *checked.warnings,
-            *doubts_about_rows(rows),
+            *row_warnings(rows),
             *_doubts_about_fit(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
         assumptions=checked.assumptions,
@@ -141,7 +141,7 @@ def require_form(form: object) -> Form:
     """The form, if it is one.
 
     Raises:
-        TypeError: it is none; the message says what was meant by a class or a name.
+        TypeError: it is none; the message suggests what was meant by a class or a name.
     """
     if isinstance(form, Form):
         return form
@@ -179,19 +179,19 @@ def _require_points(checked: Runs, form: Form) -> None:
             )
 
 
-def doubts_about_rows(rows: pd.DataFrame) -> list[str]:
+def row_warnings(rows: pd.DataFrame) -> list[str]:
     """Why a ladder's intervals can't be relied on, from its rows alone."""
-    doubts = []
+    warnings = []
     n_runs = rows["stem"].nunique()
     if n_runs < MIN_RUNS:
-        doubts.append(
+        warnings.append(
             f"{n_runs} independent runs: intervals were found honest from {MIN_RUNS} on, {MIN_RUNS - n_runs} more"
         )
     compute = rows["n_params"].to_numpy() * rows["n_tokens"].to_numpy()
     decades = float(np.log10(compute.max() / compute.min()))
     if decades < MIN_DECADES:
-        doubts.append(f"the runs span {decades:.2f} decades of compute: at least {MIN_DECADES:g} is wanted")
-    return doubts
+        warnings.append(f"the runs span {decades:.2f} decades of compute: at least {MIN_DECADES:g} is wanted")
+    return warnings
 
 
 def _doubts_about_fit(
@@ -203,38 +203,38 @@ def _doubts_about_fit(
     draws: Array,
     draws_converged: NDArray[np.bool_],
 ) -> list[str]:
-    doubts = []
+    warnings = []
     if not converged:
-        doubts.append("the minimum was not reached to full precision")
+        warnings.append("the minimum was not reached to full precision")
     if (share := 1 - draws_converged.mean()) > 0.05:
-        doubts.append(f"{share:.0%} of the bootstrap refits did not converge")
+        warnings.append(f"{share:.0%} of the bootstrap refits did not converge")
     for i, name in enumerate(form.parameters):
         stuck = (draws[:, i] <= problem.lower[i]) | (draws[:, i] >= problem.upper[i])
         if theta[i] <= problem.lower[i] or theta[i] >= problem.upper[i]:
-            doubts.append(f"{name} lies on its bound: the runs do not determine it")
+            warnings.append(f"{name} lies on its bound: the runs do not determine it")
         elif stuck.mean() > 0.05:
-            doubts.append(
+            warnings.append(
                 f"{name} lies on its bound in {stuck.mean():.0%} of the bootstrap refits: it is hardly determined"
             )
     if (E := _named(form, problem.natural(theta[None])[0]).get("E")) is not None:
         share = E / float(np.exp(log_loss.min()))
         if share >= 1:
-            doubts.append(f"E = {E:.4g} is {share:.3g} of the least loss: larger runs can't be forecast from it")
+            warnings.append(f"E = {E:.4g} is {share:.3g} of the least loss: larger runs cannot be forecast from it")
         elif share < LEAST_SHARE:
-            doubts.append(
+            warnings.append(
                 f"E = {E:.4g} is {share:.2g} of the least loss: forecasts were tested where it is .4 of it and more"
             )
     predicted, jacobian = (found[0] for found in problem.linearise(theta[None]))
     if (typical := 1.4826 * float(np.median(np.abs(predicted - log_loss)))) > MAX_MISFIT:
-        doubts.append(
+        warnings.append(
             f"losses typically lie {typical:.1%} off the law: finished runs of one recipe were seen within {SEEN_MISFIT:.1%}, "
             "losses in mid-schedule or of several recipes beyond"
         )
     lengths = np.maximum(np.linalg.norm(jacobian, axis=0), np.finfo(np.float64).tiny)  # 0 of what has no effect
     condition = float(np.linalg.cond(jacobian / lengths))
     if condition > MAX_CONDITION:
-        doubts.append(
+        warnings.append(
             f"ill-conditioned (condition number {condition:.1e}): N and D vary too much together "
-            "to tell the parameters and the best allocation apart"
+            "to determine the parameters and the best allocation"
         )
-    return doubts
+    return warnings

@@ -38,7 +38,7 @@ MAX_FORM_GAP = 1.5
 ladders that were supported, the farthest lay 1.3 beside it; of four ladders of small models in the middle of a transition 2.5 to 3.7:
 there one forecast missed by 4.8 %, the others by .4 to 2 (measured)."""
 DEFAULT = "forecast"
-"""The name, among those of the forms, of what `ScalingFit.forecast` says in a backtest."""
+"""Name of `ScalingFit.forecast` in a backtest, among those of the forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Forecast(JsonResult):
         log_scale: s, the scale of the error of log loss.
         extrapolation: C of this run over the largest C in the fit.
         reasons: why the forecast is outside what the method was tested on; empty inside.
-        law_loss: what the fitted law alone says, for comparison.
+        law_loss: by the fitted law alone, for comparison.
         n_params_convention, loss_unit: what N counts and the losses are in, as in the fit.
     """
 
@@ -74,7 +74,7 @@ class Forecast(JsonResult):
 
     @property
     def supported(self) -> bool:
-        """Whether intervals like this one were tested."""
+        """True if intervals like this one were tested."""
         return not self.reasons
 
     @property
@@ -116,20 +116,19 @@ def forecast(
         largest_flops: compute of the largest run fitted.
         reasons: why the run is outside the declared support.
     """
-    n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
     loss = math.exp(ensemble.log_loss(n_params, n_tokens))
     scale = float(log_scale(ensemble, n_params, n_tokens))
     reach = math.exp(interval_factor(level) * scale)
     return Forecast(
-        n_params=n_params,
-        n_tokens=n_tokens,
+        n_params=float(n_params),
+        n_tokens=float(n_tokens),
         loss=loss,
         low=loss / reach,
         high=loss * reach,
         level=level,
         log_scale=scale,
         extrapolation=float(compute_flops(n_params, n_tokens)) / largest_flops,
-        reasons=(*reasons, *_torn_between_forms(law, n_params, n_tokens, loss, scale)),
+        reasons=(*reasons, *_form_gap_reason(law, n_params, n_tokens, loss, scale)),
         law_loss=float(law.loss(n_params, n_tokens)),
         n_params_convention=law.n_params_convention,
         loss_unit=law.loss_unit,
@@ -152,7 +151,7 @@ def log_scale(ensemble: Ensemble, n_params: ArrayLike, n_tokens: ArrayLike) -> A
 
 
 def interval_factor(level: float) -> float:
-    """K of the interval: 1.93·t(level)/t(.90), t the two-sided quantile of Student's t with 8 degrees of freedom.
+    """Factor k of the interval: 1.93·t(level)/t(.90), t the two-sided quantile of Student's t with 8 degrees of freedom.
 
     That curve goes through both measured values (1.93 at 90 %, 2.39 at 95 %); elsewhere it is our interpolation.
     """
@@ -166,7 +165,12 @@ def interval_factor(level: float) -> float:
 def outside_support(
     n_params: float, n_tokens: float, compute_range: tuple[float, float], tokens_per_param_range: tuple[float, float]
 ) -> list[str]:
-    """Reasons why a run at (N, D) is outside the declared support of forecasts from runs in these ranges."""
+    """Reasons why a run at (N, D) is outside the declared support of forecasts from runs in these ranges.
+
+    Raises:
+        ValueError: N or D is not finite and positive.
+    """
+    n_params, n_tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
     reasons = []
     low, high = compute_range
     flops = float(compute_flops(n_params, n_tokens))
@@ -187,11 +191,11 @@ def outside_support(
     return reasons
 
 
-def _torn_between_forms(law: Law, n_params: float, n_tokens: float, loss: float, scale: float) -> Iterator[str]:
-    """Where the fitted form alone says something else altogether: the runs then tell no form, whatever the variants agree on."""
+def _form_gap_reason(law: Law, n_params: float, n_tokens: float, loss: float, scale: float) -> Iterator[str]:
+    """Reason where the fitted form alone differs by far: the runs then do not determine the form, whatever the variants agree on."""
     gap = math.log(float(law.loss(n_params, n_tokens)) / loss)
     if abs(gap) > MAX_FORM_GAP * interval_factor(0.9) * scale:
         yield (
-            f"the law fitted ({law.form.name}) alone says {loss * math.exp(gap):.4g}, {math.expm1(gap):+.0%}, more than "
-            f"{MAX_FORM_GAP:g} half-widths of the 90% interval away: the runs do not tell the form, longer or larger ones would"
+            f"the law fitted ({law.form.name}) alone predicts {loss * math.exp(gap):.4g}, {math.expm1(gap):+.0%}, more than "
+            f"{MAX_FORM_GAP:g} half-widths of the 90% interval away: the runs do not determine the form; add longer or larger ones"
         )

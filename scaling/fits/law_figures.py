@@ -123,11 +123,11 @@ def backtest_data(predictions: pd.DataFrame, level: float = 0.9) -> pd.DataFrame
 
 
 def draw_backtest(data: pd.DataFrame) -> "go.Figure":
-    """How far the loss measured lies from its forecast, with the forecast's interval: a panel for each cut."""
+    """Distance of the measured loss from its forecast, with the forecast's interval: a panel for each cut."""
     cuts = [part for _, part in data.groupby("cut")]
-    told = [f"fitted below 1/{part['cut'].iloc[0]:g} of the largest compute" for part in cuts]
+    titles = [f"fitted below 1/{part['cut'].iloc[0]:g} of the largest compute" for part in cuts]
     figure = stacked(
-        max(1, len(cuts)), shared_xaxes="all", shared_yaxes="all", subplot_titles=told, vertical_spacing=0.12
+        max(1, len(cuts)), shared_xaxes="all", shared_yaxes="all", subplot_titles=titles, vertical_spacing=0.12
     )
     level = f"{100 * data['level'].iloc[0]:g} % interval" if len(data) else "interval"
     looks = {

@@ -7,7 +7,7 @@ minimises Q + h(g) minimises Q at its own value of g, so every fit is an exact p
 The interval holds the v with  2·(Q(v) − Q(best)) ≤ scale · t²,  t Student's quantile for runs less parameters (Bates and Watts,
 Nonlinear Regression Analysis, 1988, ch. 6, where the scale is the variance of the residuals). Huber's objective is no
 likelihood, and its ratio is distributed as a multiple of chi-squared that isn't known beforehand (Heritier and Ronchetti,
-JASA 89 (1994) 897); rows of one run hang together besides. So the scale is found by resampling runs: under the weights of each
+JASA 89 (1994) 897); rows of one run are correlated as well. So the scale is found by resampling runs: under the weights of each
 draw, 2·(Q*(best) − Q*(refit)) is on average the scale times the number of parameters. In few runs it is less, as a fit's residuals
 are smaller than the errors; the share, about .6 for 20 runs and 5 parameters, is that of least squares on the same runs.
 
@@ -78,12 +78,12 @@ class Profile(JsonResult):
 
     @property
     def is_open(self) -> bool:
-        """Whether an end was not found: the runs don't bound the quantity there."""
+        """True if an end was not found: the runs do not bound the quantity there."""
         return self.low == 0 or not math.isfinite(self.high)
 
     @property
     def threshold(self) -> float:
-        """Of the squared root, t²: what lies below it is in the interval."""
+        """Threshold of the squared root, t²: what lies below it is in the interval."""
         return _quantile(self.dof, self.level) ** 2
 
     def plot(self) -> go.Figure:
@@ -239,7 +239,7 @@ def _calibrated(
 
 
 def _crossing(values: Array, roots: Array, at: float, otherwise: float) -> float:
-    """Where the root first passes `at` going outwards from the estimate."""
+    """First value, going outwards from the estimate, at which the root passes `at`."""
     side = np.sign(at)
     outwards = np.argsort(side * values)
     values, roots = values[outwards], (side * roots)[outwards]

@@ -54,7 +54,7 @@ def profile_data(
 
 
 def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
-    """The rise of the objective over the quantity, the threshold, and the interval, which is said above."""
+    """The rise of the objective over the quantity, the threshold, and the interval, which stands above."""
     import plotly.graph_objects as go
 
     about = data.iloc[0]
@@ -84,12 +84,12 @@ def draw_profile(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     figure.update_xaxes(title=parameter_title(about["name"], loss_unit))
     top = data["rise"].max()
     figure.update_yaxes(title="rise of the objective, 2·ΔQ / scale", range=[-0.06 * top, 1.05 * top])
-    add_note(figure, _told(about, estimate["value"].item()))
+    add_note(figure, _interval_note(about, estimate["value"].item()))
     return figure
 
 
-def _told(about: "pd.Series[float]", estimate: float) -> str:
-    """The interval in words: which end is open, if one is."""
+def _interval_note(about: "pd.Series[float]", estimate: float) -> str:
+    """Describe the interval: which end is open, if one is."""
     low, high = about["low"], about["high"]
     here = f"{about['name']}{' at ' if about['at'] else ''}{about['at']}: {estimate:.4g}, {100 * about['level']:g} %"
     if low > 0 and math.isfinite(high):

@@ -15,9 +15,9 @@ from scaling.minimizers.newton import minimize, objective
 MAX_STEPS = 24
 """Steps to each side, the first of half a bootstrap standard deviation of log g: an end that is not met so is open."""
 _FLAT, _STEEP = 0.1, 0.5
-"""Of the reach: a step that takes the root less far is followed by one of four times its length, until one takes it farther than
+"""Share of the reach: a step that takes the root less far is followed by one of four times its length, until one takes it farther than
 the second share, or misses its value: such a one is halved. Where every refit lies at a bound the deviation is next to none, and
-says nothing of how far the other end is."""
+gives no information on how far the other end is."""
 _MAX_HALVINGS = 8
 _PIN = 100.0  # weight of the pinned observation, in all rows' together: it is met within a hundredth of a residual
 _STEP = 1e-4  # of the differences of a quantity in coordinates of order one
@@ -74,17 +74,17 @@ class Trace:
 class Pinned(Problem):
     """A problem with one more row, a quantity's logarithm."""
 
-    def __init__(self, whole: Problem, quantity: Quantity) -> None:
-        self.whole, self.quantity = whole, quantity
-        self.lower, self.upper = whole.lower, whole.upper
+    def __init__(self, full: Problem, quantity: Quantity) -> None:
+        self.full, self.quantity = full, quantity
+        self.lower, self.upper = full.lower, full.upper
 
     def log_loss(self, theta: Array) -> Array:
         """[J, K + 1]."""
-        return np.concatenate([self.whole.log_loss(theta), self.quantity(theta)[:, None]], axis=1)
+        return np.concatenate([self.full.log_loss(theta), self.quantity(theta)[:, None]], axis=1)
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
         """[J, K + 1] and [J, K + 1, P]."""
-        value, jacobian = self.whole.linearise(theta)
+        value, jacobian = self.full.linearise(theta)
         steps = _STEP * np.eye(theta.shape[1])
         ahead, behind = self._around(theta, steps), self._around(theta, -steps)
         slope = ((ahead - behind) / (2 * _STEP))[:, None, :]
@@ -92,8 +92,8 @@ class Pinned(Problem):
         return np.concatenate([value, own], axis=1), np.concatenate([jacobian, slope], axis=1)
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
-        """The whole's, and the quantity's by second differences."""
-        hessian = self.whole.curvature(theta, jacobian[:, :-1], weights[:, :-1])
+        """Curvature of the problem, and the quantity's by second differences."""
+        hessian = self.full.curvature(theta, jacobian[:, :-1], weights[:, :-1])
         n = theta.shape[1]
         steps = _STEP * np.eye(n)
         both, apart = steps[:, None] + steps, steps[:, None] - steps
@@ -108,12 +108,12 @@ class Pinned(Problem):
 
     def starts(self, log_loss: Array) -> Array:
         """The whole's."""
-        return self.whole.starts(log_loss[:-1])
+        return self.full.starts(log_loss[:-1])
 
     def part(self, rows: NDArray[np.int64]) -> Problem:
         """The whole's."""
-        return self.whole.part(rows)
+        return self.full.part(rows)
 
     def natural(self, theta: Array) -> Array:
         """The whole's."""
-        return self.whole.natural(theta)
+        return self.full.natural(theta)

@@ -38,7 +38,7 @@ class ScalingFit(JsonResult):
             `scaling.minimizers.bootstrap.widening` so that percentiles cover in few runs too.
         seed: of the resampling.
         warnings: why the fit is doubtful; empty if it is not.
-        assumptions: what was taken for granted of the rows, as no column says it.
+        assumptions: what was taken for granted of the rows, as no column states it.
     """
 
     law: Law
@@ -53,12 +53,12 @@ class ScalingFit(JsonResult):
 
     @property
     def n_params_convention(self) -> str:
-        """What N counts; predictions want N counted the same way."""
+        """Convention by which N is counted; predictions want N counted the same way."""
         return self.law.n_params_convention
 
     @property
     def loss_unit(self) -> str:
-        """Of every loss told."""
+        """Unit of every loss."""
         return self.law.loss_unit
 
     @property
@@ -68,7 +68,7 @@ class ScalingFit(JsonResult):
 
     @cached_property
     def caveats(self) -> tuple[str, ...]:
-        """What to look at, though it stops no forecast: rows far off the law, best sizes beside the runs'."""
+        """Findings that stop no forecast: rows far off the law, best sizes beside the runs'."""
         return caveats(self.law, self.residuals())
 
     @property
@@ -127,12 +127,12 @@ class ScalingFit(JsonResult):
 
     @property
     def best_law(self) -> Law:
-        """What decisions and frontiers are made by: the mean of the forecast's fits, or the law itself where it has no forecast."""
+        """Law of decisions and frontiers: the mean of the forecast's fits, or the law itself where it has no forecast."""
         return self.ensemble.law if self.has_forecast else self.law
 
     @property
     def has_forecast(self) -> bool:
-        """Whether the law is of N and D alone, which is what forecasts were tested for."""
+        """True if the law is of N and D alone, for which forecasts were tested."""
         return {*self.law.form.columns} == {"n_params", "n_tokens"}
 
     def predict(self, n_params: ArrayLike, n_tokens: ArrayLike, **columns: ArrayLike) -> Array:
@@ -182,7 +182,7 @@ class ScalingFit(JsonResult):
     def profile(self, name: str, *, level: float = 0.9, at: Mapping[str, float] | None = None) -> "Profile":
         """Interval of a parameter, `params_exponent`, `tokens_exponent` or the law's own `loss` at a run, by profile likelihood.
 
-        Beside the percentiles of `intervals` it need not be symmetric, and says where the runs don't bound the quantity
+        Beside the percentiles of `intervals` it need not be symmetric, and shows where the runs do not bound the quantity
         (see `scaling.fits.profile`, also for what is raised).
         """
         from scaling.fits.profile import profile
@@ -237,7 +237,7 @@ class ScalingFit(JsonResult):
         return draw_parameters(parameters_data(self.law, self.draws, pairs, level), self.loss_unit)
 
     def plot_variants(self, target: Forecast) -> "go.Figure":
-        """What each of the fits behind a forecast says, beside the forecast and its interval."""
+        """Loss by each of the fits behind a forecast, beside the forecast and its interval."""
         from scaling.fits.spread_figures import draw_variants, variants_data
 
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)

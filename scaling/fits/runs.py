@@ -1,4 +1,4 @@
-"""What a law is fitted to: a table or a file of runs, checked by name and unit, with what was left out, doubted or assumed.
+"""Runs that a law is fitted to: a table or a file, checked by name and unit, with what was left out, warned of or assumed.
 
 Every function that takes a ladder reads it here, so that the same table means the same everywhere.
 """
@@ -33,11 +33,11 @@ MOST_COUNT = 1e30
 RATIO = (1e-2, 1e5)
 """Median D/N outside of which N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
 FLOPS_FACTOR = 3.0
-"""Median compute over 6·N·D, either way, from which one of the three is doubted: attention and embeddings explain less (assumed)."""
+"""Median compute over 6·N·D, either way, from which one of the three is warned of: attention and embeddings explain less (assumed)."""
 MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens."""
 RUN_NAMES = ("run", "run_name", "run_id")
-"""Columns by which rows may share a training run where no `stem` says so."""
+"""Columns by which rows may share a training run where there is no `stem`."""
 LEAST_LOSS = 1e-30
 """Far below any loss; a fit weighs rows by 1/loss², and sums of these have to fit into float64."""
 UNANNEALED = "not annealed: a loss in mid-schedule lies on another surface"
@@ -47,7 +47,7 @@ ASSUMED = {
     "regret": "every run is tuned (no column regret)",
     "stem": "every row is a training run of its own (no column stem)",
 }
-"""What is taken for granted where a column doesn't say."""
+"""Assumptions where a column is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class Runs:
         compute_flops: of `rows`, as the table has it, else 6·N·D.
         loss_unit: of the losses.
         warnings: why they are doubtful.
-        assumptions: what no column says.
+        assumptions: what no column states.
     """
 
     rows: pd.DataFrame
@@ -73,7 +73,7 @@ class Runs:
 
     @property
     def omitted(self) -> str:
-        """How many rows were left out and why the first; empty if none were."""
+        """Number of rows left out and the reason for the first; empty if none were."""
         if not len(self.left_out):
             return ""
         return f"{len(self.left_out)} rows were left out, the first because: {self.left_out['reason'].iloc[0]}"
@@ -125,7 +125,7 @@ def naming(runs: Table) -> Iterator[None]:
 
 
 def require_convention(n_params_convention: str) -> None:
-    """Raise ValueError unless it is said what N counts."""
+    """Raise ValueError unless it is stated what N counts."""
     if not (isinstance(n_params_convention, str) and n_params_convention.strip()):
         raise ValueError(
             "n_params_convention must say what n_params counts, e.g. 'total' or 'without embeddings', "
@@ -134,7 +134,7 @@ def require_convention(n_params_convention: str) -> None:
 
 
 def to_nats(loss_unit: str) -> tuple[float, str]:
-    """By what losses are multiplied, and their unit then: bits per token become nats, what is neither stays as it is."""
+    """Factor on losses, and their unit then: bits per token become nats, what is neither stays as it is."""
     if not loss_unit.strip():
         raise ValueError(f"loss_unit must name the unit of the losses, e.g. {NATS!r}, got {loss_unit!r}")
     return (math.log(2), NATS) if loss_unit == BITS else (1.0, loss_unit)
@@ -162,7 +162,7 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
 
 
 def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: float, loss_unit: str) -> Runs:
-    """Check a ladder, and leave out what can't tell the law (its columns: see `fitting.fit`).
+    """Check a ladder, and leave out what cannot inform the law (its columns: see `fitting.fit`).
 
     Raises:
         ValueError: a column is missing or breaks its rule.
@@ -217,7 +217,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         left_out=left_out,
         compute_flops=numbers(runs, "compute_flops") if "compute_flops" in runs else flops,
         loss_unit=unit,
-        warnings=tuple(_doubts(runs, rows, flops, unit)) if len(rows) else (),
+        warnings=tuple(_warnings(runs, rows, flops, unit)) if len(rows) else (),
         assumptions=tuple(text for column, text in ASSUMED.items() if column not in runs),
     )
 
@@ -226,14 +226,14 @@ def _told(runs: pd.DataFrame) -> NDArray[np.object_]:
     """Why the table itself leaves a row out, "" where it doesn't, [K]."""
     if "left_out" not in runs:
         return np.full(len(runs), "", dtype=object)
-    told = ["" if pd.api.types.is_scalar(reason) and pd.isna(reason) else reason for reason in runs["left_out"]]
-    if strange := [reason for reason in told if not isinstance(reason, str)]:
+    reasons = ["" if pd.api.types.is_scalar(reason) and pd.isna(reason) else reason for reason in runs["left_out"]]
+    if strange := [reason for reason in reasons if not isinstance(reason, str)]:
         raise ValueError(f"left_out must hold the reason why a row is left out, or nothing, got {strange[0]!r}")
-    return np.array(told, dtype=object)
+    return np.array(reasons, dtype=object)
 
 
-def _doubts(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> Iterator[str]:
-    """What looks as if a column did not hold what it says; of the kept rows, as given and as checked."""
+def _warnings(runs: pd.DataFrame, rows: pd.DataFrame, flops: Array, unit: str) -> Iterator[str]:
+    """Warnings of columns that seem to hold something else than their name; for the kept rows, as given and as checked."""
     values = np.stack([rows[name].to_numpy() for name in ("n_params", "n_tokens", "loss")])
     ratio = float(np.median(values[1] / values[0]))
     if not RATIO[0] <= ratio <= RATIO[1]:

@@ -1,4 +1,4 @@
-"""What another size than the best costs: loss over size at fixed budgets, with the band of sizes that are nearly as good.
+"""Figure of the cost of other sizes than the best: loss over size at fixed budgets, with the band of sizes that are nearly as good.
 
 Two functions, as for every figure: `sizes_data` computes a DataFrame, `draw_sizes` draws it with plotly.
 """

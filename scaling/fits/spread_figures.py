@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 COEFFICIENTS = ("A", "B")
-"""Left out of the pairs that are shown unasked: each all but follows its exponent."""
-_MOST_NAMES = 4  # of which all pairs are shown unasked: six panels
+"""Parameters left out of the pairs that are shown by default: each all but follows its exponent."""
+_MOST_NAMES = 4  # of which all pairs are shown by default: six panels
 _LOG_SPREAD = 2.0  # largest over smallest draw from which an axis is logarithmic
 
 
@@ -28,7 +28,7 @@ def parameters_data(
 ) -> pd.DataFrame:
     """Series draw, estimate, ellipse of each pair: pair (its number), x_name, y_name, x, y, x_log, y_log, level.
 
-    The ellipse has the centre and covariance of the draws, in logarithms where `x_log` or `y_log` says so, and is of the
+    The ellipse has the centre and covariance of the draws, in logarithms where `x_log` or `y_log` is true, and is of the
     size that holds `level` of them.
 
     Args:
@@ -66,8 +66,8 @@ def draw_parameters(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
     pairs = [part for _, part in data.groupby("pair")]
     n_columns = min(2, len(pairs))
     n_rows = -(-len(pairs) // n_columns)
-    whole = np.arange(n_rows * n_columns).reshape(n_rows, n_columns) < len(pairs)
-    specs = [[{"type": "xy"} if there else None for there in row] for row in whole]
+    filled = np.arange(n_rows * n_columns).reshape(n_rows, n_columns) < len(pairs)
+    specs = [[{"type": "xy"} if there else None for there in row] for row in filled]
     figure = stacked(n_rows, cols=n_columns, specs=specs, horizontal_spacing=0.2)
     for i, part in enumerate(pairs):
         place = {"row": i // n_columns + 1, "col": i % n_columns + 1}
@@ -175,7 +175,7 @@ def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
 
 
 def _ellipse(points: Array, level: float) -> Array:
-    """Around points [n, 2], by their covariance, so large that it holds a share of them; [97, 2]."""
+    """Ellipse around points [n, 2], by their covariance, so large that it holds a share of them; [97, 2]."""
     centre, covariance = points.mean(axis=0), np.cov(points.T)
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 0.0))

@@ -1,4 +1,4 @@
-"""Whether all losses of a table are in one unit: rows in bits lie above rows in nats by a factor that nothing else has.
+"""Check that all losses of a table are in one unit: rows in bits lie above rows in nats by a factor that nothing else has.
 
 One smooth surface through log loss over log N and log D is compared with two that are apart by a constant, each row on the
 nearer one. That tables of one unit are not suspected is tested on every public ladder that the tests have.
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from scaling.arrays import Array
 
 OFFSET = -math.log(math.log(2))
-"""Of log loss from nats to bits, .3665."""
+"""Change of log loss from nats to bits, .3665."""
 LEAST_ROWS = 12
-"""Fewer don't tell two surfaces of six numbers from one (assumed)."""
+"""Fewest rows that distinguish two surfaces of six numbers from one (assumed)."""
 _CLOSE = 0.03  # of OFFSET, within which the distance found must lie (assumed)
 _SPREAD = 0.1  # of OFFSET, which the residuals about two surfaces must not exceed (assumed)
 _BETTER = 3.0  # by which they must be smaller than those about one (assumed)
@@ -24,7 +24,7 @@ _STARTS, _STEPS = 48, 8
 
 
 def rows_in_bits(n_params: Array, n_tokens: Array, loss: Array) -> NDArray[np.bool_] | None:
-    """Which rows seem to be in bits where the others are in nats; None where all seem to be in one unit.
+    """Rows that seem to be in bits where the others are in nats; None where all seem to be in one unit.
 
     Args:
         n_params, n_tokens, loss: Of K rows, finite and above 0, [K]; rows of a unit need not differ in size from the others.
@@ -51,13 +51,13 @@ def rows_in_bits(n_params: Array, n_tokens: Array, loss: Array) -> NDArray[np.bo
                     break
                 above = nearer
     spread = math.sqrt(best / len(loss))
-    is_told = (
+    found_two = (
         abs(apart / OFFSET - 1) <= _CLOSE
         and spread <= _SPREAD * OFFSET
         and math.sqrt(float(one @ one) / len(loss)) >= _BETTER * spread
         and 2 <= found.sum() <= len(loss) - 2
     )
-    return found if is_told else None
+    return found if found_two else None
 
 
 def _smooth(x: Array, y: Array) -> Array:

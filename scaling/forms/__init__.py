@@ -8,7 +8,7 @@ from scaling.serialization import converter
 FORMS: dict[str, type[Form]] = {form.name: form for form in (Chinchilla, TiedChinchilla, Joint, Kaplan)}
 """Forms of a loss in N and D that come with the library, by name."""
 ALL_FORMS: dict[str, type[Form]] = FORMS | {RepeatedData.name: RepeatedData}
-"""These and the forms that depend on more: what a saved law may name."""
+"""All forms of the library, those that depend on more included, by name."""
 
 __all__ = [
     "ALL_FORMS",

@@ -38,7 +38,7 @@ NATS = "nats per token"
 FLOPS_PER_PARAM_TOKEN = 6.0
 """C = 6·N·D: two FLOPs per parameter and token forward, four backward (Kaplan et al. 2001.08361, sec. 2.1)."""
 _N_SHARE = (0.05, 0.95)
-"""Of log(C/6) between which log N of the best size is sought where no formula tells it."""
+"""Shares of log(C/6) between which log N of the best size is sought where there is no formula."""
 
 
 def compute_flops(n_params: ArrayLike, n_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -84,7 +84,7 @@ class Form(ABC):
         super().__init_subclass__(**options)
         if missing := [name for name in ("name", "formula", "parameters") if not hasattr(cls, name)]:
             raise TypeError(f"form {cls.__name__} must have name, formula and parameters: {', '.join(missing)} missing")
-        # A form with fields may have them tell its parameters.
+        # A form with fields may derive its parameters from them.
         for name, (low, high) in cls.parameters.items() if isinstance(cls.parameters, Mapping) else ():
             positive(f"bounds of {name} in form {cls.__name__}", [low, high])
             if not low < high:
@@ -141,7 +141,7 @@ class Form(ABC):
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        """Of its class and name."""
+        """Hash of its class and name."""
         return hash((type(self), self.name))
 
 
@@ -153,7 +153,7 @@ def params_exponent(form: Form, values: Values) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation(Result):
-    """How one compute budget is best spent on parameters and tokens, and the loss that it buys.
+    """Best parameters and tokens for one compute budget, and the loss that it buys.
 
     Attributes:
         n_params: parameters N.

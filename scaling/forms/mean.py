@@ -56,6 +56,6 @@ class MeanOf(Form):
 
 
 def mean_of(laws: Sequence[Law]) -> Law:
-    """The mean of laws of one form, which count N alike and tell losses in one unit."""
+    """The mean of laws of one form, which count N alike and have losses in one unit."""
     values = {f"{name}_{i}": value for i, law in enumerate(laws, 1) for name, value in law.parameters.items()}
     return replace(laws[0], form=MeanOf(laws[0].form, len(laws)), parameters=values)

@@ -19,11 +19,11 @@ from scaling.forms.law import Form
 from scaling.forms.problem import Problem, Restricted, Values
 
 EXPONENT_BOUNDS = (0.01, 3.0)
-"""Exponents are sought in this range; published ones lie within .07–.8, so an estimate on a bound says nothing."""
+"""Exponents are sought in this range; published ones lie within .07–.8, so an estimate on a bound is no estimate."""
 GRID = np.geomspace(0.05, 2.0, 24)
 """Exponents screened, for alpha and for beta."""
 SHAPE_BOUNDS = (0.2, 5.0)
-"""Of the joint form's g: towards 0 its loss is the larger of two terms, and g can't be told from the data."""
+"""Bounds of the joint form's g: towards 0 its loss is the larger of two terms, and the data do not determine g."""
 _POSITIVE = (1e-300, 1e300)
 _NUMBERS = {
     "E": _POSITIVE,
@@ -48,7 +48,7 @@ class Chinchilla(Form):
         return values["E"] + of_params + values["B"] * rows["n_tokens"] ** -values["beta"]
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """In (log E, the two log terms at the centre, alpha, beta)."""
+        """Problem in (log E, the two log terms at the centre, alpha, beta)."""
         return SumOfPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
@@ -72,11 +72,11 @@ class TiedChinchilla(Form):
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
         """Chinchilla's with both exponents in one coordinate."""
-        whole = SumOfPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
+        full = SumOfPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
         basis = np.zeros((5, 4))
         basis[[0, 1, 2, 3, 4], [0, 1, 2, 3, 3]] = 1
-        low, high = whole.lower[:4], whole.upper[:4]
-        return Restricted(whole=whole, basis=basis, offset=np.zeros(5), lower=low, upper=high, kept=(0, 1, 2, 3))
+        low, high = full.lower[:4], full.upper[:4]
+        return Restricted(full=full, basis=basis, offset=np.zeros(5), lower=low, upper=high, kept=(0, 1, 2, 3))
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
         """Both terms as they are."""
@@ -99,7 +99,7 @@ class Joint(Form):
         return values["E"] + (of_params + of_tokens) ** g
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """In (log E, the two log terms at the centre, log alpha, log beta, log g)."""
+        """Problem in (log E, the two log terms at the centre, log alpha, log beta, log g)."""
         return JointPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
@@ -124,12 +124,12 @@ class Kaplan(Form):
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
         """The joint form's with E = 0 and g = beta."""
-        whole = JointPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
+        full = JointPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
         basis = np.zeros((6, 4))
         basis[[1, 2, 3, 4, 5], [0, 1, 2, 3, 3]] = 1
         offset = np.array([-700.0, 0, 0, 0, 0, 0])  # of log E: no more than nothing
-        low, high = whole.lower[1:5], whole.upper[1:5]
-        return Restricted(whole=whole, basis=basis, offset=offset, lower=low, upper=high, kept=(1, 2, 3, 4))
+        low, high = full.lower[1:5], full.upper[1:5]
+        return Restricted(full=full, basis=basis, offset=offset, lower=low, upper=high, kept=(1, 2, 3, 4))
 
     def powers(self, values: Values) -> tuple[Any, Any, Any, Any]:
         """The two terms within the power of beta."""
@@ -190,14 +190,14 @@ class SumOfPowers(Problem):
         moments = np.stack(
             [weights[:, None, :] @ (jacobian * u[:, None]) for u in (np.ones_like(self.x), self.x, self.y)]
         )
-        plain, by_x, by_y = moments[:, :, 0, :]
+        sums, by_x, by_y = moments[:, :, 0, :]
         hessian = -np.swapaxes(jacobian, 1, 2) @ (jacobian * weights[..., None])
-        hessian[:, [0, 1, 2], [0, 1, 2]] += plain[:, :3]
-        hessian[:, 1, 3] += plain[:, 3]
-        hessian[:, 3, 1] += plain[:, 3]
+        hessian[:, [0, 1, 2], [0, 1, 2]] += sums[:, :3]
+        hessian[:, 1, 3] += sums[:, 3]
+        hessian[:, 3, 1] += sums[:, 3]
         hessian[:, 3, 3] -= by_x[:, 3]
-        hessian[:, 2, 4] += plain[:, 4]
-        hessian[:, 4, 2] += plain[:, 4]
+        hessian[:, 2, 4] += sums[:, 4]
+        hessian[:, 4, 2] += sums[:, 4]
         hessian[:, 4, 4] -= by_y[:, 4]
         return hessian
 
@@ -224,7 +224,7 @@ class SumOfPowers(Problem):
         return np.asarray(np.clip(theta, self.lower, self.upper))
 
     def part(self, rows: NDArray[np.int64]) -> SumOfPowers:
-        """The same coordinates at some of the points."""
+        """Problem in the same coordinates at some of the points."""
         return replace(self, x=self.x[rows], y=self.y[rows])
 
     def natural(self, theta: Array) -> Array:
@@ -289,7 +289,7 @@ class JointPowers(Problem):
         return np.concatenate([np.insert(plain, 5, shape, axis=1) for shape in shapes])
 
     def part(self, rows: NDArray[np.int64]) -> JointPowers:
-        """The same coordinates at some of the points."""
+        """Problem in the same coordinates at some of the points."""
         return replace(self, terms=self.terms.part(rows))
 
     def natural(self, theta: Array) -> Array:

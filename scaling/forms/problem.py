@@ -35,7 +35,7 @@ class Problem(ABC):
 
     @abstractmethod
     def starts(self, log_loss: Array) -> Array:
-        """Where the fit may begin, [S, P], the best of which are polished."""
+        """Starts of the fit, [S, P], the best of which are polished."""
 
     @abstractmethod
     def natural(self, theta: Array) -> Array:
@@ -43,7 +43,7 @@ class Problem(ABC):
 
     @abstractmethod
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """The same coordinates at some of the points."""
+        """Problem in the same coordinates at some of the points."""
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
         """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, P, P], for weights [J, K]; here by differences of exact gradients."""
@@ -98,7 +98,7 @@ class LogParameters(Problem):
         return np.asarray(self.lower + (self.upper - self.lower) * cube)
 
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """The same coordinates at some of the points."""
+        """Problem in the same coordinates at some of the points."""
         return replace(self, rows={name: column[rows] for name, column in self.rows.items()})
 
     def natural(self, theta: Array) -> Array:
@@ -115,14 +115,14 @@ class Restricted(Problem):
     """A problem on an affine subspace of another's coordinates, theta = offset + basis · own: tied or fixed parameters.
 
     Attributes:
-        whole: the other problem, with P coordinates.
+        full: the other problem, with P coordinates.
         basis: [P, p].
         offset: [P].
         lower, upper: bounds of the own coordinates, [p].
-        kept: indices of the whole problem's natural parameters that are this form's.
+        kept: indices of the full problem's natural parameters that are this form's.
     """
 
-    whole: Problem
+    full: Problem
     basis: Array
     offset: Array
     lower: Array
@@ -131,31 +131,31 @@ class Restricted(Problem):
 
     def log_loss(self, theta: Array) -> Array:
         """Log loss [J, K] for theta [J, p]."""
-        return self.whole.log_loss(self._whole(theta))
+        return self.full.log_loss(self._full(theta))
 
     def linearise(self, theta: Array) -> tuple[Array, Array]:
         """Log loss [J, K] and its Jacobian [J, K, p]."""
-        value, jacobian = self.whole.linearise(self._whole(theta))
+        value, jacobian = self.full.linearise(self._full(theta))
         return value, jacobian @ self.basis
 
     def curvature(self, theta: Array, jacobian: Array, weights: Array) -> Array:
         """Σ_k weights_k · ∂²(log L_k)/∂theta², [J, p, p]."""
-        whole = self._whole(theta)
-        hessian = self.whole.curvature(whole, self.whole.linearise(whole)[1], weights)
+        inner = self._full(theta)
+        hessian = self.full.curvature(inner, self.full.linearise(inner)[1], weights)
         return np.asarray(self.basis.T @ hessian @ self.basis)
 
     def starts(self, log_loss: Array) -> Array:
-        """The whole problem's, brought onto the subspace by least squares."""
-        own = (self.whole.starts(log_loss) - self.offset) @ np.linalg.pinv(self.basis).T
+        """Starts of the full problem, brought onto the subspace by least squares."""
+        own = (self.full.starts(log_loss) - self.offset) @ np.linalg.pinv(self.basis).T
         return np.asarray(np.clip(own, self.lower, self.upper))
 
     def part(self, rows: NDArray[np.int64]) -> Problem:
-        """The same coordinates at some of the points."""
-        return replace(self, whole=self.whole.part(rows))
+        """Problem in the same coordinates at some of the points."""
+        return replace(self, full=self.full.part(rows))
 
     def natural(self, theta: Array) -> Array:
         """The form's parameters, [J, n]."""
-        return self.whole.natural(self._whole(theta))[:, self.kept]
+        return self.full.natural(self._full(theta))[:, self.kept]
 
-    def _whole(self, theta: Array) -> Array:
+    def _full(self, theta: Array) -> Array:
         return np.asarray(self.offset + theta @ self.basis.T)

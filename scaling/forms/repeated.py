@@ -21,7 +21,7 @@ from scaling.forms.powers import _POSITIVE, EXPONENT_BOUNDS, Chinchilla, SumOfPo
 from scaling.forms.problem import Problem, Values
 
 REPEAT_BOUNDS = (0.1, 1e4)
-"""Of rd_star and rn_star: below, a second epoch is worth next to nothing; above, thousands are worth as many new ones."""
+"""Bounds of rd_star and rn_star: below, a second epoch is worth next to nothing; above, thousands are worth as many new ones."""
 _RD_STARTS, _RN_STARTS = (3.0, 12.0, 50.0), (1.5, 8.0)
 _LEAST_LOG = 0.0  # one parameter is the least that can be useful
 
@@ -61,7 +61,7 @@ class RepeatedData(Form):
         return Chinchilla().loss(values, {"n_params": n_params, "n_tokens": n_tokens})
 
     def problem(self, rows: Mapping[str, Array], log_loss: Array) -> Problem:
-        """In Chinchilla's centred coordinates and the logarithms of rd_star and rn_star."""
+        """Problem in Chinchilla's centred coordinates and the logarithms of rd_star and rn_star."""
         terms = SumOfPowers.at(rows["n_params"], rows["n_tokens"], log_loss)
         lower, upper = (
             np.concatenate([bound, np.log([repeat, repeat])])
@@ -122,17 +122,17 @@ class Repeated(Problem):
         starts = []
         for rd_star in _RD_STARTS:
             effective = np.asarray(_worth(self.unique, n_tokens, rd_star), np.float64)
-            plain = SumOfPowers.at(n_params, effective, log_loss)
-            theta = plain.starts(log_loss)
+            unrepeated = SumOfPowers.at(n_params, effective, log_loss)
+            theta = unrepeated.starts(log_loss)
             # The form may be centred elsewhere than on these rows: they may be a part, and D' isn't D.
-            theta[:, 1:3] -= theta[:, 3:] * (np.array(self.terms.centre) - np.array(plain.centre))
+            theta[:, 1:3] -= theta[:, 3:] * (np.array(self.terms.centre) - np.array(unrepeated.centre))
             for rn_star in _RN_STARTS:
                 repeats = np.tile(np.log([rd_star, rn_star]), (len(theta), 1))
                 starts.append(np.concatenate([theta, repeats], axis=1))
         return np.asarray(np.clip(np.concatenate(starts), self.lower, self.upper))
 
     def part(self, rows: NDArray[np.int64]) -> Repeated:
-        """The same coordinates at some of the points."""
+        """Problem in the same coordinates at some of the points."""
         return replace(self, terms=self.terms.part(rows), unique=self.unique[rows])
 
     def natural(self, theta: Array) -> Array:
@@ -172,7 +172,7 @@ class _Effective:
 
     @classmethod
     def of(cls, log_used: Array, log_unique: Array, log_star: Array) -> _Effective:
-        """From logarithms; of what is unique no more than is used counts."""
+        """Compute it from logarithms; of what is unique no more than is used counts."""
         held = (log_unique >= log_used) | (log_unique <= _LEAST_LOG)
         log_unique = np.maximum(np.minimum(log_unique, log_used), _LEAST_LOG)
         star = np.exp(log_star)
@@ -185,7 +185,7 @@ class _Effective:
 
 
 def _worth(unique: Any, used: Any, star: Any) -> Any:
-    """What `used` of something is worth of which `unique` are no repetition."""
+    """Worth of `used` of something of which `unique` are no repetition."""
     return unique * (1 + star * (1 - np.exp(-(used / unique - 1) / star)))
 
 

@@ -25,14 +25,14 @@ QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
 UNIQUE = "unique_tokens"
 """Column of the forms that know what a repeated token is worth."""
 LEAST_FLOPS, MOST_FLOPS = 1e6, 1e60
-"""Between which the budget for a loss is sought."""
+"""Bounds between which the budget for a loss is sought."""
 _SHARE = (0.05, 0.95)  # of log(C/6), between which log N is sought
 _GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What compute is spent on, and what limits it.
+    """Uses of compute, and their limits.
 
     Attributes:
         form: of the law.

@@ -12,7 +12,7 @@ BATCH = 100
 """Refits that are minimised together; about what a processor's cache holds for a few hundred rows."""
 N_SHARE_DRAWS = 64
 MANY_STEMS = 1000
-"""From so many on, it sees all of the errors but half a percent."""
+"""Number of rows from which the bootstrap sees all of the errors but half a percent."""
 LEAST_SEEN = 0.1
 """Part of the errors that counts as seen where there are fewer runs than parameters, and next to none is: .2 are of five runs."""
 
@@ -61,11 +61,11 @@ def share_seen(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> flo
     scores = np.stack([np.bincount(stems, column) for column in weighted.T], axis=1)
     products = np.stack([np.bincount(stems, a * b) for a in weighted.T for b in jacobian.T], axis=1).reshape(-1, n, n)
     squares = scores[:, :, None] * scores[:, None, :]
-    whole = products.sum(axis=0)
-    ridge = 1e-12 * np.trace(whole) * np.eye(n)
+    total = products.sum(axis=0)
+    ridge = 1e-12 * np.trace(total) * np.eye(n)
     by_stem = stem_weights(np.arange(n_stems), N_SHARE_DRAWS, seed=0)
     drawn = np.tensordot(by_stem, products, 1) + ridge
-    ratio = drawn @ np.linalg.inv(whole + ridge)
+    ratio = drawn @ np.linalg.inv(total + ridge)
     mixed, all_of_it = ratio @ np.tensordot(by_stem, squares, 1), squares.sum(axis=0)
     score = (
         np.tensordot(by_stem**2, squares, 1)
@@ -74,11 +74,11 @@ def share_seen(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> flo
         + ratio @ all_of_it @ np.swapaxes(ratio, 1, 2)
     )
     seen = np.trace(np.linalg.solve(drawn, score), axis1=1, axis2=2)
-    return float(seen.mean() / np.trace(np.linalg.solve(whole + ridge, all_of_it)))
+    return float(seen.mean() / np.trace(np.linalg.solve(total + ridge, all_of_it)))
 
 
 def widening(jacobian: Array, weights: Array, stems: NDArray[np.int64]) -> float:
-    """By how much draws are to be drawn apart, so that their percentiles cover as often as they say.
+    """Factor by which draws are drawn apart, so that their percentiles cover at their nominal rate.
 
     One over the root of `share_seen`, times the standard deviation of Student's t for the runs less the free parameters (of three
     at least), as the errors' variance is itself estimated. It is 1.4 for 20 runs and 5 parameters, 1.03 for 240. The share

@@ -19,7 +19,7 @@ def minima(
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     """The best minima: theta [N_FINALISTS, P], objective, converged.
 
-    Of many rows a part tells where the minima lie, and only the best are polished on all of them.
+    A part of many rows suffices to locate the minima, and only the best are polished on all of them.
     """
     starts = screened(problem, log_loss, weights, deltas[0], N_STARTS)
     some = some_rows(len(log_loss), MANY_ROWS)

@@ -12,7 +12,7 @@ from scaling.forms.problem import Problem
 from scaling.minimizers.newton import huber
 
 N_STARTS = 24
-"""Of the form's own starts, the best by the objective, each followed to its end."""
+"""Number of the form's own starts, the best by the objective, that are each followed to the end."""
 TOLERANCE = 1e-14
 _STEPS = 2000
 _FLAT = 1e-4  # projected gradient, as a part of the objective, below which a point counts as a minimum
@@ -51,7 +51,7 @@ def descend(
         for start in within
     ]
     thetas = np.array([result.x for result in found])
-    # A line search that finds nothing lower at the last digits ends as a failure of scipy's: the gradient tells.
+    # A line search that finds nothing lower at the last digits ends as a failure of scipy's: the gradient decides.
     projected = [result.x - np.clip(result.x - result.jac, problem.lower, problem.upper) for result in found]
     flat = np.array([np.abs(p).max() <= _FLAT * r.fun for p, r in zip(projected, found, strict=True)])
     return thetas, np.array([result.fun for result in found]) / scale, np.array([r.success for r in found]) | flat

@@ -20,7 +20,7 @@ TOLERANCE, ROUGHLY = 1e-12, 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """What is known of theta beforehand: Σ precision/2 · (theta − mean)² is added to the objective.
+    """Prior of theta: Σ precision/2 · (theta − mean)² is added to the objective.
 
     Attributes:
         mean: [P].

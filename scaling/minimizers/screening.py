@@ -1,4 +1,4 @@
-"""Which of a form's many starts are worth following: judged on few rows, as 100 tell it about as well as 100,000."""
+"""Choice of the starts of a form that are worth following, on few rows: 100 decide about as well as 100,000."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from scaling.forms.problem import Problem
 from scaling.minimizers.newton import Prior, objective
 
 MANY_ROWS, SCREENED_ROWS = 2000, 100
-"""Of more, that many drawn at random tell where the minima lie, and which starts are worth following."""
+"""Most rows used, drawn at random: so many suffice to locate the minima and to rank the starts."""
 
 
 def screened(

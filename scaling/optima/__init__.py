@@ -1,1 +1,1 @@
-"""Where the best learning rate lies, or another hyperparameter's best value, and how it moves with size and tokens."""
+"""Best values of the learning rate and other hyperparameters, and how they move with size and tokens."""

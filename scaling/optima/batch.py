@@ -1,4 +1,4 @@
-"""How the best batch grows with the number of training tokens, the learning rate tuned for each batch.
+"""Law of the best batch in the number of training tokens, the learning rate tuned for each batch.
 
 For optima of groups g (sizes, say) at token budgets D:   log2 B = offset_g + exponent · log2(D / D_ref).
 At one D, the loss at the best rate of each batch is a parabola in log2 B; its minimum is the best batch there. It is the

@@ -1,4 +1,4 @@
-"""What to run so that an undecided transfer is decided, and the interval that it can be expected to give."""
+"""Runs that would decide an undecided transfer, and the interval that they can be expected to give."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ COLUMNS = ["along", "over", "add", "settings", "new_runs", "n_tokens", "half_wid
 
 
 def runs_to_decide(transfer: Transfer, n_tokens: float) -> pd.DataFrame:
-    """What would decide an undecided transfer, a row for each thing to add; no rows where it passed or failed.
+    """Table of what would decide an undecided transfer, a row for each thing to add; no rows where it passed or failed.
 
     Columns: along, over; add: in words; settings: key and new value in the terms of muscale's [transfer] table; new_runs
     and n_tokens: runs to this transfer at its longest horizon, and their tokens; half_width: expected of the drift's 90 %
@@ -73,7 +73,7 @@ def expected_half_width(transfer: Transfer, n_seeds: int | None = None, values: 
     Args:
         transfer: What was found.
         n_seeds: All seeds, those that were run included.
-        values: Values that would be tested besides.
+        values: further values to be tested.
     """
     optima = list(transfer.optima.values())
     curvatures = [o.curvature for o in optima if math.isfinite(o.curvature)]
@@ -124,6 +124,6 @@ def _extended(transfer: Transfer, values: list[float]) -> tuple[dict[str, Any], 
 
 
 def _sides(transfer: Transfer, middle: float) -> tuple[bool, bool]:
-    """Whether an optimum lies below the tested values, and whether one lies above."""
+    """True for each side of the tested values, below and above, on which an optimum lies."""
     outside = [o.log2_rate for o in transfer.optima.values() if o.status == "edge"]
     return any(x < middle for x in outside), any(x > middle for x in outside)

@@ -1,6 +1,6 @@
 """Figures of optima and their laws, each as two functions: `…_data` computes a DataFrame, `draw_…` draws it with plotly.
 
-Every table has a column `series` that says what a row is, so that it can be drawn with other means as well.
+Every table has a column `series` for the kind of row, so that it can be drawn with other means as well.
 """
 
 from collections.abc import Mapping, Sequence

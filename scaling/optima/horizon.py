@@ -1,4 +1,4 @@
-"""How the best learning rate falls with the number of training tokens, at a fixed batch and schedule.
+"""Law of the best learning rate in the number of training tokens, at a fixed batch and schedule.
 
 For optima of groups g (widths, say) at token budgets D:   log2 rate = offset_g − exponent · log2(D / D_ref).
 The optimum falls with D and muP does not correct for it (arXiv 2409.19913), so a rate tuned on short runs is too high.
@@ -60,8 +60,8 @@ def fit_horizon_law(
         prior: mean and standard deviation of the exponent, or None.
         optima: optima fitted elsewhere, such as a search's at each of its lengths: `group`, `n_tokens`, `log2_rate`,
             `stderr` (octaves, without the scatter from seed to seed, which is added), each fitted to runs of its own. What
-            else was tuned there may lie elsewhere than in the grids, so a group has its own offset, and tells the exponent
-            and nothing of the level.
+            else was tuned there may lie elsewhere than in the grids, so a group has its own offset, and determines the exponent
+            and not the level.
 
     Raises:
         ValueError: a column is missing or breaks its rule, a run of one seed is there twice, the prior has no spread, or a group

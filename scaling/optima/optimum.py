@@ -85,7 +85,7 @@ class Optimum(JsonResult):
 
     @property
     def inside(self) -> bool:
-        """Whether the minimum was found between tested rates."""
+        """True if the minimum was found between tested rates."""
         return self.status in ("ok", "exact")
 
     def regret(self, rate: ArrayLike) -> NDArray[np.float64]:
@@ -152,7 +152,7 @@ def fit_optimum(
         used=(float(used["x"].min()), float(used["x"].max())),
         n_left_out=len(table) - len(used),
     )
-    # One lucky run makes a narrow window flat; the walls tell where the minimum lies, though less sharply.
+    # One lucky run makes a narrow window flat; the walls locate the minimum, though less sharply.
     if found.status == "flat" and len(used) < len(table.dropna()) and max_excess < WIDEST * MAX_EXCESS:
         wider = fit_optimum(rates, losses, seeds=seeds, max_excess=2 * max_excess)
         return wider if wider.inside else found
@@ -211,7 +211,7 @@ def _parabola(used: pd.DataFrame) -> _Parabola:
 
 
 def _minimum(quadratic: _Parabola, means: "pd.Series[float]", tested: tuple[float, float]) -> dict[str, Any]:
-    """The fields of `Optimum` that say where the minimum is and how well it is known."""
+    """The fields of `Optimum` for the place of the minimum and its error."""
     half = quadratic.half_curvature
     error = math.sqrt(quadratic.unit_covariance[1, 1] * quadratic.variance) if quadratic.dof else 0.0
     if half <= MIN_SIGNIFICANCE * error or half < 1e-12:

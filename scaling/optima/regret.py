@@ -1,10 +1,10 @@
-"""What a run gives up by its hyperparameters: one parabola of log loss in each, over the runs of all sweeps together.
+"""Regret of a run's hyperparameters: one parabola of log loss in each, over the runs of all sweeps together.
 
     log loss = level_g + Σ_j (slope_j · x_j + half_curvature_j · x_j²)
 
 with a level of its own for each group g of runs that are compared with each other: one size and one token budget, and in
 the paths of one search. The x_j are coordinates in which optima stay put: octaves of the rate from the horizon law's, log2
-of the weight-decay timescale. Hyperparameters are taken to act each for itself: the few dozen runs of a sweep don't tell
+of the weight-decay timescale. Hyperparameters are taken to act each for itself: the few dozen runs of a sweep do not determine
 cross terms.
 """
 
@@ -72,12 +72,12 @@ class RegretSurface(JsonResult):
         """Slope and curvature of each coordinate, noise, size."""
         errors = np.sqrt(np.diag(self.covariance))
         n = len(self.coordinates)
-        told = {
+        shown = {
             name: f"slope {self.slopes[j]:+.2%} ± {errors[j]:.2%}, curvature {2 * self.half_curvatures[j]:+.2%} ± "
             f"{2 * errors[n + j]:.2%} of the loss, at {self.centre[j]:.3g}"
             for j, name in enumerate(self.coordinates)
         }
-        return lines(told | {"noise": f"{self.noise:.2%} over {self.n_runs} runs in {self.n_groups} groups"})
+        return lines(shown | {"noise": f"{self.noise:.2%} over {self.n_runs} runs in {self.n_groups} groups"})
 
 
 def fit_regret_surface(
@@ -90,7 +90,7 @@ def fit_regret_surface(
     Args:
         rows: the columns named in `coordinates`, and `loss` (nats per token; NaN if diverged, and then not used).
         coordinates: which columns are the x_j.
-        groups: group of each row; a group with one run tells nothing.
+        groups: group of each row; a group with one run adds nothing.
         max_excess: how far above the least log loss of its group a run counts in full.
 
     Raises:
@@ -115,7 +115,7 @@ def fit_regret_surface(
     dof = len(table) - design.shape[1]
     if dof < MIN_DOF or np.linalg.matrix_rank(design) < design.shape[1]:
         raise ScalingError(
-            f"{len(table)} comparable runs in {len(names)} groups can't tell {2 * n} slopes and curvatures of "
+            f"{len(table)} comparable runs in {len(names)} groups cannot determine {2 * n} slopes and curvatures of "
             f"{', '.join(coordinates)}"
         )
     y = table["y"].to_numpy() * root

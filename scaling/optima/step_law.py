@@ -23,7 +23,7 @@ from scaling.presentation import lines, span
 from scaling.serialization import JsonResult, TableLayout
 
 MAX_CORRELATION = 0.95
-"""Of log N and log D over the cells, above which their exponents can't be told apart (assumed)."""
+"""Correlation of log N and log D over the cells above which their exponents cannot be separated (assumed)."""
 MIN_CELLS = 6
 _ROUNDING = 1e-12  # of a correlation
 
@@ -64,7 +64,7 @@ class StepLaw(JsonResult):
 
     @property
     def of_params(self) -> bool:
-        """Whether the exponent of N was fitted."""
+        """True if the exponent of N was fitted."""
         return len(self.covariance) == 3
 
     def best(self, n_params: ArrayLike, n_tokens: ArrayLike) -> Array:
@@ -73,12 +73,12 @@ class StepLaw(JsonResult):
         return np.asarray(self.coefficient * sizes**self.params_exponent * tokens**self.tokens_exponent)[()]
 
     def supports(self, n_params: float, n_tokens: float) -> bool:
-        """Whether both lie within ten times the fitted ranges."""
+        """Check that both lie within ten times the fitted ranges."""
         pairs = ((n_params, self.n_params_range), (n_tokens, self.n_tokens_range))
         return all(low / 10 <= value <= high * 10 for value, (low, high) in pairs)
 
     def interval(self, n_params: float, n_tokens: float, level: float = 0.9) -> tuple[float, float]:
-        """Where the best value of one cell lies: Student's t, with the cells' own scatter."""
+        """Interval of the best value of one cell: Student's t, with the cells' own scatter."""
         sizes, tokens = float(positive("n_params", n_params)), float(positive("n_tokens", n_tokens))
         octaves = [math.log2(sizes / self.centre[0])] if self.of_params else []
         gradient = np.array([1.0, *octaves, math.log2(tokens / self.centre[1])])
@@ -152,7 +152,7 @@ def fit_step_law(
     correlation = float(np.corrcoef(x, y)[0, 1]) if with_params else 0.0
     if 1 - abs(correlation) < _ROUNDING:
         raise ScalingError(
-            "log N and log D lie on one line over the cells: their exponents can't be told apart "
+            "log N and log D lie on one line over the cells: their exponents cannot be separated "
             "(depends_on_params=False fits one exponent of D along it)"
         )
     middle = float(np.average(x, weights=weights)), float(np.average(y, weights=weights))
@@ -162,9 +162,9 @@ def fit_step_law(
     off = np.log2(best) - design @ estimate
     variance = float((weights * off**2).sum()) / (len(x) - design.shape[1])
     a, b = (float(estimate[1]) if with_params else 0.0), float(estimate[-1])
-    doubts = []
+    warnings = []
     if abs(correlation) > MAX_CORRELATION:
-        doubts.append(f"log N and log D correlate by {correlation:.2f}: their exponents can't be told apart")
+        warnings.append(f"log N and log D correlate by {correlation:.2f}: their exponents cannot be separated")
     return StepLaw(
         of=of,
         coefficient=float(2 ** (estimate[0] - a * middle[0] - b * middle[1])),
@@ -176,5 +176,5 @@ def fit_step_law(
         n_params_range=(float(n_params.min()), float(n_params.max())),
         n_tokens_range=(float(n_tokens.min()), float(n_tokens.max())),
         cells=pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, column: best, "off": off}),
-        warnings=tuple(doubts),
+        warnings=tuple(warnings),
     )

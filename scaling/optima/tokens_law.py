@@ -1,4 +1,4 @@
-"""How the best value of a hyperparameter moves with the training tokens D: what the horizon and the batch law share.
+"""Power laws of a hyperparameter's best value in the training tokens D: the base of the horizon and the batch law.
 
 For optima of groups g (widths, say) at token budgets D:   log2 value = offset_g + sign · exponent · log2(D / D_ref).
 """
@@ -36,14 +36,14 @@ class TokensLaw(JsonResult):
         raw_exponent: from the data alone.
         raw_stderr: standard error of the data's.
         prior: mean and standard deviation of the prior, or None.
-        log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups; optima that were given beside the grids tell
+        log2_ref: log2 of the best value at `n_tokens_ref`, mean over groups; optima that were given beside the grids determine
             the exponent alone.
         n_tokens_ref: reference tokens, the weighted geometric mean of the tuned budgets.
         covariance: of (log2_ref, exponent), 2×2.
         curvature: median second derivative of log loss, per octave².
         n_tokens_range: smallest and largest tuned budget.
         optima: one row per group and budget: group, n_tokens, log2 of the best value, stderr, curvature, status, used;
-            the status is `Optimum`'s, or says that the grid has too few finite losses for one.
+            the status is `Optimum`'s, or states that the grid has too few finite losses for one.
         offsets: octaves of each group from `log2_ref`.
         warnings: why the law is doubtful; empty if it is not.
     """
@@ -82,7 +82,7 @@ class TokensLaw(JsonResult):
         return self.n_tokens_range[0] / reach, self.n_tokens_range[1] * reach
 
     def supports(self, n_tokens: float) -> bool:
-        """Whether the budget lies in `supported_range`."""
+        """Check that the budget lies in `supported_range`."""
         return self.supported_range[0] <= n_tokens <= self.supported_range[1]
 
     def best(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -91,7 +91,7 @@ class TokensLaw(JsonResult):
         return np.asarray(2 ** (self.log2_ref + self.SIGN * self.exponent * np.log2(tokens / self.n_tokens_ref)))[()]
 
     def interval(self, n_tokens: float, level: float = 0.9) -> tuple[float, float]:
-        """Where the best value of one run of `n_tokens` lies: normal, with an optimum's own scatter."""
+        """Interval of the best value of one run of `n_tokens`: normal, with an optimum's own scatter."""
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}")
         octaves = math.log2(float(positive("n_tokens", n_tokens)) / self.n_tokens_ref)
@@ -137,12 +137,12 @@ class TokensLaw(JsonResult):
             optima: The table.
             prior: Of the exponent.
             contradicted: What to look at where the data contradict it.
-            aside: Groups that tell the exponent, and nothing of the level.
+            aside: groups that determine the exponent alone, and not the level.
             **own: A subclass's own fields.
 
         Raises:
             ValueError: the prior's mean is not finite, or its standard deviation not finite and above 0.
-            ScalingError: no group has optima inside the tested values at two budgets, none that tells the level has one, or
+            ScalingError: no group has optima inside the tested values at two budgets, none that determines the level has one, or
                 the noise is unknown.
         """
         if prior is not None:
@@ -189,7 +189,7 @@ class TokensLaw(JsonResult):
             n_tokens_range=(float(used["n_tokens"].min()), float(used["n_tokens"].max())),
             optima=optima,
             offsets={str(group): float(x) - at_ref for group, x in zip(groups, estimate[:-1], strict=True)},
-            warnings=tuple(_doubts(optima, float(raw[-1]), raw_stderr, prior, contradicted)),
+            warnings=tuple(_warnings(optima, float(raw[-1]), raw_stderr, prior, contradicted)),
             **own,
         )
 
@@ -231,21 +231,21 @@ def _weighted_lines(
     return np.asarray(covariance @ target), np.asarray(covariance)
 
 
-def _doubts(
+def _warnings(
     optima: pd.DataFrame, raw: float, raw_stderr: float, prior: tuple[float, float] | None, contradicted: str
 ) -> list[str]:
     used = optima[optima["used"]]
-    doubts = [
+    warnings = [
         f"group {row['group']}, {row['n_tokens']:.3g} tokens: not used: {row['status']}"
         for _, row in optima[~optima["used"]].iterrows()
     ]
     budgets = used["n_tokens"].nunique()
     if budgets < MIN_BUDGETS:
-        doubts.append(f"{budgets} token budgets: at least {MIN_BUDGETS} show whether the law is straight")
+        warnings.append(f"{budgets} token budgets: at least {MIN_BUDGETS} show whether the law is straight")
     if (ratio := used["n_tokens"].max() / used["n_tokens"].min()) < MIN_SPAN:
-        doubts.append(f"the token budgets span {ratio:.3g}×: at least {MIN_SPAN:g}× is wanted")
+        warnings.append(f"the token budgets span {ratio:.3g}×: at least {MIN_SPAN:g}× is wanted")
     if prior is not None and abs(raw - prior[0]) > 2 * math.hypot(raw_stderr, prior[1]):
-        doubts.append(
+        warnings.append(
             f"the data's exponent {raw:.2f} contradicts the prior {prior[0]:g} ± {prior[1]:g}: {contradicted}"
         )
-    return doubts
+    return warnings

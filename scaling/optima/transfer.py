@@ -1,4 +1,4 @@
-"""Does the best learning rate stay the best when the model gets wider, or deeper? A verdict from grids at several sizes.
+"""Transfer check: the drift of the best learning rate with width or depth, and a verdict, from grids at several sizes.
 
 The same is asked of any other hyperparameter whose scale is positive: its optimum is found in log2, as the rate's is.
 """
@@ -26,7 +26,7 @@ Judgement = Literal["pass", "fail", "not enough evidence"]
 MAX_DRIFT = 0.5
 """Octaves from the smallest size's optimum to the largest's. Measured over 8× in width, 205k tokens: muP −.38 and a
 loss of .004 nats by carrying the rate; standard parametrization −2.67 and more than .16 nats. For depth and for other
-hyperparameters the same bound is assumed; `regret_carried` says what the drift costs."""
+hyperparameters the same bound is assumed; `regret_carried` is what the drift costs."""
 MAX_HALF_WIDTH = 1.0
 """Octaves of the 90 % interval of the drift on either side, beyond which nothing was shown."""
 MIN_SIZES = 3
@@ -39,7 +39,7 @@ LARGER = {"width": "wider", "depth": "deeper"}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfer(JsonResult):
-    """Whether the optimum moves with the size, and what it costs to carry the smallest size's value to the largest.
+    """Drift of the optimum with the size, and the cost of carrying the smallest size's value to the largest.
 
     Attributes:
         along: the scale that grows: `width`, `depth`, or another.
@@ -71,12 +71,12 @@ class Transfer(JsonResult):
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is `pass`."""
+        """True if the verdict is `pass`."""
         return self.verdict == "pass"
 
     @property
     def half_width(self) -> float:
-        """Of the interval, octaves; infinite if nothing is known."""
+        """Half of the interval's width, octaves; infinite if nothing is known."""
         return (self.interval[1] - self.interval[0]) / 2 if math.isfinite(self.interval[0]) else math.inf
 
     def table(self) -> pd.DataFrame:
@@ -182,7 +182,7 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
 
 
 def half_width(stderrs: tuple[float, float], dofs: tuple[float, float]) -> float:
-    """Of the 90 % interval of a difference: Student's t with Welch's degrees of freedom; infinite if one is unknown."""
+    """Half width of the 90 % interval of a difference: Student's t with Welch's degrees of freedom; infinite if one is unknown."""
     from scipy.special import stdtrit
 
     variances = np.array(stderrs) ** 2
@@ -224,7 +224,7 @@ def _judge(
 ) -> tuple[Judgement, tuple[str, ...]]:
     failures = []
     if interval[0] > MAX_DRIFT or interval[1] < -MAX_DRIFT:
-        failures.append(f"the whole interval of the drift lies outside ±{MAX_DRIFT:g} octaves")
+        failures.append(f"the interval of the drift lies outside ±{MAX_DRIFT:g} octaves")
     if worse:
         failures.append(f"{larger(along)} is not better: {worse}")
     if failures:

@@ -25,7 +25,7 @@ LAWS = ("horizon law", "batch law")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Verdict(JsonResult):
-    """Whether what is tuned small holds when large.
+    """Judgement: do tuned values transfer to full size?
 
     Attributes:
         transfers: one for each scale and hyperparameter that was asked for, at the longest horizon of all its sizes; the first is
@@ -56,16 +56,16 @@ class Verdict(JsonResult):
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is `pass`."""
+        """True if the verdict is `pass`."""
         return self.verdict == "pass"
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it is not a pass, those of a failure alone where there is one; each after the name of its transfer."""
         failed = self.verdict == "fail"
-        told = [t for t in self.transfers if not failed or t.verdict == "fail"]
+        shown = [t for t in self.transfers if not failed or t.verdict == "fail"]
         several = len(self.transfers) + len(self._unfitted) > 1
-        reasons = [f"{label(t)}: {reason}" if several else reason for t in told for reason in t.reasons]
+        reasons = [f"{label(t)}: {reason}" if several else reason for t in shown for reason in t.reasons]
         return (*reasons, *(() if failed else (f"{name}: {reason}" for name, reason in self._unfitted.items())))
 
     @property
@@ -75,17 +75,17 @@ class Verdict(JsonResult):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 90 % interval, octaves."""
+        """90 % interval of the drift, octaves."""
         return self.transfers[0].interval if self.transfers else (-math.inf, math.inf)
 
     @property
     def wider_is_better(self) -> bool:
-        """Whether the larger model is no worse beyond the noise along every scale that was followed, at least one."""
+        """True if the larger model is no worse beyond the noise along every scale that was followed, at least one."""
         return bool(self.transfers) and all(transfer.larger_is_better for transfer in self.transfers)
 
     @cached_property
     def next_runs(self) -> pd.DataFrame:
-        """What to run to decide, a row for each thing to add; see `evidence.runs_to_decide` for the columns."""
+        """Runs that would decide, a row for each thing to add; see `evidence.runs_to_decide` for the columns."""
         parts = [runs_to_decide(*each) for each in zip(self.transfers, self.horizons, strict=True)]
         found = [part for part in parts if len(part)] if self.verdict == "not enough evidence" else []
         return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=COLUMNS)

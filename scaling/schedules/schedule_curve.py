@@ -9,7 +9,7 @@ import numpy as np
 from scaling.arrays import Array
 
 MAX_KNOTS = 1000
-"""Changes of the rate that are told apart: more are thinned evenly."""
+"""Most changes of the rate that are kept: more are thinned evenly."""
 WARMUP_KNOTS = 50
 """Steps in which the warmup's rise is counted."""
 
@@ -34,7 +34,7 @@ class Curve:
 
     @classmethod
     def of(cls, steps: Array, rates: Array, at: Array, warmup_steps: float) -> Curve:
-        """Between rows the rate is taken to be straight, and to drop half-way; it counts with its value after the drop.
+        """Curve of one run: between rows the rate is straight and drops half-way, and counts with its value after the drop.
 
         Raises:
             ValueError: the first row lies in the warmup, or its rate is 0.

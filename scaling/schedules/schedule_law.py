@@ -4,8 +4,8 @@
     S1(t) = Σ_{τ ≤ t} eta_τ,   S_k(t) = Σ_{k ≤ τ ≤ t} eta_τ,   G(x) = 1 − (1 + C·x)^−beta,   S_W the warmup's own sum
 
 (Luo et al. 2503.12811.) The first terms are what a constant rate gives, LD is what its decay gains: fitted to a few
-schedules it predicts others. It says nothing of other sizes, batches or peak rates than those of its curves, and
-`reasons_against` tells of a schedule whether it lies near them. The warmup counts
+schedules it predicts others. It does not cover other sizes, batches or peak rates than those of its curves, and
+`unsupported_reasons` states where a schedule lies too far from them. The warmup counts
 as a rise, a drop below 0, which adds little but a constant near B·peak: with it the authors' published numbers give nearly the
 errors that they publish.
 
@@ -13,7 +13,7 @@ Measured on their curves (25M, 100M, 400M parameters; fitted to cosine and const
 there; six other schedules, up to three times as long, held out): mean relative error .14, .17, .21 %, R² .9974, .9969, .9966,
 worst .6, .8, .8 % in the mean over schedules; their own numbers, on the same rows, .12, .16, .18 %, .9982, .9975, .9970 and
 .8, 1.0, 1.4 %.
-On the fitted curves our error is about half theirs or less, so C, beta and gamma are not what three schedules tell.
+On the fitted curves our error is about half theirs or less, so three schedules do not determine C, beta and gamma.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class ScheduleLaw(JsonResult):
         loss = np.asarray(curve.linearise(theta)[0])
         least = int(np.argmin(loss))
         if loss[least] <= 0:
-            reasons = "; ".join(self.reasons_against(schedule)) or "its decay gains more than there is"
+            reasons = "; ".join(self.unsupported_reasons(schedule)) or "its decay gains more than there is"
             raise ScalingError(f"the law gives a loss of {loss[least]:.3g} at step {steps[least]:g}: {reasons}")
         return loss
 
-    def reasons_against(self, schedule: pd.DataFrame) -> tuple[str, ...]:
+    def unsupported_reasons(self, schedule: pd.DataFrame) -> tuple[str, ...]:
         """Why a prediction of this schedule is outside the declared support; empty inside.
 
         Raises:
@@ -140,7 +140,7 @@ class ScheduleLaw(JsonResult):
         return tuple(reasons)
 
     def score(self, curves: pd.DataFrame) -> pd.DataFrame:
-        """How well it predicts curves: one row per run with mean and worst relative error, R² and the error at the end.
+        """Score its predictions of curves: one row per run with mean and worst relative error, R² and the error at the end.
 
         R² is NaN where all losses of a run are equal.
 
@@ -188,7 +188,7 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
 
     Args:
         curves: one row per evaluation: `run`, `step`, `lr` (the rate at that step), `loss` (nats per token, smoothed; NaN where
-            the row tells only the rate).
+            the row states only the rate).
         warmup_steps: of a linear warmup to the rate of a run's first row, which must lie beyond it.
         delta: Huber threshold on log residuals.
 
@@ -207,15 +207,17 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
     prepared, log_losses, reached = [], [], []
     for _, part in curves.groupby("run", sort=True):
         ordered = part.sort_values("step")
-        told = ordered[ordered["loss"].notna()]
-        told = told.iloc[np.unique(np.linspace(0, len(told) - 1, min(len(told), MAX_ROWS)).astype(int))]
-        at, rates = numbers(told, "step"), numbers(ordered, "lr", inclusive=True)
+        evaluated = ordered[ordered["loss"].notna()]
+        evaluated = evaluated.iloc[
+            np.unique(np.linspace(0, len(evaluated) - 1, min(len(evaluated), MAX_ROWS)).astype(int))
+        ]
+        at, rates = numbers(evaluated, "step"), numbers(ordered, "lr", inclusive=True)
         prepared.append(Curve.of(numbers(ordered, "step"), rates, at, warmup_steps))
         reached.append(peak_and_depth(rates))
-        log_losses.append(np.log(told["loss"].to_numpy(np.float64)))
+        log_losses.append(np.log(evaluated["loss"].to_numpy(np.float64)))
     log_loss = np.concatenate(log_losses)
     if len(log_loss) <= len(BOUNDS):
-        raise ScalingError(f"{len(log_loss)} losses for {len(BOUNDS)} numbers: more are needed")
+        raise ScalingError(f"{len(log_loss)} losses for {len(BOUNDS)} numbers: add evaluations")
     falls = [float(c.drops[c.drops > 0].sum()) / c.peak for c in prepared]
     if max(falls) < MIN_DROP:
         raise ScalingError(
@@ -225,15 +227,17 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
     theta, converged = _minimised(prepared, log_loss, delta)
     residual = np.concatenate([np.log(c.linearise(theta)[0]) for c in prepared]) - log_loss
     lower, upper = np.log(np.array([*BOUNDS.values()])).T
-    doubts = [
+    warnings = [
         f"{n} lies on its bound"
         for n, x, a, b in zip(BOUNDS, theta, lower, upper, strict=True)
         if not a + 1e-6 < x < b - 1e-6
     ]
     if not converged:
-        doubts.append("the minimum was not reached")
+        warnings.append("the minimum was not reached")
     if len(prepared) == 1:
-        doubts.append("one schedule: what decay gains can't be told apart from what steps gain")
+        warnings.append(
+            "one schedule: the gain of decay cannot be separated from the gain of further steps; add a schedule"
+        )
     return ScheduleLaw(
         **dict(zip(BOUNDS, map(float, np.exp(theta)), strict=True)),
         warmup_steps=float(warmup_steps),
@@ -243,7 +247,7 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0, delta: 
         steps=(float(curves["step"].min()), float(curves["step"].max())),
         peaks=(min(peak for peak, _ in reached), max(peak for peak, _ in reached)),
         deepest=min(depth for _, depth in reached),
-        warnings=tuple(doubts),
+        warnings=tuple(warnings),
     )
 
 

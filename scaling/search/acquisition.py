@@ -1,4 +1,4 @@
-"""What to try next: expected improvement over the best that is told, looked for by drawing nearer and nearer."""
+"""Choice of the next point: expected improvement over the best run so far, maximised by draws from a narrowing neighbourhood."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ ROUNDS = 5
 WIDEST, NARROWING = 0.2, 0.4
 """Points drawn over the whole box, then rounds of half as many about the best one so far, their spread narrowing."""
 SWITCH = 0.1
-"""How often a draw about a point changes each of its categories."""
+"""Probability that a draw about a point changes each of its categories."""
 
 Score = Callable[[Array], Array]
 

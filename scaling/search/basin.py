@@ -1,4 +1,4 @@
-"""What loss over hyperparameters and scales is taken to be before any run: one basin that keeps its shape and moves with scale.
+"""Prior of the loss over hyperparameters and scales: one basin that keeps its shape and moves with scale.
 
 For a run at u (hyperparameters, the box being the unit cube) and s (log2 of the scales, octaves) of cell c (one scale):
 
@@ -44,7 +44,7 @@ octaves of rate or batch, by which optima scatter (`horizon.OPTIMUM_SCATTER`, me
 Law's .0057 of log loss per octave². Set from these before it was tried on Step Law's 17 cells: there the density of all
 runs is highest, and flat, from 3e-5 to 1e-4, and with any one cell left out from 1e-5 to 1e-4."""
 LEVEL = 0.05
-"""Standard deviation of a cell's level: how far the best run told may lie above the cell's floor."""
+"""Standard deviation of a cell's level: how far the best run may lie above the cell's floor."""
 SLOPES, SQUARES, CROSSES, TILTS = 1.0, 0.7, 0.5, 0.02
 """Standard deviations of the quadratic's coefficients, relative to its scale; of slopes times octaves last."""
 Points = tuple[Array, Array, Integers, Array]
@@ -53,7 +53,7 @@ Points = tuple[Array, Array, Integers, Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which columns of u are what, and what is expected of the drift.
+    """Layout of the columns of u, and the prior of the drift.
 
     Attributes:
         n_numeric: the first columns, which are numbers.
@@ -107,7 +107,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(theta: Array, layout: Layout) -> Shape:
-    """From the vector that is optimised; categories don't drift."""
+    """Unpack the vector that is optimised; categories do not drift."""
     noise, basin, shared, own = np.exp(theta[:4])
     lengths = np.exp(theta[4 : 4 + layout.n_lengths])[list(layout.groups)]
     drift = np.zeros((len(layout.groups), layout.n_scales))

@@ -1,4 +1,4 @@
-"""What of a table of losses is told to the surface: log loss above the best of its scale, clipped, of the runs that tell most.
+"""Losses as the surface is fitted to them: log loss above the best of its scale, clipped, of the most informative runs.
 
 With e = log loss − least log loss of its cell (one scale):
 
@@ -28,7 +28,7 @@ def clipped_excess(log_loss: Array, cell: Integers) -> Array:
     return w
 
 
-def most_telling(w: Array, cell: Integers) -> Integers:
+def most_informative(w: Array, cell: Integers) -> Integers:
     """Rows to keep, in the order of the table: all, or MAX_ROWS of them.
 
     The best of every cell, then the second best of each and so on; and of the rest FAR_ROWS, evenly in that order.

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SCALE = ["#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725"]
-"""Of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
+"""Colours of a surface, from best to worst: viridis, which is dark where the optimum's white is seen."""
 _N_GRID = 49
 _STEP = 0.25  # per cent of the loss from contour to contour
 
 
 def importance_data(importance: pd.DataFrame) -> pd.DataFrame:
-    """One row per hyperparameter, most important first: hyperparameter, share, low, high, noise; series told, not told."""
+    """One row per hyperparameter, most important first: hyperparameter, share, low, high, noise; series significant, within noise."""
     table = importance.rename_axis("hyperparameter").reset_index()
-    series = np.where(table["told"], "told", "not told")
+    series = np.where(table["significant"], "significant", "within noise")
     return table[["hyperparameter", "share", "low", "high", "noise"]].assign(series=series)
 
 
@@ -32,7 +32,7 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for name, label, colour in (("told", "told", COLOURS[2]), ("not told", "not told from noise", GREY)):
+    for name, colour in (("significant", COLOURS[2]), ("within noise", GREY)):
         part = data[data["series"] == name]
         if len(part):
             figure.add_bar(
@@ -40,7 +40,7 @@ def draw_importance(data: pd.DataFrame) -> "go.Figure":
                 x=part["share"],
                 error_x=error_bars(part, "share"),
                 orientation="h",
-                name=label,
+                name=name,
                 marker_color=colour,
             )
     tick = {"symbol": "line-ns-open", "size": 14, "color": EDGE}
@@ -91,7 +91,7 @@ def response_data(
 ) -> pd.DataFrame:
     """Series surface (a grid), run, diverged, optimum at one scale: x_name, y_name, x, y, above, std, and ends of intervals.
 
-    `above` is in log loss and counted from the surface at its optimum; it levels off at 5 %, where all is told apart no
+    `above` is in log loss and counted from the surface at its optimum; it levels off at 5 %, where losses are distinguished no
     more. Coordinates that are not shown are the optimum's on the grid, and their own in the runs. Of a scale with many runs
     those are shown that the surface holds.
 
@@ -111,9 +111,9 @@ def response_data(
     names = list(box.bounds)
     chosen = list(over) if over else names[:2]
     if len(chosen) != 2 or len(set(chosen)) < 2 or not set(chosen) <= set(names):
-        told = ", ".join(names) or "none"
+        numeric = ", ".join(names) or "none"
         raise ValueError(
-            f"over must name two of the box's numeric coordinates ({told}), got {', '.join(chosen) or 'none'}"
+            f"over must name two of the box's numeric coordinates ({numeric}), got {', '.join(chosen) or 'none'}"
         )
     x, y = chosen
     axes = [np.linspace(*box.bounds[name], _N_GRID) for name in chosen]
@@ -166,7 +166,7 @@ def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -
                 x=part["x"],
                 y=part["y"],
                 mode="markers",
-                name=label,
+                name=name,
                 marker={"color": "grey", "size": 7, "symbol": symbol, "line": edge},
                 text=[f"{100 * above:.2f} % above the optimum" for above in part["above"]] if name == "run" else label,
                 hoverinfo="x+y+text",

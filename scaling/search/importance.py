@@ -1,9 +1,9 @@
-"""Which hyperparameters the loss depends on: shares of the variance of log loss over the searched box.
+"""Importance of hyperparameters: shares of the variance of log loss over the searched box.
 
     y = level + Σ_j (slope_j · u_j + bend_j · u_j²) + Σ_c level_c[choice] + rest,      u_j in [−1, 1] over the box
 
 The share of a hyperparameter is the variance of its own term, with its values spread evenly over the box, over the variance
-of all terms and of the rest. The rest is what no hyperparameter tells alone: interactions, bends that are no parabola, and
+of all terms and of the rest. The rest is what no hyperparameter explains alone: interactions, bends that are no parabola, and
 noise between runs.
 
 What matters to a person who decides what to search is what leads into the good region and moves the loss there. In plain
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TRIALS_PER_COEFFICIENT = 2
-"""Trials wanted for each coefficient (assumed): with fewer, what is left over hardly tells the noise of the shares."""
+"""Trials wanted for each coefficient (assumed): with fewer, what is left over hardly determines the noise of the shares."""
 PARABOLA = np.array([[1 / 3, 0.0], [0.0, 4 / 45]])
 """Variance of slope·u + bend·u² with u uniform on [−1, 1]: slope²/3 + 4·bend²/45."""
 
@@ -44,10 +44,10 @@ class Importance(JsonResult):
 
     Attributes:
         table: one row per hyperparameter, the most important first: `share`; `low` and `high`, the interval over trials;
-            `noise`, the share that the same column reaches on average once shuffled; `told`, whether `low` lies above it. At a
-            level of .9, one column in hundreds that meant nothing was told, of those that had 3 % as much variance as all,
+            `noise`, the share that the same column reaches on average once shuffled; `significant`: `low` lies above it. At a
+            level of .9, one column in hundreds that meant nothing was significant, of those that had 3 % as much variance as all,
             in 40 trials with 10 % noise, 8 in 10 (measured on planted sets).
-        rest: share of what no hyperparameter tells alone: interactions, misfit, noise.
+        rest: share that no hyperparameter explains alone: interactions, misfit, noise.
         level: of the intervals.
         within: the best fraction of the trials whose losses count in full.
         n_trials, n_diverged: trials used, and rows left out as their run diverged.
@@ -61,18 +61,18 @@ class Importance(JsonResult):
     table: Annotated[pd.DataFrame, TableLayout("records", index="hyperparameter")] = field(repr=False)
 
     @property
-    def told(self) -> list[str]:
-        """The hyperparameters that can be told from noise, the most important first."""
-        return [str(name) for name in self.table.index[self.table["told"]]]
+    def significant(self) -> list[str]:
+        """The hyperparameters whose share exceeds the noise, the most important first."""
+        return [str(name) for name in self.table.index[self.table["significant"]]]
 
     @property
     def status(self) -> str:
-        """`ok`, or what could not be told."""
-        unclear = [str(name) for name in self.table.index[~self.table["told"]]]
-        return f"not told from noise: {', '.join(unclear)}" if unclear else "ok"
+        """`ok`, or the hyperparameters within the noise."""
+        unclear = [str(name) for name in self.table.index[~self.table["significant"]]]
+        return f"within noise: {', '.join(unclear)}" if unclear else "ok"
 
     def plot(self) -> "go.Figure":
-        """Bars with intervals; those in grey can't be told from noise."""
+        """Bars with intervals; those in grey lie within the noise."""
         from scaling.search.figures import draw_importance, importance_data
 
         return draw_importance(importance_data(self.table))
@@ -81,7 +81,7 @@ class Importance(JsonResult):
         """Share and interval of each hyperparameter, the rest, the status."""
         shares = {
             str(name): f"{row['share']:6.1%}, {row['low']:.1%} to {row['high']:.1%}"
-            + ("" if row["told"] else f": not told from noise ({row['noise']:.1%})")
+            + ("" if row["significant"] else f": within noise ({row['noise']:.1%})")
             for name, row in self.table.iterrows()
         }
         about = {
@@ -146,7 +146,7 @@ def hyperparameter_importance(
     n_trials, n_coefficients = len(np.unique(trials)), 1 + sum(block.columns.shape[1] for block in blocks.values())
     if n_trials < TRIALS_PER_COEFFICIENT * n_coefficients:
         raise ScalingError(
-            f"{n_trials} finished trials can't tell {n_coefficients} coefficients of {', '.join(names)}: "
+            f"{n_trials} finished trials cannot determine {n_coefficients} coefficients of {', '.join(names)}: "
             f"need {TRIALS_PER_COEFFICIENT * n_coefficients}, or fewer hyperparameters"
         )
     y = _compressed(np.log(losses(finished)), within)
@@ -173,7 +173,9 @@ def hyperparameter_importance(
         index=pd.Index(names, name="hyperparameter"),
     )
     return Importance(
-        table=table.assign(told=table["low"] > table["noise"]).sort_values("share", ascending=False, kind="stable"),
+        table=table.assign(significant=table["low"] > table["noise"]).sort_values(
+            "share", ascending=False, kind="stable"
+        ),
         rest=float(remainder[0]),
         level=level,
         within=within,
@@ -253,7 +255,7 @@ def _variances(theta: Array, terms: list[_Block]) -> Array:
 
 
 def _errors(inverse: Array, rest: Array, terms: list[_Block]) -> Array:
-    """By how much `_variances` is too large on average for the coefficients' errors, [J, H]."""
+    """Mean excess of `_variances` that the coefficients' errors add, [J, H]."""
     own = [rest * np.einsum("jpq,qp->j", inverse[:, at, at], term.measure) for term, at in _columns(terms)]
     return np.column_stack(own)
 

@@ -22,7 +22,7 @@ from scaling.search.basin import (
 )
 
 MISFIT = 0.1
-"""Standard deviation of a run's misfit per unit of w: far up a wall nothing is told about the floor."""
+"""Standard deviation of a run's misfit per unit of w: far up a wall a run carries no information about the floor."""
 NOWHERE = 1e10
 """Stands for an infinite objective, with which the optimiser can't reckon."""
 EXACT = 1e-6
@@ -34,7 +34,7 @@ FARTHEST, DRIFT_FARTHEST = 4.0, 10.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Observations:
-    """What is conditioned on.
+    """Observations that the process is conditioned on.
 
     Attributes:
         u: encoded hyperparameters, [n, q]; numeric ones first, then categories as one-hot columns.
@@ -61,7 +61,7 @@ class Process:
 
     @classmethod
     def fit(cls, data: Observations, layout: Layout) -> "Process":
-        """At the hyperparameters of largest posterior density; below three observations at the prior's centre."""
+        """Fit at the hyperparameters of largest posterior density; below three observations at the prior's centre."""
         from scipy.optimize import minimize
 
         mean, spread = layout.prior
@@ -147,7 +147,7 @@ class Process:
         return np.asarray((vectors / np.maximum(values, 1.0)) @ vectors.T)
 
     def redrawn(self, generator: np.random.Generator) -> "Process":
-        """The same observations under hyperparameters drawn from their approximate posterior."""
+        """Process of the same observations under hyperparameters drawn from their approximate posterior."""
         _, spread = self.layout.prior
         step = generator.multivariate_normal(np.zeros(len(spread)), self.uncertainty, method="eigh")
         return replace(self, theta=self.theta + spread * step)

@@ -1,6 +1,6 @@
-"""How loss responds to hyperparameters across scales: what smaller runs tell of larger ones, and what to try next.
+"""Response of the loss to hyperparameters across scales: forecasts of larger runs from smaller ones, and the point to try next.
 
-Losses enter as log loss above the best of their scale, clipped (`excess`); what is fitted to them is told in `basin`, how
+Losses enter as log loss above the best of their scale, clipped (`excess`); what is fitted to them is described in `basin`, how
 in `process`, and what is tried next in `acquisition`.
 """
 
@@ -17,7 +17,7 @@ from scaling.arrays import Array, Integers
 from scaling.checks import losses, require_columns
 from scaling.presentation import Result, lines
 from scaling.search.acquisition import around, latin_hypercube, log_expected_improvement, minimise
-from scaling.search.excess import clipped_excess, most_telling
+from scaling.search.excess import clipped_excess, most_informative
 from scaling.search.process import Observations, Process
 from scaling.search.search_box import Point, SearchBox
 from scaling.threads import single_threaded
@@ -60,15 +60,15 @@ class ResponseOptimum(Result):
 
     def __str__(self) -> str:
         """Point and interval of each coordinate."""
-        told = {}
+        shown = {}
         for name, value in self.point.items():
             if name in self.intervals:
                 low, high = self.intervals[name]
-                told[name] = f"{value:.4g}, {self.level:.0%} interval [{low:.4g}, {high:.4g}]"
+                shown[name] = f"{value:.4g}, {self.level:.0%} interval [{low:.4g}, {high:.4g}]"
             else:
-                told[name] = f"{value} ({self.choice_probabilities[name][value]:.0%})"
+                shown[name] = f"{value} ({self.choice_probabilities[name][value]:.0%})"
         edge = f", at the box's edge in {', '.join(self.at_edge)}" if self.at_edge else ""
-        return lines(told | {"runs at this scale": f"{self.n_here}{edge}"})
+        return lines(shown | {"runs at this scale": f"{self.n_here}{edge}"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class ResponseSurface(Result):
 
     Attributes:
         box: coordinates and scales.
-        n_runs: runs that were told, diverged ones among them.
+        n_runs: all runs, diverged ones among them.
         process: what was fitted.
         centre: mean log2 of the scales, [k].
         cells: scales [C, k], log2, in the order of the process's cell numbers.
@@ -98,17 +98,17 @@ class ResponseSurface(Result):
 
     @property
     def drift(self) -> pd.DataFrame:
-        """How far the optimum moves per doubling of each scale: numeric coordinates × scales, in their own units."""
+        """Drift of the optimum per doubling of each scale: numeric coordinates × scales, in their own units."""
         widths = np.array([high - low for low, high in self.box.bounds.values()])
         moved = self.process.shape.drift[: len(widths)] * widths[:, None]
         return pd.DataFrame(moved, index=list(self.box.bounds), columns=list(self.box.scales))
 
     @single_threaded
     def predict(self, points: pd.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and standard deviation, [n] each, of log loss above the best run told at the same scale, without noise.
+        """Mean and standard deviation, [n] each, of log loss above the best run of the same scale, without noise.
 
-        Clipped smoothly at 5 % (`excess`), and below 0 where better is expected. Where nothing was told at a scale its
-        level is unknown, and the deviation says so: there only differences mean something.
+        Clipped smoothly at 5 % (`excess`), and below 0 where better is expected. Without runs at a scale its
+        level is unknown, which the deviation includes: there only differences mean something.
 
         Args:
             points: the box's coordinates and scales.
@@ -121,11 +121,11 @@ class ResponseSurface(Result):
 
     @single_threaded
     def optimum(self, scale: Mapping[str, float] | None = None, *, level: float = 0.9) -> ResponseOptimum:
-        """The best point at a scale, told or not, with an interval over the surface's own uncertainty.
+        """The best point at a scale, with or without runs there, with an interval over the surface's own uncertainty.
 
         The interval holds what runs leave open in the drift, the basin's shape and the noise, and how far a cell's optimum
         strays from a straight drift (`basin.STRAY`); not that the drift might bend. On Step Law's grid nine in ten was 15
-        of 16 for the rate and 13 of 16 for the batch, told all smaller cells; 15 of 17 for either, told all others. `STRAY`
+        of 16 for the rate and 13 of 16 for the batch, fitted to all smaller cells; 15 of 17 for either, fitted to all others. `STRAY`
         was not fitted to that, but its size was known from the same table.
 
         Raises:
@@ -194,7 +194,7 @@ class ResponseSurface(Result):
     ) -> Point:
         """The point to try next at a scale.
 
-        Until the runs told and pending are two more than the coordinates, a Latin hypercube drawn by `seed`, or draws
+        Until the runs made and pending are two more than the coordinates, a Latin hypercube drawn by `seed`, or draws
         from the prior. Then the largest expected improvement on the best that was tried at this scale, or where nothing
         was, the surface's minimum; within `NEAR` of that minimum. The same arguments give the same point.
 
@@ -281,11 +281,11 @@ class ResponseSurface(Result):
         return octaves[0] - self.centre, int(self._cells_of(octaves)[0])
 
     def _cells_of(self, octaves: Array) -> Integers:
-        """Number of each row's scale; below 0, one for each, where nothing was told."""
+        """Number of each row's scale; below 0, one for each, where there are no runs."""
         _, number = np.unique(octaves.round(9), axis=0, return_inverse=True) if octaves.shape[1] else ((), 0)
         out = np.broadcast_to(-1 - np.asarray(number).ravel(), len(octaves)).copy()
-        for number_told, told in enumerate(self.cells):
-            out[np.isclose(octaves, told, rtol=0, atol=1e-8).all(axis=1)] = number_told
+        for known, cell in enumerate(self.cells):
+            out[np.isclose(octaves, cell, rtol=0, atol=1e-8).all(axis=1)] = known
         return out
 
     @cached_property
@@ -297,9 +297,9 @@ class ResponseSurface(Result):
 
     def __str__(self) -> str:
         """Drift of each optimum, noise, size."""
-        told = self._drift_lines if self.box.scales else {}
+        drifts = self._drift_lines if self.box.scales else {}
         runs = f"{self.n_runs} at {len(self.cells)} scales, {self.n_runs - sum(self.n_finite)} diverged"
-        return lines(told | {"noise": f"{self.noise:.2%} of the loss", "runs": runs})
+        return lines(drifts | {"noise": f"{self.noise:.2%} of the loss", "runs": runs})
 
 
 @single_threaded
@@ -321,7 +321,7 @@ def fit_response(rows: pd.DataFrame, *, box: SearchBox) -> ResponseSurface:
     if len(rows) and not box.scales:
         cells, cell = np.zeros((1, 0)), np.zeros(len(rows), int)
     w = clipped_excess(log_loss, cell)
-    kept = most_telling(w, cell)
+    kept = most_informative(w, cell)
     centre = octaves[kept].mean(axis=0) if len(rows) else np.zeros(len(box.scales))
     data = Observations(
         u=u[kept], s=octaves[kept] - centre, cell=cell[kept], w=w[kept], exact=np.zeros(len(kept), dtype=bool)

@@ -1,4 +1,4 @@
-"""Where a search looks: bounds of numbers, choices of categories, and which columns are scales."""
+"""Bounds of a search: ranges of numbers, choices of categories, and which columns are scales."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -23,7 +23,7 @@ class SearchBox:
     Attributes:
         bounds: lowest and highest value of each numeric coordinate.
         choices: the values of each category.
-        scales: columns that tell a run's scale, e.g. n_params and n_tokens; above 0, and known before the run.
+        scales: columns of a run's scale, e.g. n_params and n_tokens; above 0, and known before the run.
         drift: how far a numeric coordinate's optimum is expected to move per doubling of a scale, before any run: mean and
             standard deviation in the coordinate's own unit. Where nothing is stated, none ± `DRIFT_SPREAD` box widths.
 
@@ -64,7 +64,7 @@ class SearchBox:
 
     @property
     def layout(self) -> Layout:
-        """Which encoded column is what."""
+        """Layout of the encoded columns."""
         groups = list(range(len(self.bounds)))
         for number, values in enumerate(self.choices.values(), start=len(groups)):
             groups += [number] * len(values)
@@ -74,7 +74,7 @@ class SearchBox:
         return Layout(n_numeric=len(self.bounds), groups=tuple(groups), n_scales=len(self.scales), drifts=drifts)
 
     def _drift(self, name: str, scale: str, width: float) -> tuple[float, float]:
-        """What is expected of one drift, in box widths."""
+        """Expected mean and deviation of one drift, in box widths."""
         if scale not in (stated := self.drift.get(name, {})):
             return 0.0, DRIFT_SPREAD
         mean, spread = stated[scale]
@@ -99,7 +99,7 @@ class SearchBox:
         return np.column_stack(columns)
 
     def decode(self, u: Array) -> pd.DataFrame:
-        """The inverse of `encode`; the largest of a category's columns tells its value."""
+        """The inverse of `encode`; the largest of a category's columns gives its value."""
         columns: dict[str, Any] = {
             name: low + u[:, i] * (high - low) for i, (name, (low, high)) in enumerate(self.bounds.items())
         }

@@ -232,22 +232,22 @@ def test_a_law_of_repeats_decides_by_its_refits() -> None:
     assert found.intervals is not None
     expected = np.quantile([refit.n_params for refit in refits], [0.1, 0.9], method="nearest")
     assert found.intervals.loc["n_params", ["low", "high"]].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
-    assert "epochs: the runs end at 16" in "; ".join(found.doubts)
+    assert "epochs: the runs end at 16" in "; ".join(found.warnings)
 
 
 def test_money_spent_on_a_plateau_is_doubted() -> None:
     law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
     found = decide(law, 1e27, unique_tokens=1e8)
-    told = "; ".join(found.doubts)
+    told = "; ".join(found.warnings)
     assert "epochs: repeats were found to be worth nothing at 40" in told
     enough = float(re.findall(r"([\d.e+]+) FLOPs come within 0.50%", told)[0])
     assert decide(law, enough, unique_tokens=1e8).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
-    assert not decide(law, 1e22, unique_tokens=1e12).doubts
-    assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).doubts)
+    assert not decide(law, 1e22, unique_tokens=1e12).warnings
+    assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).warnings)
     dear = decide(law, 1e27, unique_tokens=1e8, tolerance=0)
-    assert not any("buys next to nothing" in doubt for doubt in dear.doubts), "nothing was said to be near enough"
+    assert not any("buys next to nothing" in doubt for doubt in dear.warnings), "nothing was said to be near enough"
     shapes = decide(law, 1e27, unique_tokens=1e8, sizes=[1e9, 1e10])
-    assert not any("buys next to nothing" in doubt for doubt in shapes.doubts)
+    assert not any("buys next to nothing" in doubt for doubt in shapes.warnings)
 
 
 def test_a_memory_that_is_large_enough_holds_nothing_back() -> None:

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from scaling import Chinchilla, Joint, Law, ScalingFit, fit
-from scaling.fits.fitting import doubts_about_rows
+from scaling.fits.fitting import row_warnings
 from tests.scaling.conftest import PLANTED
 
 Ladder = Callable[..., pd.DataFrame]
@@ -159,20 +159,20 @@ def test_a_form_is_a_value(ladder: Ladder, form: object) -> None:
         fit(ladder(), n_params_convention="total", form=form)  # type: ignore[arg-type]
 
 
-def doubts(runs: pd.DataFrame) -> str:
+def warnings_of(runs: pd.DataFrame) -> str:
     result = fitted(runs)
     assert result.status == "doubtful"
     return "; ".join(result.warnings)
 
 
 def test_few_runs_are_doubtful(ladder: Ladder) -> None:
-    assert "14 independent runs" in doubts(ladder(noise=0.002).iloc[:14])
-    assert "4 independent runs" in doubts(ladder(noise=0.002).assign(stem=lambda t: t.index % 4))
+    assert "14 independent runs" in warnings_of(ladder(noise=0.002).iloc[:14])
+    assert "4 independent runs" in warnings_of(ladder(noise=0.002).assign(stem=lambda t: t.index % 4))
 
 
 def test_a_narrow_span_is_doubtful(ladder: Ladder) -> None:
     runs = ladder(noise=0.002).query("2e16 < n_params * n_tokens < 1.9e17")
-    assert "decades of compute" in doubts(runs)
+    assert "decades of compute" in warnings_of(runs)
 
 
 def test_n_and_d_in_proportion_are_doubtful(planted: Law) -> None:
@@ -180,22 +180,22 @@ def test_n_and_d_in_proportion_are_doubtful(planted: Law) -> None:
     runs = pd.DataFrame(
         {"n_params": n_params, "n_tokens": 20 * n_params, "loss": planted.loss(n_params, 20 * n_params)}
     )
-    assert "ill-conditioned" in doubts(runs)
+    assert "ill-conditioned" in warnings_of(runs)
 
 
 def test_a_parameter_on_its_bound_is_doubtful(ladder: Ladder) -> None:
     runs = ladder()
     runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
-    assert "E lies on its bound: the runs do not determine it" in doubts(runs)
+    assert "E lies on its bound: the runs do not determine it" in warnings_of(runs)
 
 
 def test_a_ladder_is_told_how_many_runs_and_decades_of_compute_it_lacks() -> None:
     sizes = np.geomspace(1e7, 1e10, 12)
     rows = pd.DataFrame({"n_params": sizes, "n_tokens": 1e19 / sizes, "stem": np.arange(12)})
-    few, narrow = doubts_about_rows(rows)
+    few, narrow = row_warnings(rows)
     assert few == "12 independent runs: intervals were found honest from 15 on, 3 more"
     assert narrow == "the runs span 0.00 decades of compute: at least 1 is wanted"
-    assert doubts_about_rows(rows.assign(n_tokens=2e10, stem=0)) == [
+    assert row_warnings(rows.assign(n_tokens=2e10, stem=0)) == [
         "1 independent runs: intervals were found honest from 15 on, 14 more"
     ]
 
@@ -207,7 +207,7 @@ def test_an_irreducible_loss_above_a_run_is_doubted(ladder: Ladder) -> None:
     runs["loss"] *= floor.loss(runs["n_params"], runs["n_tokens"]) / PLANTED.loss(runs["n_params"], runs["n_tokens"])
     result = fitted(runs)
     assert result.law["E"] > runs["loss"].min()
-    assert "of the least loss: larger runs can't be forecast" in "; ".join(result.warnings)
+    assert "of the least loss: larger runs cannot be forecast" in "; ".join(result.warnings)
 
 
 def test_a_floor_far_below_every_run_is_doubted(ladder: Ladder) -> None:

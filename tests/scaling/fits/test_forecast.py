@@ -67,7 +67,7 @@ def test_a_forecast_that_the_fitted_form_contradicts_is_not_supported(result: Sc
     (reason,) = replace(result, law=law).forecast(*target).reasons
     other = float(law.loss(*target))
     assert reason.startswith(
-        f"the law fitted (chinchilla) alone says {other:.4g}, {other / result.forecast(*target).loss - 1:+.0%}, "
+        f"the law fitted (chinchilla) alone predicts {other:.4g}, {other / result.forecast(*target).loss - 1:+.0%}, "
         "more than 1.5 half-widths of the 90% interval away"
     )
     assert f"{other:.4f} by the fitted form alone" in str(replace(result, law=law).forecast(*target))

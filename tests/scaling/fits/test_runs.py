@@ -207,7 +207,7 @@ def test_tiny_models_are_models(ladder: Ladder, planted: Law) -> None:
     np.testing.assert_allclose([*fitted(runs).law.parameters.values()], [*planted.parameters.values()], rtol=1e-5)
 
 
-def doubts(runs: pd.DataFrame) -> str:
+def warnings_of(runs: pd.DataFrame) -> str:
     return "; ".join(fitted(runs).warnings)
 
 
@@ -221,25 +221,25 @@ def test_sound_ladders_raise_no_doubt(ladder: Ladder) -> None:
 
 def test_what_looks_like_another_unit_is_doubted(ladder: Ladder) -> None:
     runs = ladder(noise=0.003)
-    assert "3e+05 tokens per parameter in the median" in doubts(runs.assign(n_params=runs["n_params"] / 1e4))
+    assert "3e+05 tokens per parameter in the median" in warnings_of(runs.assign(n_params=runs["n_params"] / 1e4))
     flops = compute_flops(runs["n_params"], runs["n_tokens"])
-    assert "compute_flops is 0.1 times 6·N·D in the median" in doubts(runs.assign(compute_flops=flops / 10))
-    assert "compute_flops" not in doubts(runs.assign(compute_flops=flops / 2.5))
-    assert "is it a perplexity?" in doubts(runs.assign(loss=np.exp(runs["loss"])))
+    assert "compute_flops is 0.1 times 6·N·D in the median" in warnings_of(runs.assign(compute_flops=flops / 10))
+    assert "compute_flops" not in warnings_of(runs.assign(compute_flops=flops / 2.5))
+    assert "is it a perplexity?" in warnings_of(runs.assign(loss=np.exp(runs["loss"])))
     assert "perplexity" not in str(fitted(runs.assign(loss=np.exp(runs["loss"])), loss_unit="something else"))
 
 
 def test_repeated_rows_are_counted(ladder: Ladder) -> None:
     runs = ladder(noise=0.003)
     twice = pd.concat([runs, runs.iloc[:3]], ignore_index=True)
-    assert "3 rows repeat another in every column" in doubts(twice)
-    assert "repeat" not in doubts(twice.assign(seed=range(23)))
+    assert "3 rows repeat another in every column" in warnings_of(twice)
+    assert "repeat" not in warnings_of(twice.assign(seed=range(23)))
 
 
 def test_rows_that_seem_to_share_a_run_are_doubted(ladder: Ladder) -> None:
     runs = ladder(noise=0.003).assign(run_name=[f"run {i // 2}" for i in range(20)])
-    assert "rename run_name to stem" in doubts(runs)
-    assert "rename" not in doubts(runs.assign(stem=runs["run_name"]))
+    assert "rename run_name to stem" in warnings_of(runs)
+    assert "rename" not in warnings_of(runs.assign(stem=runs["run_name"]))
 
 
 def test_what_no_column_says_is_told_as_assumed(ladder: Ladder) -> None:

@@ -71,17 +71,15 @@ def test_five_degrees_of_freedom_tell_the_noise(n_runs: int) -> None:
     if n_runs == 10:
         assert fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=[0] * n_runs).n_runs == 10
     else:
-        with pytest.raises(ScalingError, match="9 comparable runs in 1 groups can't tell 4 slopes and curvatures"):
+        with pytest.raises(ScalingError, match="9 comparable runs in 1 groups"):
             fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=[0] * n_runs)
 
 
 def test_too_few_runs_are_refused() -> None:
     rows, groups = planted(9)
-    with pytest.raises(
-        ScalingError, match=r"comparable runs in \d groups can't tell 4 slopes and curvatures of rate, init"
-    ):
+    with pytest.raises(ScalingError, match=r"4 slopes and curvatures of rate, init"):
         fit_regret_surface(rows, coordinates=list(OPTIMUM), groups=groups)
-    with pytest.raises(ScalingError, match="can't tell"):
+    with pytest.raises(ScalingError, match="cannot determine"):
         rows, groups = planted(60)
         fit_regret_surface(rows.assign(init=0.0), coordinates=list(OPTIMUM), groups=groups)
 

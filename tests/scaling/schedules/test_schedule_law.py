@@ -103,7 +103,7 @@ def test_a_schedule_far_from_the_fitted_ones_is_told_of() -> None:
     law = fit_schedule_law(curves(), warmup_steps=WARMUP)
     assert law.peaks == (PEAK, PEAK)
     assert law.deepest == pytest.approx(0.1)
-    assert law.reasons_against(schedule("two stages", 3 * LENGTH)) == ()
+    assert law.unsupported_reasons(schedule("two stages", 3 * LENGTH)) == ()
     hot, long, deep = schedule("cosine"), schedule("cosine", 4 * LENGTH), schedule("constant")
     deep["lr"] = np.linspace(PEAK, PEAK / 100, len(deep))
     for rows, reason in (
@@ -111,7 +111,7 @@ def test_a_schedule_far_from_the_fitted_ones_is_told_of() -> None:
         (long, "48000 steps: tested to 3.1× the fitted 12000"),
         (deep, "the rate falls to 0.01 of its peak, in the fitted curves to 0.1 at least"),
     ):
-        assert law.reasons_against(rows) == (reason,)
+        assert law.unsupported_reasons(rows) == (reason,)
 
 
 def test_fitted_peaks_are_the_least_and_the_greatest() -> None:
@@ -120,7 +120,7 @@ def test_fitted_peaks_are_the_least_and_the_greatest() -> None:
     rows = pd.concat([part.assign(loss=PLANTED.predict(part)) for part in parts], ignore_index=True)
     law = fit_schedule_law(rows, warmup_steps=WARMUP)
     assert law.peaks == pytest.approx((0.8 * PEAK, 1.2 * PEAK))
-    assert law.reasons_against(schedule("two stages").assign(lr=0.6 * PEAK)) == ()
+    assert law.unsupported_reasons(schedule("two stages").assign(lr=0.6 * PEAK)) == ()
 
 
 def test_rates_before_the_first_row_are_those_of_it() -> None:
@@ -160,13 +160,13 @@ def test_a_score_wants_losses() -> None:
 
 def test_the_schedule_of_several_runs_is_none() -> None:
     rows = pd.concat([schedule("constant"), schedule("wsd")])
-    for ask in (PLANTED.predict, PLANTED.reasons_against):
+    for ask in (PLANTED.predict, PLANTED.unsupported_reasons):
         with pytest.raises(ValueError, match="a schedule must be of one run, got 2: constant, wsd"):
             ask(rows)
 
 
 def test_rates_of_nothing_but_0_are_refused() -> None:
-    for ask in (PLANTED.predict, PLANTED.reasons_against):
+    for ask in (PLANTED.predict, PLANTED.unsupported_reasons):
         with pytest.raises(ValueError, match="lr must be above 0"):
             ask(schedule("constant").assign(lr=0.0))
 
@@ -197,6 +197,6 @@ def test_public_curves_of_other_schedules(
     law = fit_schedule_law(table[trained], warmup_steps=2160)
     held_out = law.score(table[~trained])
     assert len(held_out) == 6
-    assert all(law.reasons_against(curve) == law.warnings for _, curve in table.groupby("run"))
+    assert all(law.unsupported_reasons(curve) == law.warnings for _, curve in table.groupby("run"))
     assert held_out["mean_relative_error"].mean() < error
     assert held_out["r_squared"].mean() > r_squared
