@@ -24,7 +24,7 @@ from scaling.forms.powers import Joint
 from scaling.forms.problem import Problem, Values
 from scaling.minimizers.bootstrap import free_columns, refit, widening
 from scaling.minimizers.newton import Prior, minimize
-from scaling.minimizers.screening import screened
+from scaling.minimizers.starts import screened
 from scaling.weights import noise_weights, stem_weights
 
 PRIOR = {"E": (0.6, 0.6), "alpha": (0.35, 0.5), "beta": (0.35, 0.5), "g": (1.0, 0.35)}

@@ -23,10 +23,9 @@ from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.law import NATS, Form, Law
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, refit, widening
-from scaling.minimizers.minima import minima
 from scaling.minimizers.multistart import N_STARTS as N_MULTISTARTS
 from scaling.minimizers.multistart import descend
-from scaling.minimizers.screening import require_loss, screened
+from scaling.minimizers.starts import minima, require_loss, screened
 from scaling.weights import noise_weights, stem_weights
 
 MIN_LEVELS = 3

@@ -33,8 +33,8 @@ from scaling.fits.profile_trace import Quantity, Trace
 from scaling.forms.law import Form, Law, params_exponent
 from scaling.forms.problem import Problem
 from scaling.minimizers.bootstrap import free_columns, refit, share_seen
-from scaling.minimizers.minima import minima
 from scaling.minimizers.newton import objective
+from scaling.minimizers.starts import minima
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult, OrInfinite, TableLayout
 from scaling.weights import noise_weights, stem_weights
