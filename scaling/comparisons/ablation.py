@@ -87,7 +87,7 @@ def compare_ablations(rows: pd.DataFrame, *, level: float = 0.9) -> Ablation:
     rows = rows.assign(loss=losses(rows), value=rows["value"].astype(str))
     plain = rows[(rows["component"] == AS_IT_IS) & rows["loss"].notna()].set_index("seed")["loss"]
     if plain.empty:
-        raise ScalingError("no run as it is came to an end: there is nothing to hold the others against")
+        raise ScalingError("need a finished run of the model as it is to compare with, got none")
     if plain.index.has_duplicates:
         raise ValueError(
             f"seed must be there once among the runs as they are, got {plain.index[plain.index.duplicated()][0]} twice"
@@ -117,7 +117,7 @@ def compare_ablations(rows: pd.DataFrame, *, level: float = 0.9) -> Ablation:
             }
         )
     if not records:
-        raise ScalingError("there is no variant beside the runs as they are")
+        raise ScalingError("need a variant beside the runs as they are, got none")
     noise = math.sqrt(squares / dof) if dof else math.inf
     reach = [_reach(noise, dof, level) / math.sqrt(len(ratio)) if len(ratio) else math.inf for ratio in ratios]
     table = pd.DataFrame(records)

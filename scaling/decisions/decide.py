@@ -176,20 +176,20 @@ def _spending(
             require_positive(name, value)
     repeats = UNIQUE in law.form.columns
     if max_epochs is not None and not repeats:
-        raise ValueError(
-            f"max_epochs wants a law of {UNIQUE}: {law.form.name} knows nothing of repeats, so each token is seen once"
-        )
+        raise ValueError(f"max_epochs needs a law of {UNIQUE}, got {law.form.name}, in which each token is seen once")
     if max_epochs is not None and unique_tokens is None:
-        raise ValueError(f"max_epochs wants unique_tokens, got max_epochs={max_epochs!r} alone")
+        raise ValueError(f"max_epochs needs unique_tokens, got max_epochs={max_epochs!r} alone")
     expected = {*law.form.columns} - {"n_params", "n_tokens", UNIQUE}
     if expected != {*columns}:
         named = ", ".join(sorted(expected)) or "no further columns"
-        raise ValueError(f"{law.form.name} wants {named}, got {', '.join(columns) or 'none'}")
+        raise ValueError(f"{law.form.name} needs {named}, got {', '.join(columns) or 'none'}")
     max_params = min((limit.max_params for limit in memory), default=math.inf)
     unique = math.inf if unique_tokens is None else unique_tokens
     fitting = None if chosen is None else np.array(sorted(size for size in chosen if size <= max_params))
     if chosen and fitting is not None and not fitting.size:
-        raise ScalingError(f"the smallest of the sizes, {min(chosen):.4g}, is above the {max_params:.4g} of the memory")
+        raise ScalingError(
+            f"sizes must fit the {max_params:.4g} parameters of the memory limit, got {min(chosen):.4g} as the smallest"
+        )
     return Spending(
         form=law.form,
         served_tokens=served_tokens,
@@ -283,7 +283,7 @@ def _warnings(
         warnings += fit.unsupported_reasons(n_params, n_tokens)
     low, high = SANE_RATIO
     if fit is None and not low <= n_tokens / n_params <= high:
-        warnings.append(f"{n_tokens / n_params:.3g} tokens per parameter: no ladder that we know of reaches so far")
+        warnings.append(f"{n_tokens / n_params:.3g} tokens per parameter: no known ladder reaches that ratio")
     if UNIQUE in spending.form.columns and (epochs := n_tokens / spending.unique_tokens) > 1:
         seen = USEFUL_EPOCHS if fit is None else float((fit.rows["n_tokens"] / fit.rows[UNIQUE]).max())
         where = "repeats were found to be worth nothing" if fit is None else "the runs end"
@@ -312,7 +312,7 @@ def _assumptions(
         assumed.append(
             "the law includes what repeats of a token are worth"
             if repeats
-            else "no token is seen twice: the law knows no repeats"
+            else "no token is seen twice: the law has no term for repeats"
         )
     if memory:
         assumed += [f"memory of {limit}" for limit in memory]

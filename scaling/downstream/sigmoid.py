@@ -165,7 +165,7 @@ def fit_downstream(
         raise ValueError(f"chance and ceiling must keep 0 <= chance < ceiling <= {most:g}, got {low!r} and {top!r}")
     reach = float(np.ptp(loss))
     if reach == 0:
-        raise ValueError(f"loss is {loss[0]:g} in every row: the metric's dependence on it can't be found")
+        raise ValueError(f"loss must differ between rows, got {loss[0]:g} in every row")
     bounds = _bounds(loss, value, low, top, chance is not None, ceiling is not None)
     best = min(
         (_fitted(loss, value, np.ones(len(loss)), start, bounds) for start in _starts(loss, bounds)), key=lambda f: f[1]
@@ -261,10 +261,10 @@ def _warnings(
     if n_runs < MIN_ROWS:
         warnings.append(f"{n_runs} independent runs: intervals over runs want at least {MIN_ROWS}")
     if np.ptp(value) == 0:
-        warnings.append(f"the metric is {value[0]:g} in every row: its dependence on the loss can't be seen")
+        warnings.append(f"the metric is {value[0]:g} in every row: its dependence on the loss is not visible")
     elif _falls(loss, value):
         warnings.append(
-            "the metric falls as the loss falls, where a sigmoid can only rise: `fit` takes such a one as its loss"
+            "the metric falls as the loss falls, but a sigmoid can only rise; pass such a metric to `fit` as its loss"
         )
     elif rise < MIN_RISE * residual:
         warnings.append(f"the metric rises by {rise:.3g}, its scatter is {residual:.3g}: the runs may all be at chance")

@@ -155,7 +155,7 @@ def profile(
     quantity = _quantity(form, problem, name, at or {})
     if (dof := len(np.unique(stems)) - len(problem.lower)) < 1:
         raise ScalingError(
-            f"{len(np.unique(stems))} runs for {len(problem.lower)} parameters leave no degree of freedom"
+            f"need more runs than parameters, got {len(np.unique(stems))} runs for {len(problem.lower)} parameters"
         )
     best = _estimate(problem, log_loss, weights, delta)
     resampled = weights * stem_weights(stems, N_CALIBRATION, seed)
@@ -195,7 +195,7 @@ def _quantity(form: Form, problem: Problem, name: str, at: Mapping[str, float]) 
     exponents = {"params_exponent", "tokens_exponent"}
     named = dict(zip(form.parameters, range(len(form.parameters)), strict=True))
     if name != "loss" and at:
-        raise ValueError(f"at is for the loss, got it with {name!r}")
+        raise ValueError(f"at must be given with the loss only, got it with {name!r}")
     if name in named:
         return lambda theta: np.asarray(np.log(problem.natural(theta)[:, named[name]]))
     if name == "loss":

@@ -52,7 +52,9 @@ def screened(
 def require_loss(objectives: Array) -> None:
     """Raise ScalingError if the form's loss is above 0 for every run nowhere that was tried."""
     if not np.isfinite(objectives).any():
-        raise ScalingError("the form gives no loss above 0 for every run, wherever between its bounds it was tried")
+        raise ScalingError(
+            "the form must give a loss above 0 for every run, got none at any start between its bounds; check these"
+        )
 
 
 def some_rows(n_rows: int, wanted: int) -> NDArray[np.int64]:

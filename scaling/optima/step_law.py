@@ -145,7 +145,7 @@ def fit_step_law(
         raise ScalingError(f"need at least {MIN_CELLS} cells (N, D), got {len(cells)}")
     for name, values in (("n_params", n_params), ("n_tokens", n_tokens)):
         if len(np.unique(values)) < 2 and (with_params or name == "n_tokens"):
-            raise ScalingError(f"{name} is the same in every cell: its exponent can't be found")
+            raise ScalingError(f"{name} must differ between cells for its exponent to be fitted, got one value")
     weights = 1 / numbers(cells, "stderr") ** 2 if "stderr" in cells else np.ones(len(cells))
     weights = weights / weights.mean()
     x, y = np.log2(n_params), np.log2(n_tokens)

@@ -51,7 +51,7 @@ def test_any_cells_in_any_column_are_fitted_or_refused(
 def test_a_column_that_is_there_twice_is_refused() -> None:
     table = ladder(14)
     twice = pd.concat([table, table[["loss"]]], axis=1)
-    with pytest.raises(ValueError, match="column loss must be there once, got it 2 times"):
+    with pytest.raises(ValueError, match="column loss .*got it 2 times"):
         fit(twice, n_params_convention="total")
 
 
@@ -80,5 +80,5 @@ def test_a_broken_parquet_file_is_told(content: bytes, tmp_path: Path) -> None:
 
 
 def test_counts_that_nothing_has_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"n_tokens must be at most 1e\+30, got 1e\+300 in row 0"):
+    with pytest.raises(ValueError, match=r"n_tokens .*got 1e\+300 in row 0"):
         fit(ladder(14).assign(n_tokens=1e300), n_params_convention="total")

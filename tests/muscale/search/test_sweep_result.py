@@ -75,7 +75,7 @@ def test_tables_say_what_each_trial_had(search: Search) -> None:
 def test_importance_finds_what_was_planted_or_says_what_is_missing(search: Search) -> None:
     found = search("sweep.trials=48").importance()
     assert found.table.index.tolist() == ["learning_rate", "init_scale", "zero_readout"]
-    assert found.told[0] == "learning_rate"
+    assert found.significant[0] == "learning_rate"
     few = search("sweep.trials=6", "sweep.seed=1")
     with pytest.raises(StageError, match=r"no importance of hyperparameters: \d finished trials cannot determine 6 coeff"):
         few.importance()

@@ -171,9 +171,9 @@ def test_doubts_about_curves() -> None:
     warnings = "; ".join(fit_envelope(rows, n_params_convention="total", n_bootstrap=20).warnings)
     assert "3 crossings on the envelope: at least 4" in warnings
     assert "losses in mid-schedule" in warnings
-    with pytest.raises(ValueError, match="n_params must be one of each run, got 12 in run 0"):
+    with pytest.raises(ValueError, match="n_params .*got 12 in run 0"):
         fit_envelope(curves(EVEN).assign(run=0), n_params_convention="total")
-    with pytest.raises(ValueError, match="run must be named in every row, got 1 empty values"):
+    with pytest.raises(ValueError, match="run .*got 1 empty values"):
         fit_envelope(
             curves(EVEN).assign(run=lambda rows: rows["run"].astype(object).mask(rows.index == 3)),
             n_params_convention="total",
@@ -185,7 +185,7 @@ def test_doubts_about_curves() -> None:
 @pytest.mark.parametrize("fitted", [fit_isoflops, fit_envelope])
 def test_too_few_resamplings_are_refused(fitted: Callable[..., ComputePowers]) -> None:
     rows = curves(EVEN) if fitted is fit_envelope else isoflops(EVEN)
-    with pytest.raises(ValueError, match="n_bootstrap must be at least 2, got 0"):
+    with pytest.raises(ValueError, match="n_bootstrap .*got 0"):
         fitted(rows, n_params_convention="total", n_bootstrap=0)
 
 
@@ -199,5 +199,5 @@ def test_results_speak_and_survive_json(approach: str) -> None:
     assert restored.to_dict() == result.to_dict()
     assert str(restored) == str(result)
     assert "N counts total" in str(result)
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
+    with pytest.raises(ValueError, match="level .*got 90"):
         result.intervals(level=90)

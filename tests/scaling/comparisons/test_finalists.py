@@ -211,13 +211,13 @@ def test_bad_arguments_are_refused() -> None:
     rows = planted([0.0, 0.01])
     with pytest.raises(ValueError, match="missing column seed"):
         compare_finalists(rows.drop(columns="seed"))
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
+    with pytest.raises(ValueError, match="level .*got 90"):
         compare_finalists(rows, level=90)
-    with pytest.raises(ValueError, match="noise must be a standard deviation"):
+    with pytest.raises(ValueError, match="noise .*got "):
         compare_finalists(rows, noise=(0.002, 0))
-    with pytest.raises(ValueError, match="noise must be a standard deviation"):
+    with pytest.raises(ValueError, match="noise .*got "):
         compare_finalists(rows, noise=(math.nan, 2))
-    with pytest.raises(ValueError, match="noise must be a standard deviation"):
+    with pytest.raises(ValueError, match="noise .*got "):
         compare_finalists(rows, noise=(0.002, math.inf))
-    with pytest.raises(ValueError, match="a run must be there once, row 0 is another of trial 0, seed 0"):
+    with pytest.raises(ValueError, match="row 0 is another of trial 0, seed 0"):
         compare_finalists(pd.concat([rows, rows]))

@@ -62,11 +62,9 @@ def test_it_prints_and_round_trips() -> None:
 
 def test_single_runs_and_doubled_runs_are_refused() -> None:
     rows = grid()
-    with pytest.raises(
-        ScalingError, match="none of 24 settings lies within 0.05 of the best and has runs of two seeds"
-    ):
+    with pytest.raises(ScalingError, match="none of 24 settings .*0.05"):
         seed_noise(rows[rows["seed"] == 0], ["octaves"], blocks=["width"])
-    with pytest.raises(ValueError, match="a run must be there once, row "):
+    with pytest.raises(ValueError, match="row .* is another of"):
         seed_noise(rows, ["octaves"])
-    with pytest.raises(ValueError, match="settings must name at least one column"):
+    with pytest.raises(ValueError, match="settings .*got none"):
         seed_noise(rows, [])

@@ -165,9 +165,7 @@ def test_repeated_data_where_the_law_knows_of_it() -> None:
     assert twice.epochs == pytest.approx(2)
     assert "2 epochs of 1e+11 unique tokens" in str(twice)
     assert twice.limits == ("data: all 1e+11 unique tokens are used, 2 times each",)
-    with pytest.raises(
-        ValueError, match="max_epochs wants a law of unique_tokens: chinchilla knows nothing of repeats"
-    ):
+    with pytest.raises(ValueError, match="max_epochs .*got chinchilla"):
         decide(HOFFMANN, 1e23, unique_tokens=1e11, max_epochs=4)
 
 
@@ -302,17 +300,17 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
     [
         ({}, ValueError, "give a budget or a loss, one of the two"),
         ({"budget": 1e20, "loss": 2.0}, ValueError, "give a budget or a loss, one of the two"),
-        ({"budget": 0.0}, ValueError, "compute_flops must be finite and above 0, got 0"),
-        ({"loss": -1.0}, ValueError, "loss must be finite and above 0, got -1"),
-        ({"budget": 1e20, "served_tokens": -1}, ValueError, "served_tokens must be finite and at least 0, got -1"),
-        ({"budget": 1e20, "serving_price": 0}, ValueError, "serving_price must be finite and above 0, got 0"),
-        ({"budget": 1e20, "unique_tokens": 0}, ValueError, "unique_tokens must be finite and above 0, got 0"),
-        ({"budget": 1e20, "level": 1}, ValueError, "level must lie between 0 and 1, got 1"),
+        ({"budget": 0.0}, ValueError, "compute_flops .*got 0"),
+        ({"loss": -1.0}, ValueError, "loss .*got -1"),
+        ({"budget": 1e20, "served_tokens": -1}, ValueError, "served_tokens .*got -1"),
+        ({"budget": 1e20, "serving_price": 0}, ValueError, "serving_price .*got 0"),
+        ({"budget": 1e20, "unique_tokens": 0}, ValueError, "unique_tokens .*got 0"),
+        ({"budget": 1e20, "level": 1}, ValueError, "level .*got 1"),
         ({"budget": 1e20, "sizes": []}, ValueError, "sizes must hold at least one size"),
-        ({"budget": 1e20, "sizes": ["7B"]}, ValueError, "sizes must be a number, got '7B'"),
-        ({"budget": "a lot"}, ValueError, "budget must be a number, got 'a lot'"),
+        ({"budget": 1e20, "sizes": ["7B"]}, ValueError, "sizes .*got '7B'"),
+        ({"budget": "a lot"}, ValueError, "budget .*got 'a lot'"),
         ({"budget": 5.0}, ScalingError, "one token of every size costs more than 5 FLOPs"),
-        ({"budget": 1e20, "epochs": 2}, ValueError, "chinchilla wants no further columns, got epochs"),
+        ({"budget": 1e20, "epochs": 2}, ValueError, "chinchilla .*got epochs"),
         ({"loss": 1.5}, ScalingError, "tend to a loss of 1.69.. under these limits and never reach 1.5000"),
         ({"loss": 1e9}, ScalingError, "reach 1000000000.0000 with less than 1,000,000 FLOPs: no law was fitted there"),
         ({"loss": 2.0, "unique_tokens": 1e10}, ScalingError, "under these limits and never reach 2.0000"),
@@ -324,7 +322,7 @@ def test_decisions_say_everything(fitted: ScalingFit) -> None:
         (
             {"budget": 1e20, "sizes": [1e12], "memory": MemoryLimit.serving("H100 SXM")},
             ScalingError,
-            "the smallest of the sizes, 1e.12, is above the 2.8e.10 of the memory",
+            r"sizes .* 2.8e\+10 .*got 1e\+12",
         ),
     ],
 )

@@ -95,23 +95,23 @@ def test_errors_name_the_rule_and_the_value(planted: Law) -> None:
     design = ladder_design(SIZES, RATIOS)
     with pytest.raises(ValueError, match="missing column n_tokens"):
         simulate(design.drop(columns="n_tokens"), planted, n_params=1e9, n_tokens=2e10)
-    with pytest.raises(ValueError, match="noise must be finite and at least 0, got -1"):
+    with pytest.raises(ValueError, match="noise .*got -1"):
         simulate(design, planted, noise=-1, n_params=1e9, n_tokens=2e10)
-    with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1"):
+    with pytest.raises(ValueError, match="n_params .*got -1"):
         simulate(design, planted, n_params=-1e9, n_tokens=2e10)
-    with pytest.raises(ValueError, match="n_trials must be at least 2, got 1"):
+    with pytest.raises(ValueError, match="n_trials .*got 1"):
         simulate(design, planted, n_trials=1, n_params=1e9, n_tokens=2e10)
     with pytest.raises(ValueError, match="need at least 6 distinct"):
         simulate(design[:5], planted, n_params=1e9, n_tokens=2e10)
-    with pytest.raises(ValueError, match="schedule must be 'runs' or 'branches', got 'cosine'"):
+    with pytest.raises(ValueError, match="schedule .*got 'cosine'"):
         ladder_design(SIZES, RATIOS, schedule="cosine")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cooldown must lie between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match="cooldown .*got 1"):
         ladder_design(SIZES, RATIOS, schedule="branches", cooldown=1)
-    with pytest.raises(ValueError, match="no run of 5 sizes and 4 ratios is within max_flops=1.0"):
+    with pytest.raises(ValueError, match="max_flops=1.0"):
         ladder_design(SIZES, RATIOS, max_flops=1.0)
-    with pytest.raises(ValueError, match="spread must be above 1, got 1"):
+    with pytest.raises(ValueError, match="spread .*got 1"):
         isoflop_design([1e18], 5, spread=1)
-    with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1.0"):
+    with pytest.raises(ValueError, match="n_params .*got -1.0"):
         ladder_design([-1.0], RATIOS)
 
 

@@ -159,14 +159,14 @@ def test_intervals_stay_within_what_a_metric_can_be() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"accuracy": 1.2}, {}, "accuracy must be at most 1, got 1.2"),
+        ({"accuracy": 1.2}, {}, "accuracy .*got 1.2"),
         ({"loss": -1.0}, {}, "loss must be finite and above 0"),
-        ({"loss": 2.0}, {}, "loss is 2 in every row"),
+        ({"loss": 2.0}, {}, "loss .*got 2 in every row"),
         ({}, {"chance": 0.9, "ceiling": 0.5}, "chance and ceiling must keep 0 <= chance < ceiling <= 1"),
         ({}, {"metric": "f1"}, "missing column f1"),
-        ({"stem": None}, {}, "stem must be named in every row, got 24 empty values"),
-        ({"accuracy": 50.0}, {"most": 100, "chance": 0.25}, "chance must be in the unit of accuracy, .* 100, got 0.25"),
-        ({"accuracy": 50.0}, {"most": 100, "ceiling": 0.9}, "ceiling must be in the unit of accuracy, .* 100, got 0.9"),
+        ({"stem": None}, {}, "stem .*got 24 empty values"),
+        ({"accuracy": 50.0}, {"most": 100, "chance": 0.25}, "chance .*got 0.25"),
+        ({"accuracy": 50.0}, {"most": 100, "ceiling": 0.9}, "ceiling .*got 0.9"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, float], options: dict[str, object], message: str) -> None:
@@ -232,9 +232,9 @@ def test_the_second_step_hears_the_rows_that_the_first_leaves_out(ladder: Ladder
     runs = tasks(ladder, 0.002, 0).assign(annealed=np.arange(20) < 16)
     both = fit_two_step(runs, n_params_convention="total", n_bootstrap=5)
     assert (both.loss.n_rows, both.task.n_rows) == (16, 20)
-    with pytest.raises(ValueError, match="task_loss must be finite and above 0, got nan"):
+    with pytest.raises(ValueError, match="task_loss .*got nan"):
         fit_two_step(runs.assign(task_loss=np.nan), n_params_convention="total")
-    with pytest.raises(ValueError, match="stem must be named in every row, got 20 empty values"):
+    with pytest.raises(ValueError, match="stem .*got 20 empty values"):
         fit_two_step(runs, n_params_convention="total", checkpoints=runs.assign(stem=None))
     percent = runs.assign(accuracy=100 * runs["accuracy"])
     assert fit_two_step(percent, n_params_convention="total", most=100, n_bootstrap=5).task.most == 100

@@ -86,7 +86,7 @@ def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
     assert set(found.too_few) == {1000}
     assert "need at least" in found.too_few[1000]
     assert "C < Cmax/1000: need at least" in str(found)
-    with pytest.raises(ValueError, match="cuts must be above 1"):
+    with pytest.raises(ValueError, match="cuts .*got"):
         backtest(runs, n_params_convention="total", cuts=[0.5])
 
 
@@ -109,7 +109,7 @@ def test_a_form_that_depends_on_more_is_compared_where_the_runs_tell_it(runs: pd
         ({"n_bootstrap": 10}, "backtest has no option n_bootstrap"),
         (
             {"forms": [Joint]},
-            r"form must be a form with its parentheses, such as Joint\(\), got <class .*Joint\(\) is meant",
+            r"form .*got <class .*Joint\(\) is meant",
         ),
     ],
 )
@@ -135,7 +135,7 @@ def test_only_too_few_runs_are_listed_by_cut(runs: pd.DataFrame) -> None:
 
 
 def test_without_a_cut_there_is_no_figure(runs: pd.DataFrame) -> None:
-    with pytest.raises(ScalingError, match="there is nothing to draw: no cut leaves enough runs"):
+    with pytest.raises(ScalingError, match="nothing to draw"):
         backtest(runs, n_params_convention="total", cuts=[1000]).plot()
 
 

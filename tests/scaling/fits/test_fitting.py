@@ -96,20 +96,20 @@ def test_untuned_and_unannealed_rows_are_left_out_with_the_reason(ladder: Ladder
 
 
 def test_a_table_of_unannealed_rows_is_refused(ladder: Ladder) -> None:
-    with pytest.raises(ValueError, match="20 rows were left out, the first because: not annealed"):
+    with pytest.raises(ValueError, match="20 rows .*not annealed"):
         fitted(ladder().assign(annealed=False))
 
 
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("loss", float("nan"), r"loss must be finite and above 0, got nan in row 4 \(1 of 20 rows"),
-        ("loss", 1.17e-230, r"loss must be at least 1e-30, got 1.17e-230 in row 4"),
-        ("n_params", 0.0, r"n_params must be finite and above 0, got 0 in row 4"),
-        ("n_tokens", float("inf"), r"n_tokens must be finite and above 0, got inf in row 4"),
-        ("regret", -0.1, r"regret must be finite and at least 0, got -0.1 in row 4"),
+        ("loss", float("nan"), r"loss .*got nan in row 4 \(1 of 20 rows"),
+        ("loss", 1.17e-230, r"loss .*got 1.17e-230 in row 4"),
+        ("n_params", 0.0, r"n_params .*got 0 in row 4"),
+        ("n_tokens", float("inf"), r"n_tokens .*got inf in row 4"),
+        ("regret", -0.1, r"regret .*got -0.1 in row 4"),
         ("annealed", "yes", r"annealed must be True or False in every row"),
-        ("stem", None, r"stem must name a training run in every row, got 1 empty"),
+        ("stem", None, r"stem .*got 1 empty"),
         ("loss", "high", r"loss must hold numbers"),
     ],
 )
@@ -121,7 +121,7 @@ def test_bad_values_are_named(ladder: Ladder, column: str, value: object, messag
 
 
 def test_missing_column(ladder: Ladder) -> None:
-    with pytest.raises(ValueError, match="missing column n_tokens: need n_params, n_tokens, loss, got n_params, loss"):
+    with pytest.raises(ValueError, match="missing column n_tokens.*got n_params, loss"):
         fitted(ladder().drop(columns="n_tokens"))
 
 
@@ -136,13 +136,13 @@ def test_too_few_points(ladder: Ladder) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delta": 0.0}, "delta must be above 0, got 0.0"),
-        ({"max_regret": -1.0}, "max_regret must be above 0, got -1.0"),
-        ({"n_bootstrap": 1}, "n_bootstrap must be at least 2, got 1"),
+        ({"delta": 0.0}, "delta .*got 0.0"),
+        ({"max_regret": -1.0}, "max_regret .*got -1.0"),
+        ({"n_bootstrap": 1}, "n_bootstrap .*got 1"),
         ({"n_params_convention": " "}, "n_params_convention must say what n_params counts"),
         ({"n_params_convention": None}, "n_params_convention must say what n_params counts, .* got None"),
-        ({"delta": "squares"}, "delta must be above 0, got 'squares'"),
-        ({"n_bootstrap": "many"}, "n_bootstrap must be at least 2, got 'many'"),
+        ({"delta": "squares"}, "delta .*got 'squares'"),
+        ({"n_bootstrap": "many"}, "n_bootstrap .*got 'many'"),
     ],
 )
 def test_bad_options(ladder: Ladder, options: dict[str, object], message: str) -> None:
@@ -152,9 +152,7 @@ def test_bad_options(ladder: Ladder, options: dict[str, object], message: str) -
 
 @pytest.mark.parametrize("form", [Joint, "joint", {"E": 1.8}])
 def test_a_form_is_a_value(ladder: Ladder, form: object) -> None:
-    meant = r"form must be a form with its parentheses, such as Joint\(\), got .*" + (
-        "" if isinstance(form, dict) else r": Joint\(\) is meant"
-    )
+    meant = r"form .*got .*" + ("" if isinstance(form, dict) else r": Joint\(\) is meant")
     with pytest.raises(TypeError, match=meant):
         fit(ladder(), n_params_convention="total", form=form)  # type: ignore[arg-type]
 

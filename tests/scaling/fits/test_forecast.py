@@ -23,7 +23,7 @@ def test_factor_goes_through_the_measured_values() -> None:
     assert interval_factor(0.90) == pytest.approx(1.93, abs=1e-12)
     assert interval_factor(0.95) == pytest.approx(2.39, abs=0.005)
     for level in (0, 1):
-        with pytest.raises(ValueError, match=f"level must lie between 0 and 1, got {level}"):
+        with pytest.raises(ValueError, match=f"level .*got {level}"):
             interval_factor(level)
 
 
@@ -169,9 +169,9 @@ def test_a_doubtful_fit_supports_nothing(ladder: Ladder) -> None:
 
 
 def test_bad_target(result: ScalingFit) -> None:
-    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got 0"):
+    with pytest.raises(ValueError, match="n_tokens .*got 0"):
         result.forecast(1e9, 0)
-    with pytest.raises(ValueError, match="n_params must be finite and above 0, got '7B'"):
+    with pytest.raises(ValueError, match="n_params .*got '7B'"):
         result.forecast("7B", 1e11)  # type: ignore[arg-type]
 
 

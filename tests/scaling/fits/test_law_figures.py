@@ -141,7 +141,7 @@ def test_allocation_alone_is_the_law_s_within_the_draws_interval(result: Scaling
         *(None, None, "training compute 6·N·D (FLOPs)"),
         *("parameters N (total)", "training tokens D", "tokens per parameter D/N"),
     ]
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
+    with pytest.raises(ValueError, match="level .*got 90"):
         result.plot_allocation(level=90)
 
 
@@ -185,7 +185,7 @@ def test_sizes_are_drawn(result: ScalingFit, without_powers: ScalingFit) -> None
         assert sum(trace.showlegend for trace in figure.data) == 2
     with pytest.raises(ValueError, match="at least one budget"):
         result.plot_sizes([])
-    with pytest.raises(ValueError, match="within must be finite and above 0, got 0"):
+    with pytest.raises(ValueError, match="within .*got 0"):
         result.plot_sizes([1e18], within=0.0)
 
 
@@ -253,7 +253,7 @@ def test_parameters_are_drawn(runs: pd.DataFrame, result: ScalingFit, without_po
     for form, n_pairs in ((Kaplan(), 1), (Joint(), 6)):
         one = fit(runs, n_params_convention="total", n_bootstrap=2, form=form)
         assert len(one.plot_parameters().data) == 3 * n_pairs
-    with pytest.raises(ValueError, match="pairs must be of the parameters E, A, B, alpha, beta, got 'gamma'"):
+    with pytest.raises(ValueError, match="pairs .*got 'gamma'"):
         result.plot_parameters([("alpha", "gamma")])
 
 

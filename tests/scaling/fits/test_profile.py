@@ -116,13 +116,13 @@ def test_bad_names_and_too_few_runs(ladder: Ladder) -> None:
     result = fitted(ladder(0.003))
     with pytest.raises(ValueError, match="name must be one of E, A, B, alpha, beta, params_exponent, .* got 'gamma'"):
         result.profile("gamma")
-    with pytest.raises(ValueError, match="at must give n_params, n_tokens, got n_params"):
+    with pytest.raises(ValueError, match="at .*got n_params"):
         result.profile("loss", at={"n_params": 1e9})
-    with pytest.raises(ValueError, match="at is for the loss, got it with 'alpha'"):
+    with pytest.raises(ValueError, match="at .*got it with 'alpha'"):
         result.profile("alpha", at=TARGET)
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
+    with pytest.raises(ValueError, match="level .*got 90"):
         result.profile("alpha", level=90)
-    with pytest.raises(ScalingError, match="5 runs for 5 parameters leave no degree of freedom"):
+    with pytest.raises(ScalingError, match="got 5 runs for 5 parameters"):
         fitted(ladder(0.003).assign(stem=lambda t: t.index % 5)).profile("alpha")
 
 

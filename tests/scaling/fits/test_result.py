@@ -58,7 +58,7 @@ def test_intervals(result: ScalingFit) -> None:
     assert wide.loc["alpha", "low"] < wide.loc["alpha", "estimate"] < wide.loc["alpha", "high"]
     ends = np.quantile(result.draws[:, 3], [0.025, 0.975])
     np.testing.assert_allclose(wide.loc["alpha", ["low", "high"]].astype(float), ends)
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 90"):
+    with pytest.raises(ValueError, match="level .*got 90"):
         result.intervals(90)
 
 

@@ -59,7 +59,7 @@ def test_a_file_gives_the_fit_of_its_table(ladder: Ladder, tmp_path: Path, name:
 def test_a_row_of_a_filtered_table_is_named_as_the_caller_knows_it(ladder: Ladder) -> None:
     runs = ladder()
     runs.loc[7, "loss"] = -1.0
-    with pytest.raises(ValueError, match=r"loss must be finite and above 0, got -1 in row 7 \("):
+    with pytest.raises(ValueError, match=r"loss .*got -1 in row 7 \("):
         fitted(runs[runs.index % 2 == 1].sample(frac=1, random_state=0))
 
 
@@ -98,8 +98,8 @@ def test_every_verb_of_a_ladder_takes_a_file(ladder: Ladder, planted: Law, tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("runs.xlsx", b"", r"runs.xlsx: the file's name must end in .parquet, .csv, .jsonl, got .xlsx"),
-        ("runs", b"", r"runs: the file's name must end in .*, got no suffix"),
+        ("runs.xlsx", b"", r"runs.xlsx: the file's name .*got .xlsx"),
+        ("runs", b"", r"runs: the file's name .*got no suffix"),
         ("runs.csv", None, "runs.csv: no such file"),
         ("runs.parquet", b"PAR?", r"runs.parquet: can't be read as a table: "),
         ("runs.csv", b"", r"runs.csv: can't be read as a table: "),
@@ -108,7 +108,7 @@ def test_every_verb_of_a_ladder_takes_a_file(ladder: Ladder, planted: Law, tmp_p
         (
             "runs.csv",
             b"n_params,n_tokens,loss\n1e9,2e9,-1\n",
-            r"runs.csv: loss must be finite and above 0, got -1 in row 0",
+            r"runs.csv: loss .*got -1 in row 0",
         ),
         ("runs.csv", b"n_params,n_tokens,loss\n1e9,2e9,1\n", r"runs.csv: need at least 6 distinct"),
     ],
@@ -122,7 +122,7 @@ def test_errors_name_the_file(tmp_path: Path, name: str, content: bytes | None, 
 
 
 def test_a_list_is_no_table(ladder: Ladder) -> None:
-    with pytest.raises(ValueError, match="runs must be a DataFrame or the path of a table, got list"):
+    with pytest.raises(ValueError, match="runs .*got list"):
         fitted(ladder().to_dict("records"))
 
 
@@ -153,7 +153,7 @@ def test_what_the_table_leaves_out_need_not_be_sound(ladder: Ladder) -> None:
 
 def test_a_column_left_out_without_reasons_leaves_nothing_out(ladder: Ladder) -> None:
     assert fitted(ladder().assign(left_out=math.nan)).left_out.empty
-    with pytest.raises(ValueError, match="left_out must hold the reason why a row is left out, or nothing, got True"):
+    with pytest.raises(ValueError, match="left_out .*got True"):
         fitted(ladder().assign(left_out=True))
 
 
@@ -186,16 +186,14 @@ def test_another_unit_is_kept_and_told(ladder: Ladder) -> None:
     for told in (result, result.law, result.forecast(1e9, 2e10), result.law.allocate(1e20)):
         assert "bits per byte" in str(told)
         assert "nats" not in str(told)
-    with pytest.raises(ValueError, match="loss_unit must name the unit of the losses"):
+    with pytest.raises(ValueError, match="loss_unit .*got"):
         fitted(ladder(), loss_unit=" ")
 
 
 @pytest.mark.parametrize("column", ["n_params", "n_tokens"])
 def test_counts_in_millions_or_billions_are_refused(ladder: Ladder, column: str) -> None:
     runs = ladder()
-    with pytest.raises(
-        ValueError, match=f"{column} must be a plain count of at least 1000, got .*millions or billions"
-    ):
+    with pytest.raises(ValueError, match=f"{column} .*got .*millions or billions"):
         fitted(runs.assign(**{column: runs[column] / 1e9}))
 
 

@@ -201,9 +201,9 @@ def test_the_joint_form_is_chinchillas_at_one() -> None:
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ((0, 4), "bounds of E in form Wrong must be finite and above 0, got 0"),
-        ((1, np.inf), "bounds of E in form Wrong must be finite and above 0, got inf"),
-        ((4, 0.5), r"bounds of E in form Wrong must rise, got \(4, 0\.5\)"),
+        ((0, 4), "bounds of E in form Wrong .*got 0"),
+        ((1, np.inf), "bounds of E in form Wrong .*got inf"),
+        ((4, 0.5), r"bounds of E in form Wrong .*got \(4, 0\.5\)"),
     ],
 )
 def test_bounds_of_a_form_of_ones_own_are_held_to_their_rule(bounds: tuple[float, float], message: str) -> None:
@@ -213,7 +213,7 @@ def test_bounds_of_a_form_of_ones_own_are_held_to_their_rule(bounds: tuple[float
 
 
 def test_a_form_of_ones_own_says_what_it_is() -> None:
-    with pytest.raises(TypeError, match="form Half must have name, formula and parameters: formula missing"):
+    with pytest.raises(TypeError, match="form Half .*formula missing"):
         type("Half", (Form,), {"name": "half", "parameters": Own.parameters, "loss": Own.loss})
 
 
@@ -249,7 +249,7 @@ def test_where_a_form_is_no_loss_a_fit_does_not_go(ladder: Ladder, method: str) 
         n_bootstrap=2,
     )
     assert [*result.law.parameters.values()] == pytest.approx([3.0, 50.0, 0.3], rel=1e-3)
-    with pytest.raises(ScalingError, match="the form gives no loss above 0 for every run"):
+    with pytest.raises(ScalingError, match="loss above 0 .*got none"):
         fit(
             runs_of(law, ladder),
             n_params_convention="total",

@@ -45,7 +45,7 @@ def test_bad_parameters_are_named(planted: Law, name: str, value: float) -> None
 
 
 def test_bad_budget(planted: Law) -> None:
-    with pytest.raises(ValueError, match="compute_flops must be finite and above 0, got -1"):
+    with pytest.raises(ValueError, match="compute_flops .*got -1"):
         planted.allocate(-1)
 
 
@@ -56,10 +56,10 @@ def test_round_trip(planted: Law) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda law: law.loss(-1e9, 1e10), "n_params must be finite and above 0, got -1000000000.0"),
-        (lambda law: law.loss(1e9, [1e10, 0]), "n_tokens must be finite and above 0, got 0.0"),
-        (lambda law: law.loss(1e9, np.nan), "n_tokens must be finite and above 0, got nan"),
-        (lambda law: law.loss("7B", 1e10), "n_params must be finite and above 0, got '7B'"),
+        (lambda law: law.loss(-1e9, 1e10), "n_params .*got -1000000000.0"),
+        (lambda law: law.loss(1e9, [1e10, 0]), "n_tokens .*got 0.0"),
+        (lambda law: law.loss(1e9, np.nan), "n_tokens .*got nan"),
+        (lambda law: law.loss("7B", 1e10), "n_params .*got '7B'"),
         (lambda law: law.loss(1e9, 1e10, lr=3), "chinchilla depends on n_params, n_tokens, got lr too"),
         (lambda law: law.allocate(1e22, lr=3), "chinchilla depends on n_params, n_tokens, got lr too"),
     ],
@@ -71,7 +71,5 @@ def test_what_is_asked_of_a_law_is_named_where_it_breaks_a_rule(planted: Law, as
 
 def test_a_law_of_more_than_n_and_d_says_what_it_misses(planted: Law) -> None:
     law = RepeatedData().law(**planted.parameters, rd_star=15.0, rn_star=5.0)
-    with pytest.raises(
-        ValueError, match="repeated depends on n_params, n_tokens, unique_tokens: unique_tokens missing"
-    ):
+    with pytest.raises(ValueError, match="unique_tokens missing"):
         law.loss(1e9, 1e10)

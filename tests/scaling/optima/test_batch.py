@@ -100,14 +100,12 @@ def test_doubts(rows: pd.DataFrame, warning: str) -> None:
 
 
 def test_no_usable_answer() -> None:
-    with pytest.raises(ScalingError, match="inside the tested batches at two token budgets of one group"):
+    with pytest.raises(ScalingError, match="tested batches at two token budgets"):
         fit_batch_law(grid(budgets=(1e9,)))
-    with pytest.raises(ScalingError, match="one run at each of three batches, so the noise is unknown: add a batch or"):
+    with pytest.raises(ScalingError, match="add a batch or"):
         fit_batch_law(grid(batches=(2.0**17, 2.0**18.5, 2.0**20)))
     once = grid().assign(seed=0)
-    with pytest.raises(
-        ValueError, match="a run must be there once, row 3 is another of group size 0.0, n_tokens 1e.09"
-    ):
+    with pytest.raises(ValueError, match="row 3 is another of group size 0.0, n_tokens 1e.09"):
         fit_batch_law(pd.concat([once, once.iloc[[3]]]))
     with pytest.raises(ValueError, match="missing column batch_tokens"):
         fit_batch_law(grid().drop(columns="batch_tokens"))

@@ -150,9 +150,9 @@ def test_a_grid_that_diverged_is_listed_and_not_used() -> None:
 
 
 def test_no_usable_answer() -> None:
-    with pytest.raises(ScalingError, match="an optimum inside the tested rates at two token budgets of one group"):
+    with pytest.raises(ScalingError, match="tested rates at two token budgets"):
         fit_horizon_law(sweep(budgets=(1e9,)))
-    with pytest.raises(ScalingError, match="the noise is unknown: add a rate or a seed"):
+    with pytest.raises(ScalingError, match="add a rate or a seed"):
         fit_horizon_law(sweep(n_rates=3))
 
 
@@ -206,32 +206,32 @@ def test_an_optimum_weighs_by_its_own_error_and_by_its_scatter() -> None:
 
 def test_optima_fitted_elsewhere_are_held_to_their_rules() -> None:
     given = rung_optima(0.3, 0)
-    with pytest.raises(ValueError, match="stderr must be finite and above 0, got inf"):
+    with pytest.raises(ValueError, match="stderr .*got inf"):
         fit_horizon_law(sweep(), optima=given.assign(stderr=math.inf))
     with pytest.raises(ValueError, match="missing column stderr"):
         fit_horizon_law(sweep(), optima=given.drop(columns="stderr"))
     with pytest.raises(ValueError, match="no grid's of the rows, got 64 in both"):
         fit_horizon_law(sweep(), optima=given.assign(group=64))
     rising = sweep().assign(loss=lambda rows: rows["rate"] ** 0.1)
-    with pytest.raises(ScalingError, match="no grid has an optimum inside the tested rates, so the level is not known"):
+    with pytest.raises(ScalingError, match="tested rates, .*level"):
         fit_horizon_law(rising, optima=given)
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got -1"):
+    with pytest.raises(ValueError, match="n_tokens .*got -1"):
         fit_horizon_law(sweep().assign(n_tokens=-1.0))
-    with pytest.raises(ValueError, match="n_tokens must be finite and above 0, got 0"):
+    with pytest.raises(ValueError, match="n_tokens .*got 0"):
         fit_horizon_law(sweep()).rate(0)
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 2"):
+    with pytest.raises(ValueError, match="level .*got 2"):
         fit_horizon_law(sweep()).interval(1e9, 2)
     once = sweep().assign(seed=0)
-    with pytest.raises(ValueError, match="a run must be there once, row 0 is another of"):
+    with pytest.raises(ValueError, match="row 0 is another of"):
         fit_horizon_law(pd.concat([once, once.iloc[[0]]]))
-    with pytest.raises(ValueError, match="the prior's standard deviation must be finite and above 0, got 0"):
+    with pytest.raises(ValueError, match="the prior's standard deviation .*got 0"):
         fit_horizon_law(sweep(), prior=(0.3, 0))
-    with pytest.raises(ValueError, match="the prior's mean must be finite, got nan"):
+    with pytest.raises(ValueError, match="the prior's mean .*got nan"):
         fit_horizon_law(sweep(), prior=(math.nan, 0.1))
-    with pytest.raises(ValueError, match="width must be named in every row, got 21 empty values"):
+    with pytest.raises(ValueError, match="width .*got 21 empty values"):
         fit_horizon_law(sweep().assign(width=math.nan))
 
 

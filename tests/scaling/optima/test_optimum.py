@@ -152,13 +152,13 @@ def test_three_rates_have_no_error_estimate() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ScalingError, match="need at least 3 distinct rates with a finite loss, got 2 of 3"):
         fit_optimum([0.1, 0.2, 0.4], [3.0, np.nan, 3.1])
-    with pytest.raises(ValueError, match="rate must be finite and above 0, got 0 in row 0"):
+    with pytest.raises(ValueError, match="rate .*got 0 in row 0"):
         fit_optimum([0.0, 0.2, 0.4], [3.0, 3.0, 3.1])
-    with pytest.raises(ValueError, match="must be of one length"):
+    with pytest.raises(ValueError, match="one length, got"):
         fit_optimum([0.1, 0.2, 0.4], [3.0, 3.0])
     with pytest.raises(ValueError, match=r"must be of one length, got shapes \(2, 7\)"):
         fit_optimum(np.tile(RATES, (2, 1)), np.tile(planted_loss(OCTAVES), (2, 1)))
-    with pytest.raises(ValueError, match="seed must be known for every run, got 1 empty values"):
+    with pytest.raises(ValueError, match="seed .*got 1 empty values"):
         fit_optimum(RATES, planted_loss(OCTAVES), seeds=[0, 0, 0, math.nan, 0, 0, 0])
 
 

@@ -100,23 +100,23 @@ def test_precise_cells_count_more() -> None:
 def test_what_can_not_be_told() -> None:
     with pytest.raises(ScalingError, match="need at least 6 cells"):
         fit_step_law(cells().iloc[:5])
-    with pytest.raises(ScalingError, match="n_params is the same in every cell"):
+    with pytest.raises(ScalingError, match="n_params .*got one value"):
         fit_step_law(cells().assign(n_params=1e8))
     assert fit_step_law(cells().assign(n_params=1e8), of="batch").params_exponent == 0
-    with pytest.raises(ScalingError, match="n_tokens is the same in every cell"):
+    with pytest.raises(ScalingError, match="n_tokens .*got one value"):
         fit_step_law(cells().assign(n_tokens=1e10), of="batch")
-    with pytest.raises(ValueError, match="of must be rate or batch, got 'decay'"):
+    with pytest.raises(ValueError, match="of .*got 'decay'"):
         fit_step_law(cells(), of="decay")  # type: ignore[arg-type]
     chinchilla = cells(0.1).assign(n_tokens=lambda t: 20 * t["n_params"] * 1.1 ** (np.arange(20) % 3))
     assert "log N and log D correlate by 1.00" in fit_step_law(chinchilla).warnings[0]
     exactly = cells().assign(n_tokens=lambda t: 20 * t["n_params"])
-    with pytest.raises(ScalingError, match="log N and log D lie on one line over the cells"):
+    with pytest.raises(ScalingError, match="log N and log D"):
         fit_step_law(exactly)
     assert fit_step_law(exactly, depends_on_params=False).params_exponent == 0
-    with pytest.raises(ValueError, match="n_params must be finite and above 0, got -1"):
+    with pytest.raises(ValueError, match="n_params .*got -1"):
         fit_step_law(cells(0.1)).interval(-1, 1e9)
     for level in (0, 1):
-        with pytest.raises(ValueError, match=f"level must lie between 0 and 1, got {level}"):
+        with pytest.raises(ValueError, match=f"level .*got {level}"):
             fit_step_law(cells(0.1)).intervals(level)
 
 

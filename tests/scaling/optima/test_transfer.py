@@ -151,13 +151,9 @@ def test_other_scales_and_hyperparameters_are_judged_alike(along: str, over: str
 def test_a_size_without_three_finite_values_names_scale_and_hyperparameter() -> None:
     rows = sweep([-6.7] * 4).rename(columns={"width": "depth", "rate": "init_scale"})
     rows.loc[rows["depth"] == 64, "loss"] = np.nan
-    with pytest.raises(
-        ScalingError, match="depth 64: need at least 3 distinct values of init_scale with a finite loss"
-    ):
+    with pytest.raises(ScalingError, match="depth 64: .*init_scale"):
         fit_transfer(rows, along="depth", over="init_scale")
-    with pytest.raises(
-        ValueError, match="along and over must be two columns beside loss and seed, got 'loss' and 'rate'"
-    ):
+    with pytest.raises(ValueError, match="along and over .*got 'loss' and 'rate'"):
         fit_transfer(rows, along="loss")
 
 
@@ -195,13 +191,13 @@ def test_result_speaks() -> None:
 
 def test_bad_tables() -> None:
     rows = sweep([-6.7] * 4)
-    with pytest.raises(ValueError, match="missing column rate: need width, rate, loss"):
+    with pytest.raises(ValueError, match="missing column rate"):
         fit_transfer(rows.drop(columns="rate"))
-    with pytest.raises(ValueError, match=r"width must take at least 2 values, got \[32"):
+    with pytest.raises(ValueError, match=r"width .*got \[32"):
         fit_transfer(rows[rows["width"] == 32])
-    with pytest.raises(ValueError, match="loss must be above 0"):
+    with pytest.raises(ValueError, match="loss .*got"):
         fit_transfer(rows.assign(loss=-1.0))
-    with pytest.raises(ScalingError, match="width 64: need at least 3 distinct rates with a finite loss, got 0 of 9"):
+    with pytest.raises(ScalingError, match="width 64: .*got 0 of 9"):
         fit_transfer(rows.assign(loss=rows["loss"].where(rows["width"] != 64)))
 
 

@@ -263,9 +263,9 @@ def test_round_trip_and_figures(last: float) -> None:
 def test_bad_tables() -> None:
     with pytest.raises(ValueError, match="missing column size"):
         fit_verdict(rows().drop(columns="size"))
-    with pytest.raises(ValueError, match=r"along must name a scale beside batch, got \['batch'\]"):
+    with pytest.raises(ValueError, match=r"along .*got \['batch'\]"):
         fit_verdict(rows(along="batch"))
-    with pytest.raises(ValueError, match="over must be named in every row, got 1 empty values"):
+    with pytest.raises(ValueError, match="over .*got 1 empty values"):
         fit_verdict(rows().assign(over=lambda table: table["over"].astype(object).mask(table.index == 0)))
-    with pytest.raises(ValueError, match="width must take at least 2 values"):
+    with pytest.raises(ValueError, match="width .*got"):
         fit_verdict(rows((-6.6,), sizes=(32,)))

@@ -85,14 +85,12 @@ def test_rows_without_a_loss_tell_the_rate() -> None:
 
 
 def test_what_can_not_be_told_is_refused_or_doubted() -> None:
-    with pytest.raises(ScalingError, match="the rate of some curve must fall by 10% of its peak"):
+    with pytest.raises(ScalingError, match="fall by 10%"):
         fit_schedule_law(curve("constant"), warmup_steps=WARMUP)
     with pytest.raises(ScalingError, match="5 losses for 7 numbers"):
         fit_schedule_law(curve("cosine").iloc[:5], warmup_steps=WARMUP)
     assert "one schedule" in "; ".join(fit_schedule_law(curve("cosine"), warmup_steps=WARMUP).warnings)
-    with pytest.raises(
-        ValueError, match="step must be at least warmup_steps = 2000 from a run's first row on, got 1000"
-    ):
+    with pytest.raises(ValueError, match="step .*got 1000"):
         fit_schedule_law(curves(), warmup_steps=2000)
     with pytest.raises(ValueError, match="missing column lr"):
         PLANTED.predict(schedule("wsd").drop(columns="lr"))
@@ -141,9 +139,9 @@ def test_an_answer_that_is_no_loss_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"lr": 0.0}, {}, "lr must be above 0 in a run's first row, where its warmup ends, got 0 at step 1000"),
-        ({"run": None}, {}, "run must be named in every row, got 333 empty values"),
-        ({}, {"warmup_steps": -5}, "warmup_steps must be finite and at least 0, got -5"),
+        ({"lr": 0.0}, {}, "lr .*got 0 at step 1000"),
+        ({"run": None}, {}, "run .*got 333 empty values"),
+        ({}, {"warmup_steps": -5}, "warmup_steps .*got -5"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, object], options: dict[str, float], message: str) -> None:
@@ -154,20 +152,20 @@ def test_bad_values_are_named(change: dict[str, object], options: dict[str, floa
 def test_a_score_wants_losses() -> None:
     rows = curve("cosine")
     assert PLANTED.score(rows[:1])["r_squared"].isna().all()
-    with pytest.raises(ValueError, match="loss must be known in some row of run cosine, got none"):
+    with pytest.raises(ValueError, match="loss .*got none"):
         PLANTED.score(rows.assign(loss=np.nan))
 
 
 def test_the_schedule_of_several_runs_is_none() -> None:
     rows = pd.concat([schedule("constant"), schedule("wsd")])
     for ask in (PLANTED.predict, PLANTED.unsupported_reasons):
-        with pytest.raises(ValueError, match="a schedule must be of one run, got 2: constant, wsd"):
+        with pytest.raises(ValueError, match="a schedule .*got 2: constant, wsd"):
             ask(rows)
 
 
 def test_rates_of_nothing_but_0_are_refused() -> None:
     for ask in (PLANTED.predict, PLANTED.unsupported_reasons):
-        with pytest.raises(ValueError, match="lr must be above 0"):
+        with pytest.raises(ValueError, match="lr .*got 0"):
             ask(schedule("constant").assign(lr=0.0))
 
 

@@ -162,17 +162,15 @@ def test_bad_arguments_are_refused() -> None:
         hyperparameter_importance(rows, ["rate", "rate"])
     with pytest.raises(ValueError, match="need 0 < within ≤ 1"):
         hyperparameter_importance(rows, ["rate"], within=0)
-    with pytest.raises(
-        ValueError, match="rate must take at least 3 values to be a coordinate, got 2: make it categorical"
-    ):
+    with pytest.raises(ValueError, match="rate .*got 2: make it categorical"):
         hyperparameter_importance(rows.assign(rate=[0, 1] * 40), ["rate"])
-    with pytest.raises(ValueError, match="activation must take at least 2 values to be compared, got 1"):
+    with pytest.raises(ValueError, match="activation .*got 1"):
         hyperparameter_importance(rows.assign(activation="gelu"), ["rate"], ["activation"])
-    with pytest.raises(ValueError, match="rate must lie in its box, 0 to 1, got -0"):
+    with pytest.raises(ValueError, match="rate .*got -0"):
         hyperparameter_importance(rows, ["rate"], box={"rate": (0, 1)})
-    with pytest.raises(ValueError, match="box must be of coordinates, got activation"):
+    with pytest.raises(ValueError, match="box .*got activation"):
         hyperparameter_importance(rows, ["rate"], ["activation"], box={"activation": (0, 1)})
-    with pytest.raises(ValueError, match="trial must be named in every row, got 80 empty values"):
+    with pytest.raises(ValueError, match="trial .*got 80 empty values"):
         hyperparameter_importance(rows.assign(trial=np.nan), ["rate"])
 
 

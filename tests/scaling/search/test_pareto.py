@@ -47,9 +47,9 @@ def test_nothing_finished_gives_an_empty_front() -> None:
 def test_bad_tables_are_refused() -> None:
     with pytest.raises(ValueError, match="missing column compute_flops, loss"):
         pareto_front(pd.DataFrame({"x": [1]}))
-    with pytest.raises(ValueError, match="compute_flops must be finite and at least 0, got -1 in row 0"):
+    with pytest.raises(ValueError, match="compute_flops .*got -1 in row 0"):
         pareto_front(pd.DataFrame({"compute_flops": [-1.0], "loss": [3.0]}))
-    with pytest.raises(ValueError, match="loss must be above 0"):
+    with pytest.raises(ValueError, match="loss .*got"):
         pareto_front(pd.DataFrame({"compute_flops": [1.0], "loss": [-3.0]}))
 
 

@@ -286,12 +286,12 @@ def test_rows_that_make_no_sense_are_refused() -> None:
     rows = runs(SIZES, 2)
     with pytest.raises(ValueError, match="missing column loss"):
         fit_response(rows.drop(columns="loss"), box=BOX)
-    with pytest.raises(ValueError, match="n_tokens must be finite and above 0"):
+    with pytest.raises(ValueError, match="n_tokens .*got"):
         fit_response(rows.assign(n_tokens=0.0), box=BOX)
     with pytest.raises(ValueError, match="missing column n_tokens"):
         fit_response(rows, box=BOX).suggest({"n_params": 1e8})
     box = SearchBox(choices={"optimizer": ("adam", "lion")})
-    with pytest.raises(ValueError, match="optimizer must be one of adam, lion, got 'sgd'"):
+    with pytest.raises(ValueError, match="optimizer .*got 'sgd'"):
         fit_response(pd.DataFrame({"optimizer": ["sgd"], "loss": [1.0]}), box=box)
 
 
