@@ -77,7 +77,7 @@ def test_importance_finds_what_was_planted_or_says_what_is_missing(search: Searc
     assert found.table.index.tolist() == ["learning_rate", "init_scale", "zero_readout"]
     assert found.significant[0] == "learning_rate"
     few = search("sweep.trials=6", "sweep.seed=1")
-    with pytest.raises(StageError, match=r"no importance of hyperparameters: \d finished trials cannot determine 6 coeff"):
+    with pytest.raises(StageError, match=r"no importance .* \d finished trials .* 6 coeff"):
         few.importance()
     assert "finished trials can" in few._repr_html_()
 
