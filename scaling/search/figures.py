@@ -166,7 +166,7 @@ def draw_response(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -
                 x=part["x"],
                 y=part["y"],
                 mode="markers",
-                name=name,
+                name=label,
                 marker={"color": "grey", "size": 7, "symbol": symbol, "line": edge},
                 text=[f"{100 * above:.2f} % above the optimum" for above in part["above"]] if name == "run" else label,
                 hoverinfo="x+y+text",
