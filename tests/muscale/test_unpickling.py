@@ -41,10 +41,6 @@ ALLOWED = {
         "platform/muscale/full_runs/checkpoints/stored_weights.py",
         "FileSystemReader",
     ): "its subclass reads the record with that Unpickler",
-    (
-        "platform/muscale/search/tune_adapter.py",
-        "cloudpickle",
-    ): "reads an error that Tune wrote in this process a moment ago",
     ("platform/muscale/fingerprint.py", "zipfile"): "writes a wheel, opens none",
     ("proxy_models/training/state.py", "zipfile"): "compares the checksums of a state's records, extracts none",
 }
