@@ -105,7 +105,7 @@ def _hurry(left: threading.Event, own: bool) -> None:
                     process.kill()
         if left.wait(_KILLED_SECONDS):
             return
-    _log.error("Ray's head does not answer; what was finished is recorded, run the same command again to go on")
+    _log.error("Ray's head does not answer; what was finished is recorded, run the same command again to resume")
     sys.stdout.flush()
     os._exit(2)  # as Ray ends a process whose head is gone
 

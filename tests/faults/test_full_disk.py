@@ -9,7 +9,7 @@ import pytest
 
 from muscale import json_lines
 from muscale.actors.worker import Worker
-from muscale.cli.entry import _mendable
+from muscale.cli.entry import _user_message
 from muscale.errors import LedgerUnavailableError
 from muscale.layout import CORPUS, CURVES, LEDGER, STATES
 from muscale.store.ledger import Ledger
@@ -26,7 +26,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 def told(error: BaseException) -> str:
     assert isinstance(error, Exception)
-    return _mendable(error)
+    return _user_message(error)
 
 
 def test_a_corpus_that_does_not_fit_is_written_again_once_there_is_room(small_disk: SmallDisk) -> None:
@@ -114,8 +114,8 @@ def test_a_disk_that_became_read_only_ends_a_training_with_its_name_and_it_goes_
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO, errno.ESTALE])
 def test_what_befalls_a_disk_is_no_fault_of_muscale_s(code: int) -> None:
-    assert "see to the disk" in _mendable(OSError(code, "told by a write, without a name"))
-    assert _mendable(OSError(errno.EINVAL, "of a program")) == ""
+    assert "see to the disk" in _user_message(OSError(code, "told by a write, without a name"))
+    assert _user_message(OSError(errno.EINVAL, "of a program")) == ""
 
 
 def test_storage_that_vanished_is_told_and_comes_back(tmp_path: Path, trained: Path) -> None:

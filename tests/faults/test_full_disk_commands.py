@@ -26,7 +26,7 @@ from tests.faults.test_full_disk import leftovers
 from tests.muscale.command_lines import muscale
 from tests.muscale.conftest import MICRO, write_text
 
-GO_ON = "and run the same command again to go on"
+GO_ON = "and run the same command again to resume"
 
 
 @pytest.fixture

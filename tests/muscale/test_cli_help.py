@@ -8,7 +8,7 @@ import pytest
 from muscale.cli.application import EXIT_CODES, app
 from tests.muscale.command_lines import commands, example_of, muscale
 
-GROUPS = ["Search", "Law", "Full run", "Keep", "Look", "Machine"]
+GROUPS = ["Search", "Scaling law", "Full run", "Artifacts", "Inspect", "Machine"]
 
 
 @pytest.mark.parametrize("name", commands())

@@ -87,7 +87,7 @@ def test_a_job_is_submitted_stopped_and_resumed(
     assert nodes.ends("first")["status"] == "STOPPED"
     logs = nodes.job("logs", "first").stdout
     assert "finishing the running rungs" in logs
-    assert "run the same command again to go on" in logs
+    assert "run the same command again to resume" in logs
     before = {table: rows(path, table) for table in ("trials", "rungs", "segments")}
     assert len(before["rungs"]) < 8, "stopped in the middle"
     assert submit(nodes, wheel, "second", path, *ON_NODES).returncode == 0

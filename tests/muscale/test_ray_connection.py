@@ -58,7 +58,7 @@ print("left")
     ("cluster", "code", "printed", "told"),
     [
         ("own", 0, ["within", "left"], "its head and its node are killed"),
-        pytest.param("joined", 2, ["within"], "run the same command again to go on", marks=pytest.mark.soak),
+        pytest.param("joined", 2, ["within"], "run the same command again to resume", marks=pytest.mark.soak),
     ],
 )
 def test_a_head_that_hangs_as_it_is_left_holds_nobody_up(

@@ -306,7 +306,7 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
     log.close()
     if how == signal.SIGINT:
         assert code == 130
-        assert "run the same command again to go on" in (study.parent / f"{stage}.log").read_text()
+        assert "run the same command again to resume" in (study.parent / f"{stage}.log").read_text()
     _, alive = psutil.wait_procs(family, timeout=10)
     for process in alive:  # what Ray left behind, ended by id
         process.kill()

@@ -1,4 +1,4 @@
-"""The application that the commands belong to: its groups, in the order of the loop, and the example that each command shows."""
+"""The command-line application: groups in the order of the workflow, and an example for each command."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from muscale.errors import EXIT_BROKEN_PIPE, EXIT_FAULT, EXIT_PREEMPTED
 Function = TypeVar("Function", bound=Callable[..., int])
 
 SEARCH = Group.create_ordered("Search")
-LAW = Group.create_ordered("Law")
+LAW = Group.create_ordered("Scaling law")
 FULL_RUN = Group.create_ordered("Full run")
-KEEP = Group.create_ordered("Keep")
-LOOK = Group.create_ordered("Look")
+ARTIFACTS = Group.create_ordered("Artifacts")
+INSPECT = Group.create_ordered("Inspect")
 MACHINE = Group.create_ordered("Machine")
-_OTHERS = Group.create_ordered("And")
+_OTHERS = Group.create_ordered("Other")
 
 EXIT_CODES = {
-    0: "done",
+    0: "success",
     1: "a check failed: coordinate check, transfer verdict, gate, bundle, machine, or a run outside its forecast or band",
-    2: "an error that you can mend",
-    EXIT_FAULT: "a fault of muscale's own",
-    EXIT_PREEMPTED: "a full run was preempted and has saved; the same command continues it",
-    130: "interrupted; the same command goes on",
-    EXIT_BROKEN_PIPE: "whoever read the output went away",
+    2: "a usage, configuration or data error",
+    EXIT_FAULT: "an internal error of muscale",
+    EXIT_PREEMPTED: "a full run was preempted and has saved; run the same command to resume",
+    130: "interrupted; run the same command to resume",
+    EXIT_BROKEN_PIPE: "the output pipe was closed",
 }
 
 
-def _told(error: CycloptsError) -> str:
-    """What is said of a command line that can't be parsed, with where to read more."""
+def _format_error(error: CycloptsError) -> str:
+    """The message for a command line that can't be parsed."""
     command = " ".join(("muscale", *(error.command_chain or ())))
-    told = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     match error:
         case MissingArgumentError(argument=Argument(field_info=field, names=names)) if not error.tokens_so_far:
             named = names[0].lstrip("-").upper() if field.is_positional else names[0]
-            told = f"{error.keyword} needs a value" if error.keyword else f"{named} is missing"
+            message = f"{error.keyword} needs a value" if error.keyword else f"{named} is missing"
         case UnusedCliTokensError(unused_tokens=[*unused]):
-            told = f"nothing takes {' '.join(unused)}"
-    return f"error: {told}\n`{command} --help` tells what it takes"
+            message = f"unexpected argument: {' '.join(unused)}"
+    return f"error: {message}\nsee `{command} --help`"
 
 
 app = App(
@@ -50,28 +50,28 @@ app = App(
     version=metadata.version("muscale"),
     suppress_keyboard_interrupt=False,
     result_action="return_value",
-    error_formatter=_told,
+    error_formatter=_format_error,
     group_commands=_OTHERS,
-    help="Find the hyperparameters, the size, the tokens and the loss of a large training run, then prove it.",
+    help="Find hyperparameters, size and tokens for a large training run, forecast its loss, and check the forecast.",
     help_epilogue="\n\n".join(
         (
             "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
-            "`--debug` in any command, or MUSCALE_DEBUG=1, shows the stack trace of an error. NO_COLOR=1 takes the colours away.",
+            "`--debug` on any command, or MUSCALE_DEBUG=1, prints the stack trace of an error. NO_COLOR=1 turns colours off.",
             "Example: muscale init my-study --source ~/texts",
         )
     ),
 )
-app.register_install_completion_command(help="Let Tab complete commands and options in your shell.")
+app.register_install_completion_command(help="Install shell completion of commands and options.")
 _positions = itertools.count()
 
 
 def command(group: Group, *, example: str, name: str | None = None) -> Callable[[Function], Function]:
-    """Registers a function as a command, below those of its group that came before it.
+    """A decorator that registers a function as a command, after the earlier ones of its group.
 
     Args:
-        group: One of those above.
-        example: A whole command line, which the command's --help ends with; the tests parse it.
-        name: The command's, if it isn't the function's.
+        group: One of the groups above.
+        example: A complete command line at the end of the command's --help; the tests parse it.
+        name: Of the command, by default the function's.
     """
 
     def register(function: Function) -> Function:

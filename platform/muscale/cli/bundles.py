@@ -1,26 +1,25 @@
-"""Commands that keep what was trained: bundle, verify, export, generate."""
+"""Commands on bundles: bundle, verify, export, generate."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from muscale.cli.application import KEEP, command
-from muscale.cli.ending import Ending, line, tell
+from muscale.cli.application import ARTIFACTS, command
+from muscale.cli.ending import Ending, line, print_ending
 from muscale.cli.options import AsJson, Flag, Options
-from muscale.cli.running import refuse_dry_run, result_alone, run_stage, show
+from muscale.cli.running import result_alone, run_stage, show
 
 
-@command(KEEP, example="muscale bundle study.toml --average 3")
+@command(ARTIFACTS, example="muscale bundle study.toml --average 3")
 def bundle(study: Path, *, average: int = 1, continuation: str | None = None, options: Options = Options()) -> int:
-    """Put everything of the promoted run into one directory that needs the study no more, with a hash of each file.
+    """Write the promoted run to a self-contained directory, with a hash of each file.
 
     Args:
         study: The study file.
-        average: Write the average of so many last checkpoints beside the last weights, and print both losses.
+        average: Also write the average weights of so many last checkpoints, and print both losses.
         continuation: Key or name of a finished continuation of `muscale continue`, instead of the promoted run.
     """
-    refuse_dry_run("a bundle", options)
     return run_stage(
         study,
         options,
@@ -32,12 +31,12 @@ def bundle(study: Path, *, average: int = 1, continuation: str | None = None, op
     )
 
 
-@command(KEEP, example="muscale verify runs/quickstart/bundles/KEY")
+@command(ARTIFACTS, example="muscale verify runs/quickstart/bundles/KEY")
 def verify(bundle: Path, *, json: AsJson = False) -> int:
     """Check every hash of a bundle; exit code 1 if a file is missing, different or extra.
 
     Args:
-        bundle: Its directory.
+        bundle: Directory of the bundle.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle_files import verify
@@ -47,7 +46,7 @@ def verify(bundle: Path, *, json: AsJson = False) -> int:
     return 0 if found.passed else 1
 
 
-@command(KEEP, example="muscale export runs/quickstart/bundles/KEY llama --to llama")
+@command(ARTIFACTS, example="muscale export runs/quickstart/bundles/KEY llama --to llama")
 def export(
     bundle: Path,
     folder: Path,
@@ -56,13 +55,13 @@ def export(
     averaged: Flag = False,
     json: AsJson = False,
 ) -> int:
-    """Write a bundle's model in another layout.
+    """Convert a bundle's model to another layout.
 
     Args:
-        bundle: Its directory.
-        folder: Must be empty, or not be there yet.
-        to: "llama" is Hugging Face's, which transformers and lm-eval load, for models that are Llamas.
-        averaged: The average of checkpoints, which the bundle must have, in place of the last weights.
+        bundle: Directory of the bundle.
+        folder: An empty or new folder.
+        to: "llama" is Hugging Face's layout for Llama models, which transformers and lm-eval load.
+        averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle import Bundle
@@ -71,11 +70,11 @@ def export(
         written = Bundle.open(bundle).export(folder, averaged=averaged)
     show({"model": str(written)} if json else f"wrote {written}", as_json=json)
     if not json:
-        tell(Ending(wrote={"model": Path(written)}))
+        print_ending(Ending(wrote={"model": Path(written)}))
     return 0
 
 
-@command(KEEP, example="muscale generate runs/quickstart/bundles/KEY --prompt 'def ' --temperature 0.8")
+@command(ARTIFACTS, example="muscale generate runs/quickstart/bundles/KEY --prompt 'def ' --temperature 0.8")
 def generate(
     bundle: Path,
     *,
@@ -87,16 +86,16 @@ def generate(
     averaged: Flag = False,
     json: AsJson = False,
 ) -> int:
-    """Let a bundle's model continue a text, as a check that it learned something.
+    """Generate text with a bundle's model, as a quick check that it learned something.
 
     Args:
-        bundle: Its directory.
-        prompt: Begins a document.
-        tokens: To add, at most.
-        temperature: 0 takes the likeliest token at each step; more draws.
-        top_p: Draws among the likeliest tokens that have this probability together.
-        seed: Of the draws.
-        averaged: The average of checkpoints, which the bundle must have, in place of the last weights.
+        bundle: Directory of the bundle.
+        prompt: Start of the text.
+        tokens: Most tokens to generate.
+        temperature: 0 always takes the likeliest token; higher values sample.
+        top_p: Sample only from the likeliest tokens up to this total probability.
+        seed: Of the sampling.
+        averaged: Use the average of checkpoints (if the bundle has one) instead of the last weights.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.bundles.bundle import Bundle

@@ -1,6 +1,6 @@
-"""The last lines of a command, for a person: what it wrote and where, and which command comes next.
+"""The last lines of a command: the files written, and the next command.
 
-They go to standard error, so that standard output holds the result alone. In a terminal a path is also a link (OSC 8).
+They go to standard error, so that standard output has only the result. In a terminal a path is a link (OSC 8).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from rich.text import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What a person wants to know once a command is done.
+    """Files written and commands to run next.
 
     Attributes:
-        wrote: Path of each artefact by what it is.
-        next: Command lines, the first one the likeliest.
+        wrote: Paths by label.
+        next: Command lines, the likeliest first.
     """
 
     wrote: dict[str, Path] = field(default_factory=dict)
     next: tuple[str, ...] = ()
 
 
-def tell(ending: Ending, console: Console | None = None) -> None:
+def print_ending(ending: Ending, console: Console | None = None) -> None:
     """Print the lines, on standard error by default."""
     console = console or Console(stderr=True)
-    wide = max((len(what) for what in ending.wrote), default=0)
-    for what, path in ending.wrote.items():
+    width = max((len(label) for label in ending.wrote), default=0)
+    for label, path in ending.wrote.items():
         line = Text.assemble(
-            (f"{what:<{wide}}  ", "dim"), Text(_short(path), style=Style(link=path.absolute().as_uri()))
+            (f"{label:<{width}}  ", "dim"), Text(_short(path), style=Style(link=path.absolute().as_uri()))
         )
         console.print(line, soft_wrap=True)
     for number, command in enumerate(ending.next):
@@ -46,6 +46,6 @@ def line(*words: str | Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """The path from here if it lies below, else the whole of it."""
-    whole = path.absolute()
-    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole)
+    """The path relative to the current directory if it is below that, else the absolute path."""
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)

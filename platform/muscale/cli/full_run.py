@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import FULL_RUN, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import AsJson, Flag, Options
+from muscale.cli.options import AsJson, Flag, StageOptions
 from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StudyFileError
 from muscale.layout import BUNDLES, FULL_RUNS, LEDGER, LEDGER_PLACE
@@ -27,19 +27,19 @@ def promote(
     smoke_test: Flag = False,
     steps: int = 5,
     prepare: Flag = False,
-    options: Options = Options(),
+    options: StageOptions = StageOptions(),
 ) -> int:
-    """Train the planned run and hold it against its forecast; exit code 1 if it ends outside the interval.
+    """Train the planned run and compare its loss with the forecast; exit code 1 if it is outside the interval.
 
-    With --dry-run, print plan, gate, memory and workers, and exit with 1 if the gate is closed.
+    With --dry-run, print plan, gate, memory and workers; exit code 1 if the gate is closed.
 
     Args:
         study: The study file.
-        plan: A file that `muscale plan` wrote, or the plan's key; the file's [resources] hold. By default the study file's plan.
-        force: Continue past failed lines of the gate; the ledger records which.
-        smoke_test: Only train, save and resume a few steps on the real devices, and estimate the run's wall time.
+        plan: A plan's key, or a file that `muscale plan` wrote, whose [resources] apply. By default the study file's plan.
+        force: Continue despite failed conditions of the gate; the ledger records them.
+        smoke_test: Only train, save and resume a few steps on the real devices, and estimate the wall time.
         steps: Steps of each of the smoke test's two launches.
-        prepare: Only enter that the run begins, and write what `muscale train` takes where there is no Ray.
+        prepare: Only record the start of the run, and write the file that `muscale train` takes where there is no Ray.
     """
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
@@ -83,7 +83,7 @@ def promote(
 
 
 @command(FULL_RUN, example="muscale continue study.toml code.toml --dry-run", name="continue")
-def continue_(study: Path, file: Path, *, options: Options = Options()) -> int:
+def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()) -> int:
     """Continue training from a checkpoint of a full run, on another corpus or more of the same.
 
     The result is the held-out loss before and after, on the continuation's corpus and on earlier ones. Run the same command
@@ -123,12 +123,12 @@ def continue_(study: Path, file: Path, *, options: Options = Options()) -> int:
 
 @command(FULL_RUN, example="muscale train full_runs/KEY/prepared.json")
 def train(run: Path, *, json: AsJson = False) -> int:
-    """Train a run that `muscale promote --prepare` wrote, without Ray: alone, or as one of torchrun's ranks.
+    """Train a run written by `muscale promote --prepare` without Ray, in one process or under torchrun.
 
     torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
 
     Args:
-        run: The file.
+        run: The file written by `muscale promote --prepare`.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.full_runs.promote.prepared import train_here
@@ -136,11 +136,11 @@ def train(run: Path, *, json: AsJson = False) -> int:
     with result_alone(json):
         result = train_here(run)
     if int(os.environ.get("RANK", "0")) == 0:
-        told = f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it"
-        show(result if json else told, as_json=json)
+        message = f"loss {result['loss']:.4f} after {result['tokens']:,} tokens; `muscale promote` records it"
+        show(result if json else message, as_json=json)
     return 0
 
 
 def _is_begun(path: Path) -> bool:
-    """Whether a study has a ledger; without one a dry run knows the study file alone, and writes nothing."""
+    """Whether a study has a ledger; without one a dry run reads the study file only, and writes nothing."""
     return any((path.parent / name).exists() for name in (LEDGER, LEDGER_PLACE))

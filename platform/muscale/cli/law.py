@@ -1,4 +1,4 @@
-"""Commands of the law and of the decision that it leads to: ladder, fit, plan, calibration."""
+"""Commands of the scaling law and its use: ladder, fit, plan, calibration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import Options
-from muscale.cli.running import refuse_dry_run, result_alone, run_stage, show
+from muscale.cli.options import Options, StageOptions
+from muscale.cli.running import result_alone, run_stage, show
 from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @command(LAW, example="muscale ladder study.toml --dry-run")
-def ladder(study: Path, *, options: Options = Options()) -> int:
-    """Train the runs that the law is fitted from.
+def ladder(study: Path, *, options: StageOptions = StageOptions()) -> int:
+    """Train the ladder of runs for the scaling law.
 
     Args:
         study: The study file.
@@ -39,16 +39,16 @@ def fit(
     n_params: str | None = None,
     loss_unit: str | None = None,
     compute_flops: float | None = None,
-    options: Options = Options(),
+    options: StageOptions = StageOptions(),
 ) -> int:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study, or to a table of others' runs.
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta to the tuned runs of a study or of a table.
 
     Args:
         study: The study file.
-        runs: In place of a study, a CSV, Parquet or JSON Lines file with n_params, n_tokens, loss of finished, tuned runs.
-        n_params: What n_params counts in the table; every result says it.
-        loss_unit: Of the table, by default "nats per token"; "bits per token" become nats.
-        compute_flops: A budget: the best size for it by the table's law, and the forecast there.
+        runs: Instead of a study, a CSV, Parquet or JSON Lines file of finished, tuned runs: n_params, n_tokens, loss.
+        n_params: Which parameters the table's n_params counts; printed with every result.
+        loss_unit: Of the table: "nats per token" (the default) or "bits per token", converted to nats.
+        compute_flops: A budget, for which to print the optimal size and its forecast; with --runs.
     """
     if runs is not None:
         return _fit_runs(study, runs, n_params, loss_unit, compute_flops, options)
@@ -68,7 +68,7 @@ def _fit_runs(
     n_params: str | None,
     loss_unit: str | None,
     compute_flops: float | None,
-    options: Options,
+    options: StageOptions,
 ) -> int:
     from muscale.importers.runs_fit import fit_runs
 
@@ -78,7 +78,8 @@ def _fit_runs(
         raise StudyFileError(
             'fit: --runs needs --n-params, what n_params counts, such as "without embeddings" or "total"'
         )
-    refuse_dry_run("a fit of a table", options)
+    if options.dry_run:
+        raise StudyFileError("fit: --runs trains nothing; leave out --dry-run")
     with result_alone(options.json):
         unit = {"loss_unit": loss_unit} if loss_unit else {}
         found = fit_runs(runs, n_params_convention=n_params, compute_flops=compute_flops, **unit)
@@ -87,12 +88,12 @@ def _fit_runs(
 
 
 @command(LAW, example="muscale plan study.toml --set plan.compute_flops=1e21")
-def plan(study: Path, *, export: Path | None = None, options: Options = Options()) -> int:
-    """Decide the full run for the budget, register its forecast, write its file, and say which runs would make it surer.
+def plan(study: Path, *, export: Path | None = None, options: StageOptions = StageOptions()) -> int:
+    """Plan the full run for the budget, register its forecast, and suggest runs that would narrow it.
 
     Args:
         study: The study file.
-        export: Also write the plan into this folder for another framework: every tensor's values and the schedule.
+        export: Also write the plan to this folder for another framework: hyperparameters of every tensor, and the schedule.
     """
     if export and export.exists() and not export.is_dir():
         raise StudyFileError(f"plan: --export {export}: is a file; give a folder")
@@ -117,13 +118,12 @@ def plan(study: Path, *, export: Path | None = None, options: Options = Options(
 
 @command(LAW, example="muscale calibration study.toml ../other-study")
 def calibration(study: Path, *others: Path, options: Options = Options()) -> int:
-    """Print how often the forecasts of promoted runs held, of this study and of others.
+    """Print how often the forecasts of this study and of others held.
 
     Args:
         study: The study file.
-        others: Further studies: their files, directories or ledgers, which are only read.
+        others: Other studies, by file, directory or ledger; opened read-only.
     """
     from muscale.monitoring.calibration import calibrate
 
-    refuse_dry_run("a calibration", options)
     return run_stage(study, options, lambda opened: calibrate(opened.ledger, others), None)

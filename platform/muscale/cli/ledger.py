@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from muscale.cli.application import KEEP, LOOK, command
+from muscale.cli.application import ARTIFACTS, INSPECT, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import Flag, Options, Settings, Words
-from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.cli.options import Flag, Options, Settings, StageOptions, Words
+from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
     from muscale.study import Study
 
 
-@command(LOOK, example="muscale runs study.toml --where 'loss<2 and purpose=ladder' --sort loss --limit 10")
+@command(INSPECT, example="muscale runs study.toml --where 'loss<2 and purpose=ladder' --sort loss --limit 10")
 def runs(
     study: Path,
     *,
@@ -36,19 +36,18 @@ def runs(
 
     Args:
         study: The study file.
-        where: Only runs for which this holds, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A
-            column is one of the table's or a hyperparameter.
-        sort: Sort by a column, from the largest if it is written `-column`.
-        limit: At most so many runs.
-        columns: Only these, `key,loss,n_tokens`; hyperparameters have columns, too.
-        compare: Keys of two runs, or their beginnings: print what differs, and both losses.
-        export: Also write the table into this file, .csv or .parquet; every column where none are named.
+        where: A condition, `column<value`, with = != < <= > >=; may be repeated, or joined by `and`. A column is one of the
+            table's, or a hyperparameter.
+        sort: Column to sort by; `-column` sorts in descending order.
+        limit: Most runs to print.
+        columns: Columns to print, `key,loss,n_tokens`; hyperparameters are columns, too.
+        compare: Keys of two runs, or prefixes: print both losses and every setting that differs.
+        export: Also write the table to this .csv or .parquet file, with all columns unless --columns is given.
     """
     from muscale.store.ledger import NESTED
     from muscale.store.run_comparison import RunComparison
     from muscale.store.run_selection import Selection, save, widened
 
-    refuse_dry_run("a table", options)
     selecting = bool(where or sort or limit or columns or export)
     if compare and selecting:
         raise StudyFileError(
@@ -63,7 +62,7 @@ def runs(
         known = opened.ledger.runs(without=set(NESTED) - {"hyperparameters"})
         if (again := opened.ledger.retrained()) and not options.json:
             tokens = sum(row["tokens"] for row in again)
-            print(f"{len(again)} times a pruned state was trained again, {tokens:,} tokens in all", file=sys.stderr)
+            print(f"pruned states were retrained {len(again)} times, {tokens:,} tokens in total", file=sys.stderr)
         selected = selection.of(known)
         if export:
             every = replace(selection, columns=columns or tuple(widened(known).columns))
@@ -77,14 +76,13 @@ def runs(
     return run_stage(study, options, table, "runs", ending=ending, empty="no runs" if where else "no runs yet")
 
 
-@command(LOOK, example="muscale report study.toml")
+@command(INSPECT, example="muscale report study.toml")
 def report(study: Path, *, options: Options = Options()) -> int:
-    """Write report.html from what the ledger knows; trains nothing.
+    """Write report.html from the ledger; trains nothing.
 
     Args:
         study: The study file.
     """
-    refuse_dry_run("a report", options)
 
     def written(opened: Study) -> Any:
         path = opened.report()
@@ -93,14 +91,14 @@ def report(study: Path, *, options: Options = Options()) -> int:
     return run_stage(study, options, written, None, ending=lambda _, path: Ending(wrote={"report": path}))
 
 
-@command(LOOK, example="muscale ui study.toml --allow-actions")
+@command(INSPECT, example="muscale ui study.toml --allow-actions")
 def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Settings = ()) -> int:
-    """Show the report as a page of this machine that follows the study while it runs, until Ctrl-C.
+    """Serve the report as a local web page that updates while the study runs; stop with Ctrl-C.
 
     Args:
         study: The study file.
-        port: Of the loopback device; 0 takes any that is free.
-        allow_actions: Let the page cancel a trial or the study, for whoever has the access token that is printed.
+        port: On localhost; 0 picks a free port.
+        allow_actions: Let holders of the printed access token cancel a trial or the study from the page.
         set: Replace a setting of the study file, `table.key=value`; may be repeated.
     """
     from muscale.pages.live_server import serve
@@ -111,16 +109,18 @@ def ui(study: Path, *, port: int = 8719, allow_actions: Flag = False, set: Setti
     return 0
 
 
-@command(KEEP, example="muscale gc study.toml --dry-run")
-def gc(study: Path, *, options: Options = Options()) -> int:
-    """Remove training states that nothing goes on from, or with --dry-run only show what would go; results stay.
+@command(ARTIFACTS, example="muscale gc study.toml --dry-run")
+def gc(study: Path, *, options: StageOptions = StageOptions()) -> int:
+    """Delete training states that are no longer needed; results are kept.
+
+    With --dry-run, only print what would be deleted.
 
     Args:
         study: The study file.
     """
     from muscale.store.retention import prune
 
-    removes = replace(options, dry_run=False)  # of which the other dry run, of costs, knows nothing
+    removes = replace(options, dry_run=False)  # run_stage would print costs
     once_more = Ending(next=(line("gc", study),) if options.dry_run else ())
     return run_stage(
         study,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from muscale.cli.application import MACHINE, command
-from muscale.cli.ending import Ending, line, tell
+from muscale.cli.ending import Ending, line, print_ending
 from muscale.cli.options import AsJson, Flag
 from muscale.cli.running import result_alone, show
 from muscale.layout import STUDY_FILE
@@ -15,14 +15,13 @@ from muscale.layout import STUDY_FILE
 def init(
     directory: Path, *, source: Path | None = None, name: str | None = None, keep: Flag = False, json: AsJson = False
 ) -> int:
-    """Write a study file into a directory, to be edited: the quickstart's, or the same for your own text.
+    """Write a study file to edit: the quickstart's, or one for your own text.
 
     Args:
-        directory: Created if it is not there.
-        source: A text file, a folder of them, or of .jsonl or .parquet files; says also how much text it is, and whether that
-            is enough for the budgets.
-        name: Of the study, by default the directory's.
-        keep: Leave a study file that is there already as it is, instead of refusing.
+        directory: Created if it does not exist.
+        source: A text file, or a folder of text, .jsonl or .parquet files; also checks whether it is enough text for the budgets.
+        name: Of the study; by default the directory's.
+        keep: Keep an existing study file instead of refusing.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.new_study import NewStudy, write_study
@@ -35,18 +34,18 @@ def init(
         show(written, as_json=True)
     elif not kept:
         show(written, as_json=False)
-        tell(Ending(next=(line("doctor", path), line("run", path, "--dry-run"), line("run", path))))
+        print_ending(Ending(next=(line("doctor", path), line("run", path, "--dry-run"), line("run", path))))
     return 0
 
 
 @command(MACHINE, example="muscale doctor study.toml")
 def doctor(study: Path | None = None, *, json: AsJson = False) -> int:
-    """Look whether this machine can run a study, and say what to do where it can't; exit code 1 then.
+    """Check whether this machine can run a study, with a remedy for each problem; exit code 1 if there is one.
 
-    Versions, devices, two workers that meet, Ray's cluster and token, storage, the key of W&B.
+    Checks versions, devices, communication of two workers, the Ray cluster and its token, storage and the W&B key.
 
     Args:
-        study: The study file whose directory, storage and resources are looked at; else this directory.
+        study: The study file whose directory, storage and resources to check; by default the current directory.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.machine.doctor import diagnose
@@ -59,10 +58,10 @@ def doctor(study: Path | None = None, *, json: AsJson = False) -> int:
 
 @command(MACHINE, example="muscale wheel dist")
 def wheel(folder: Path = Path("dist"), *, json: AsJson = False) -> int:
-    """Write this muscale as a wheel that `ray job submit` can ship to a cluster.
+    """Build a wheel of this installation, for `ray job submit`.
 
     Args:
-        folder: Created if it is not there.
+        folder: Created if it does not exist.
         json: Print the result as JSON, and nothing else on standard output.
     """
     from muscale.fingerprint import write_wheel

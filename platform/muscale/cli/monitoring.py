@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from muscale.cli.application import LOOK, command
+from muscale.cli.application import INSPECT, command
 from muscale.cli.options import Flag, Options
-from muscale.cli.running import refuse_dry_run, run_stage
+from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 
-@command(LOOK, example="muscale watch study.toml --until alarm")
+@command(INSPECT, example="muscale watch study.toml --until alarm")
 def watch(
     study: Path,
     *,
@@ -48,7 +48,6 @@ def watch(
     """
     from muscale.monitoring.losses import loss_source
 
-    refuse_dry_run("watching a run", options)
     if not every > 0:
         raise StudyFileError(f"--every: must be more than 0 seconds, got {every:g}")
     elsewhere = {"--follow": follow, "--tokens-column": tokens_column, "--loss-column": loss_column}

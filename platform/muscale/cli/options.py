@@ -1,4 +1,4 @@
-"""What every stage may be told on the command line."""
+"""Options that many commands share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ Paths = Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of every stage.
+    """Options of every command on a study.
 
     Attributes:
         set: Replace a setting of the study file, `table.key=value`; may be repeated.
         json: Print the result as JSON, and nothing else on standard output.
-        dry_run: Print what the stage would cost at most, and train nothing.
     """
 
     set: Settings = ()
     json: AsJson = False
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class StageOptions(Options):
+    """Options of commands that cost compute.
+
+    Attributes:
+        dry_run: Print an upper bound of the cost, and train nothing.
+    """
+
     dry_run: Annotated[bool, Parameter(name="--dry-run", negative=(), show_default=False)] = False

@@ -1,4 +1,4 @@
-"""What a command does around its one call: opens the study, prints the result, turns it into an exit code."""
+"""The frame of a command: open the study, call one method, print its result, return the exit code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muscale.cli.ending import Ending, tell
-from muscale.cli.options import Options
+from muscale.cli.ending import Ending, print_ending
+from muscale.cli.options import Options, StageOptions
 from muscale.errors import StudyFileError
 from muscale.formatting import finite
 
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from muscale.study import Study
 
 _Ending = Callable[["Study", Any], Ending]
-
-
-def refuse_dry_run(what: str, options: Options) -> None:
-    """Refuse --dry-run for what it can't mean.
-
-    Raises:
-        StudyFileError: If it was given.
-    """
-    if options.dry_run:
-        raise StudyFileError(f"--dry-run is for what costs compute or removes something; {what} does neither")
 
 
 def run_stage(
@@ -41,24 +31,24 @@ def run_stage(
     ending: _Ending = lambda opened, result: Ending(),
     empty: str = "nothing to train",
 ) -> int:
-    """Open the study, call one method of it, print what it returns and how to go on.
+    """Open the study, call one of its methods, print the result and the next command.
 
     Args:
         path: The study file.
         options: Of the command line.
         stage: Calls the method.
-        name: Of the stage whose cost a dry run tells; None: of all of them.
-        failed: Whether the result is an exit code 1.
-        ending: The last lines; not told with --json.
-        empty: Is printed for a table without rows.
+        name: Of the stage whose cost a dry run prints; None: all stages.
+        failed: Whether the result means exit code 1.
+        ending: The last lines; not printed with --json.
+        empty: Printed in place of a table without rows.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
         raise StudyFileError(
-            f"{path}: a job of Ray runs in {Path.cwd()}; give the study file by its absolute path on a file system that "
-            "every node has"
+            f"{path}: must be an absolute path on a file system that every node has, as this Ray job runs in {Path.cwd()}"
         )
+    dry_run = isinstance(options, StageOptions) and options.dry_run
     with result_alone(options.json):
-        if options.dry_run:
+        if dry_run:
             from muscale.plans.costs import estimate
             from muscale.settings.config import StudyConfig
 
@@ -70,16 +60,16 @@ def run_stage(
             opened = Study.open(path, options.set, quiet=options.json)
             result = stage(opened)
     show(result, as_json=options.json, empty=empty)
-    if options.dry_run:
+    if dry_run:
         return 0
     if not options.json:
-        tell(ending(opened, result))
+        print_ending(ending(opened, result))
     return 1 if failed(result) else 0
 
 
 @contextmanager
 def result_alone(as_json: bool) -> Iterator[None]:
-    """With --json, send what libraries and their processes print in the block to standard error, so that stdout stays JSON."""
+    """With --json, redirect the output of libraries and their processes to standard error, so that stdout is JSON alone."""
     if not as_json:
         yield
         return
@@ -95,7 +85,7 @@ def result_alone(as_json: bool) -> Iterator[None]:
 
 
 def show(result: Any, *, as_json: bool, empty: str = "") -> None:
-    """Print a result, as JSON or as it shows itself; pandas is not imported for those that are no table."""
+    """Print a result as JSON, as a table or by its `str()`; does not import pandas."""
     if as_json:
         print(json.dumps(finite(_plain(result)), indent=1, default=str))
     elif hasattr(result, "to_string"):

@@ -1,4 +1,4 @@
-"""Commands of the search, and of all stages at once."""
+"""Commands of the search, and `run` for all stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from muscale.cli.application import SEARCH, command
 from muscale.cli.ending import Ending, line
-from muscale.cli.options import Flag, Options, Paths
+from muscale.cli.options import Flag, Paths, StageOptions
 from muscale.cli.running import run_stage
 from muscale.errors import StudyFileError
 from muscale.layout import BUNDLES, REPORT
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 @command(SEARCH, example="muscale run runs/quickstart/study.toml")
-def run(study: Path, *, force: Flag = False, options: Options = Options()) -> int:
-    """Run every stage, skipping what the ledger knows.
+def run(study: Path, *, force: Flag = False, options: StageOptions = StageOptions()) -> int:
+    """Run all stages; finished work is reused.
 
     Args:
         study: The study file.
-        force: Go on past a failed coordinate check or a closed gate; the ledger keeps which lines were forced.
+        force: Continue despite a failed coordinate check or a closed gate; the ledger records the failed conditions.
     """
 
     def ending(opened: Study, promoted: Any) -> Ending:
@@ -43,7 +43,7 @@ def run(study: Path, *, force: Flag = False, options: Options = Options()) -> in
 
 
 @command(SEARCH, example="muscale check study.toml")
-def check(study: Path, *, options: Options = Options()) -> int:
+def check(study: Path, *, options: StageOptions = StageOptions()) -> int:
     """Run the coordinate check; exit code 1 if it fails.
 
     Args:
@@ -65,17 +65,16 @@ def sweep(
     *,
     narrow: Flag = False,
     learn_from: Paths = (),
-    options: Options = Options(),
+    options: StageOptions = StageOptions(),
 ) -> int:
-    """Search the space at the base shape.
+    """Search the hyperparameter space at the base shape.
 
     Args:
         study: The study file.
-        narrow: Where nothing of it is left to do, search as much again around the best region, in the same table; else
-            only finish it.
-        learn_from: Another study of the same corpus and family whose runs inform the searcher: its file, its directory or
-            its ledger.sqlite; or results from outside: a CSV, Parquet or JSON Lines file with loss and every searched
-            hyperparameter, or a storage of Optuna's. May be repeated.
+        narrow: Once the sweep is finished, search again around its best region; an unfinished sweep is only finished.
+        learn_from: Prior runs that warm-start the searcher: another study of the same corpus and family (file, directory or
+            ledger.sqlite), an Optuna storage, or a CSV, Parquet or JSON Lines file with loss and every searched
+            hyperparameter. May be repeated.
     """
     from muscale.importers.imported_space import place_of
 
@@ -91,8 +90,8 @@ def sweep(
 
 
 @command(SEARCH, example="muscale transfer study.toml --dry-run")
-def transfer(study: Path, *, options: Options = Options()) -> int:
-    """Check that the best learning rate stays put across widths and depths; exit code 1 unless it does.
+def transfer(study: Path, *, options: StageOptions = StageOptions()) -> int:
+    """Check that the best learning rate transfers across widths and depths; exit code 1 if it does not.
 
     Args:
         study: The study file.
@@ -108,8 +107,8 @@ def transfer(study: Path, *, options: Options = Options()) -> int:
 
 
 @command(SEARCH, example="""muscale ablate study.toml --set ablate.components='["norm"]'""")
-def ablate(study: Path, *, options: Options = Options()) -> int:
-    """Swap one component of the model at a time, over seeds.
+def ablate(study: Path, *, options: StageOptions = StageOptions()) -> int:
+    """Swap one component of the model at a time, with several seeds.
 
     Args:
         study: The study file.

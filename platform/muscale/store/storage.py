@@ -168,7 +168,7 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
             )
         case ["SQLITE", "FULL" | "READONLY" | "IOERR" | "CANTOPEN"]:
             return LedgerUnavailableError(
-                f"{name}: the ledger can't be kept: {first_line(error)}; see to its disk and run the same command again to go on"
+                f"{name}: the ledger can't be kept: {first_line(error)}; see to its disk and run the same command again to resume"
             )
     return error
 

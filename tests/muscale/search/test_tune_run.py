@@ -190,7 +190,7 @@ def test_a_trial_that_fails_holds_up_no_other(run: Run, make_engine: MakeEngine,
 
 
 OTHER = r"this process runs muscale 1, the driver runs 2"
-FULL = r"states/it\.pt: no space left on device; see to the disk and run the same command again to go on"
+FULL = r"states/it\.pt: no space left on device; see to the disk and run the same command again to resume"
 
 
 @pytest.mark.parametrize(
