@@ -23,7 +23,7 @@ from muscale.bundles.bundle_files import MANIFEST as BUNDLE_MANIFEST
 from muscale.bundles.bundle_files import verify, write_manifest
 from muscale.errors import BundleError
 from muscale.full_runs.checkpoints.evaluate import _decoder
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION, require_whole, seal_of
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, PARAMETRIZATION, manifest_hash, require_intact
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, alone, read_weights
 from muscale.full_runs.continue_run.continuation import plan_continuation
@@ -223,13 +223,13 @@ def checkpoint_manifest(folder: Path) -> Target:
         hashes[name] = file_sha256(checkpoint / name)
 
     def read() -> None:
-        sealed = seal_of(checkpoint) is not None
+        intact = manifest_hash(checkpoint) is not None
         try:
-            require_whole(checkpoint)
+            require_intact(checkpoint)
         except StageError:
-            assert not sealed
+            assert not intact
             raise
-        assert sealed
+        assert intact
 
     return Target(checkpoint / MANIFEST, read, (StageError,), [json.dumps(hashes, indent=1).encode()])
 

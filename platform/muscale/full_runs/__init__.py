@@ -1,1 +1,1 @@
-"""The full-size run: how it is laid out, trained, saved, recovered, continued, and what befell it."""
+"""The full-size run: promotion, training, checkpoints, records, continuation."""

@@ -1,4 +1,4 @@
-"""The ranks of one training: who this one is, a way to talk beside the training's own, and joining under torchrun."""
+"""The ranks of one training: rank, a side group for objects, the process group under torchrun."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-_side: tuple[object, dist.ProcessGroup] | None = None  # the world that it is of, and the group
+_side: tuple[object, dist.ProcessGroup] | None = None  # the process group it was made for, and the side group
 
 
 def rank() -> int:
-    """This process's rank, before or after the process group exists."""
+    """This process's rank, also before the process group exists."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def side_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, apart from the one that gradients go through; None in one process.
+    """A second gloo group of all ranks, beside the one for gradients; None in one process.
 
-    Collectives of two threads must not mix in one group, and NCCL's carry no objects on the CPU. The first call is for all ranks.
+    Collectives of two threads must not share a group, and NCCL can't send CPU objects. All ranks must make the first call.
     """
     global _side
     if not dist.is_initialized():
@@ -39,7 +39,7 @@ def barrier() -> None:
 
 
 def broadcast_from_rank0(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, on every rank; called by all of them."""
+    """The value of `make` on rank 0, returned on every rank; all ranks call it."""
     group = side_group()
     if group is None:
         return make()
@@ -50,7 +50,7 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """In one process group with the others that the launcher started, if it told of any and did not make the group itself."""
+    """Join the process group of the launcher's ranks, unless there is only one or the group exists."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if alone or dist.is_initialized():
         yield
@@ -59,4 +59,4 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     yield
-    dist.destroy_process_group()  # not after an error: a peer that is gone would be waited for
+    dist.destroy_process_group()  # not after an error: it would wait for a lost peer

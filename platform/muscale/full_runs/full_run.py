@@ -1,4 +1,4 @@
-"""The specification of a full run: what is trained, and how. It needs neither Lightning nor a device."""
+"""The specification of a full run; needs neither Lightning nor a device."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from proxy_models.training.compilation import Compile
 from proxy_models.training.numerics import Numerics
 
 MIN_UNIT_PARAMS = 1_000_000
-"""A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one for each block."""
+"""A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one per block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out text that a run is evaluated on beside its own: the corpus's folder, and tokens."""
+    """Further held-out text for evaluation: folder of the corpus, and tokens."""
 
     corpus: Path
     n_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """The state of another run that a run goes on from.
+class InitialState:
+    """The state of another run from which a run starts.
 
     Attributes:
-        checkpoint: That run's.
-        seal: SHA-256 of the checkpoint's manifest, which has the hashes of its files.
-        recipe: Of the last step before it: its moments are of that optimizer.
-        position: Where this run begins in its corpus, tokens.
-        earlier: What the runs before were evaluated on, by a name each, where it is another corpus's.
+        checkpoint: Of the other run.
+        manifest_hash: SHA-256 of the checkpoint's manifest, which has the hashes of its files.
+        recipe: Of the last step before the checkpoint, whose optimizer the moments belong to.
+        position: Tokens of the corpus at which this run starts.
+        earlier: Held-out text of earlier corpora, by name.
     """
 
     checkpoint: Path
-    seal: str
+    manifest_hash: str
     recipe: Recipe
     position: int = 0
     earlier: Mapping[str, HeldOut] = field(default_factory=dict)
@@ -48,24 +48,24 @@ class Beginning:
 
 @dataclass(frozen=True, kw_only=True)
 class FullRun:
-    """One run, to its annealed end.
+    """A run to its annealed end.
 
     Attributes:
         numerics: Model, data, seed.
-        segments: The chain to train.
-        directory: Where its checkpoints, metrics and result lie; visible to every worker.
+        segments: To train.
+        directory: For checkpoints, metrics and result; visible to every worker.
         corpus: Folder of the corpus.
-        checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple of them; it evaluates at its end
-            in any case, and where the second is None only there.
-        checkpoint_every_minutes: Also when so much time went by since the last checkpoint was begun; None: not by time.
-        keep_last, keep_every_tokens: Which checkpoints are kept, as `Checkpoints` states.
-        on_spike: What is done about what the guard finds; None: what the guard does by itself.
-        min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
-        micro_batch: Sequences of one forward and backward pass on a rank; None: its whole share, on a GPU the largest whole
-            part of it that fits by the estimate.
-        parallelism: How it is laid over the ranks.
-        compile: Whether the blocks are compiled, each by itself.
-        beginning: Of a run that goes on from another; None: it begins with initial values. Its tokens count from its own start.
+        checkpoint_every_tokens, evaluate_every_tokens: At the first step that passes a multiple; evaluation also at the end, and
+            with None only there.
+        checkpoint_every_minutes: Also this long after the last checkpoint was started; None: not by time.
+        keep_last, keep_every_tokens: As in `Checkpoints`.
+        on_spike: Spike policy; None: the guard's own action.
+        min_unit_params: Blocks with fewer parameters are sharded together with the rest of the model.
+        micro_batch: Sequences per forward and backward pass on a rank; None: the rank's share, or on a GPU the largest
+            divisor of it that fits by the estimate.
+        parallelism: Layout over the ranks.
+        compile: Whether each block is compiled.
+        initial_state: Of another run; None: random initial values. Tokens count from this run's own start.
     """
 
     numerics: Numerics
@@ -82,7 +82,7 @@ class FullRun:
     keep_last: int = 2
     keep_every_tokens: int | None = None
     on_spike: SpikePolicy | None = None
-    beginning: Beginning | None = None
+    initial_state: InitialState | None = None
 
     def __post_init__(self) -> None:
         self.parallelism.require(self.numerics.model)
@@ -99,9 +99,9 @@ class FullRun:
         segments: tuple[Segment, ...],
         directory: Path,
         corpus: Path,
-        beginning: Beginning | None = None,
+        initial_state: InitialState | None = None,
     ) -> Self:
-        """A run under the settings that a study file has for all of its full runs.
+        """A run with the [promote] and [resources] of a study file.
 
         Raises:
             ValueError: If the settings don't fit the model, or the segments don't fit the numerics.
@@ -112,7 +112,7 @@ class FullRun:
             segments=segments,
             directory=directory,
             corpus=corpus,
-            beginning=beginning,
+            initial_state=initial_state,
             checkpoint_every_tokens=settings.checkpoint_every_tokens,
             checkpoint_every_minutes=settings.checkpoint_every_minutes,
             keep_last=settings.keep_last,
@@ -131,13 +131,13 @@ class FullRun:
 
     @property
     def origin(self) -> tuple[int, Path | None]:
-        """Where the first step starts: after 0 tokens, with the state of a checkpoint or with initial values."""
-        return 0, self.beginning.checkpoint if self.beginning else None
+        """Tokens and checkpoint at the first step: 0, and that of `initial_state` if there is one."""
+        return 0, self.initial_state.checkpoint if self.initial_state else None
 
     @property
     def position(self) -> int:
-        """Where the first step starts in the corpus, tokens."""
-        return self.beginning.position if self.beginning else 0
+        """Tokens of the corpus at which the first step starts."""
+        return self.initial_state.position if self.initial_state else 0
 
     def n_steps(self, tokens: int) -> int:
         """Steps that end at or before `tokens`."""
@@ -148,7 +148,7 @@ class FullRun:
         return next(segment for segment in self.segments if segment.start <= tokens < segment.end)
 
     def recipe_before(self, tokens: int) -> Recipe:
-        """The recipe of the step that ends at `tokens`; at 0 that of the first step, or of the run that this one goes on from."""
-        if self.beginning and tokens == 0:
-            return self.beginning.recipe
+        """The recipe of the step that ends at `tokens`; at 0 that of the initial state or of the first step."""
+        if self.initial_state and tokens == 0:
+            return self.initial_state.recipe
         return self.segment_at(max(tokens - 1, 0)).recipe

@@ -1,8 +1,7 @@
-"""Importing Lightning where torch is a CPU build.
+"""Import of Lightning with a CPU build of torch.
 
-mup requires torchvision, whose only wheels are CUDA builds; beside a CPU torch its import fails because its operators were not
-registered, and Lightning imports it by way of torchmetrics. Declaring the two operators that its import looks for is enough:
-nothing here ever calls them.
+mup requires torchvision, whose only wheels are CUDA builds; with a CPU torch its import fails on unregistered operators, and
+Lightning imports it through torchmetrics. Declaring the two operators that the import looks for is enough: nothing calls them.
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ import importlib
 import sys
 from typing import Any
 
-_declared: list[Any] = []  # torch drops the operators together with the object that declared them
+_declared: list[Any] = []  # torch drops the operators with the object that declared them
 
 
 def import_lightning() -> Any:
-    """The module `lightning.pytorch`, after torchvision was made importable if it was not."""
+    """The module `lightning.pytorch`, with torchvision made importable first."""
     mend_torchvision()
     return importlib.import_module("lightning.pytorch")
 
 
 def mend_torchvision() -> None:
-    """Make torchvision importable if it is there and is not, for what imports it: Lightning, and transformers."""
+    """Make an installed torchvision importable, for Lightning and transformers."""
     try:
         importlib.import_module("torchvision")
     except ImportError:
-        pass  # not installed, so nothing is in Lightning's way
+        pass  # not installed, so Lightning does not import it
     except RuntimeError:
         _declare_operators()
         importlib.import_module("torchvision")

@@ -249,7 +249,7 @@ def test_the_card_tells_forecast_residual_lineage_and_limits(case: Case) -> None
 def test_averages_are_fp32_means_beside_the_last_weights(case: Case) -> None:
     run = case.run
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)
-    newest = [tokens for tokens, _ in checkpoints.whole()][:2]
+    newest = [tokens for tokens, _ in checkpoints.intact()][:2]
     bundle = Bundle.open(case.bundle)
     told = bundle.read(parts.AVERAGING)
     assert told["checkpoints"] == newest == [BATCH * 24, BATCH * 16]

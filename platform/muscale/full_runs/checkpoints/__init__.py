@@ -1,1 +1,1 @@
-"""Checkpoints of a full run: saved, found, loaded on any number of ranks, evaluated."""
+"""Checkpoints of a full run: save, find, load at any world size, evaluate."""

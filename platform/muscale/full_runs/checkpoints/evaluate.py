@@ -1,6 +1,6 @@
-"""One checkpoint of a full run evaluated in one process: its held-out loss, source by source, and text that it writes.
+"""Evaluation of one checkpoint of a full run in one process: held-out loss by source, and text samples.
 
-It needs the run's directory and its corpus, neither Ray nor Lightning, and may run while the training goes on.
+It needs the run's directory and corpus but neither Ray nor Lightning, and may run during the training.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation, Sample
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, require_whole, tokens_of
-from muscale.full_runs.checkpoints.held_out import evaluate_whole
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, require_intact, tokens_of
+from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
@@ -39,24 +39,23 @@ def evaluate_checkpoint(
     temperature: float = 1.0,
     seed: int = SAMPLE_SEED,
 ) -> CheckpointEvaluation:
-    """Evaluate a checkpoint as its run does, over the same held-out sequences, and let it go on from prompts.
+    """Evaluate a checkpoint on the held-out sequences of its run, and generate samples from prompts.
 
-    Its hashes are checked first; of the shards only the weights are read, and nothing is unpickled but torch's own record of
-    what lies where.
+    Its hashes are checked first. Only weights are read from the shards, and only torch's own index of them is unpickled.
 
     Args:
-        where: Directory of a full run, for its newest whole checkpoint, or a checkpoint's own folder.
-        corpus: Folder of the corpus, where it lies elsewhere than when the run began.
+        where: Directory of a full run, for its newest intact checkpoint, or the folder of a checkpoint.
+        corpus: Folder of the corpus, if it was moved since the run began.
         device: "cpu", "cuda" or "cuda:<number>".
-        prompts: Text to go on from.
-        sample_tokens: Of each sample, at most.
-        temperature: 0 takes the likeliest token each time; otherwise they are drawn, the logits divided by it.
-        seed: Of the draws; every prompt begins with it anew.
+        prompts: One for each sample.
+        sample_tokens: Most tokens of a sample.
+        temperature: 0 always takes the likeliest token; otherwise logits are divided by it and tokens sampled.
+        seed: Of the sampling, for each prompt.
 
     Raises:
-        StageError: If there is no whole checkpoint, or it is removed meanwhile; if the corpus is not the run's, is not there, or
-            has no tokenizer to write text with; or if the loss is not finite.
-        ValueError: If there is no such device, or an argument of the samples is out of its range.
+        StageError: If there is no intact checkpoint, or it is removed meanwhile; if the corpus is missing, is not the run's, or
+            has no tokenizer for samples; or if the loss is not finite.
+        ValueError: If there is no such device, or a sampling argument is out of range.
     """
     began = time.perf_counter()
     directory, path = _located(Path(where))
@@ -67,8 +66,8 @@ def evaluate_checkpoint(
     except CorpusError as error:
         raise StageError(f"prompts: {error}") from error
     decoder = _decoder(run, path).to(usable(device))
-    told = evaluate_whole(decoder, text, run.numerics)
-    if not math.isfinite(told["val_loss"]):
+    losses = evaluate_unsharded(decoder, text, run.numerics)
+    if not math.isfinite(losses["val_loss"]):
         raise StageError(f"{path}: the held-out loss is not finite")
     written = [
         continue_text(decoder, tokenizer, prompt, sample_tokens, temperature=temperature, seed=seed)
@@ -78,8 +77,8 @@ def evaluate_checkpoint(
     return CheckpointEvaluation(
         checkpoint=path.name,
         tokens=tokens_of(path),
-        loss=told["val_loss"],
-        source_losses=told["source_losses"],
+        loss=losses["val_loss"],
+        source_losses=losses["source_losses"],
         samples=tuple(
             Sample(prompt=prompt, text=text, temperature=temperature, seed=seed)
             for prompt, text in zip(prompts, written, strict=True)
@@ -89,13 +88,13 @@ def evaluate_checkpoint(
 
 
 def _located(where: Path) -> tuple[Path, Path]:
-    """The run's directory and the checkpoint's folder, whose hashes held."""
+    """The run's directory and the folder of the intact checkpoint."""
     if (where / RUN).exists() or (where / CHECKPOINTS).is_dir():
-        found = next(Checkpoints(where / CHECKPOINTS).whole(), None)
+        found = next(Checkpoints(where / CHECKPOINTS).intact(), None)
         if found is None:
             raise StageError(f"{where / CHECKPOINTS}: there is no whole checkpoint yet")
         return where, found[1]
-    require_whole(where)
+    require_intact(where)
     return where.resolve().parent.parent, where
 
 
@@ -111,8 +110,8 @@ def _opened(folder: Path, key: str) -> Corpus:
 
 
 def _decoder(run: RunDescription, checkpoint: Path) -> Decoder:
-    """The whole model with a checkpoint's weights, on the CPU, in fp32."""
-    # A model far larger than its weights would first of all need its memory.
+    """The unsharded model with a checkpoint's weights, on the CPU, in fp32."""
+    # A model larger than its weights would need its memory before it failed.
     if (n_params := run.numerics.model.n_params_total) > 4 * (found := RecordReader(checkpoint).n_weights()):
         raise StageError(
             f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {n_params:,}"
@@ -120,7 +119,7 @@ def _decoder(run: RunDescription, checkpoint: Path) -> Decoder:
     try:
         decoder = Decoder(run.numerics.model)
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
-        raise StageError(f"{checkpoint}: no model can be built as {RUN} says ({error})") from error
+        raise StageError(f"{checkpoint}: {RUN} does not describe a valid model ({error})") from error
     decoder.set_multipliers(run.multipliers)
     with torch.no_grad():
         read_weights(checkpoint, {name: parameter.detach() for name, parameter in decoder.named_parameters()})

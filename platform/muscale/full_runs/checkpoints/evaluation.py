@@ -1,4 +1,4 @@
-"""What a checkpoint of a full run is worth: its held-out loss, source by source, and text that it writes."""
+"""The result of a checkpoint's evaluation: held-out loss by source, and text samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from scaling.presentation import Result
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What a checkpoint wrote after a prompt.
+    """A text sample.
 
     Attributes:
-        prompt: It begins a document.
-        text: That followed.
-        temperature, seed: Of the draws.
+        prompt: Start of a document.
+        text: Generated after it.
+        temperature, seed: Of the sampling.
     """
 
     prompt: str
@@ -26,15 +26,15 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvaluation(Result):
-    """What a checkpoint is worth; losses in nats per token.
+    """An evaluated checkpoint; losses in nats per token.
 
     Attributes:
-        checkpoint: Its folder's name.
-        tokens: That the run had seen.
+        checkpoint: Name of its folder.
+        tokens: Trained by then.
         loss: Held-out, as the run itself measures it.
         source_losses: Of each source of a mixture; empty with one source.
         samples: One for each prompt.
-        seconds: That it took, reading and sampling with it.
+        seconds: Of the evaluation, with loading and sampling.
     """
 
     checkpoint: str
@@ -45,7 +45,7 @@ class CheckpointEvaluation(Result):
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """A row as the run's own evaluations have it: tokens, val_loss, source_losses; samples, checkpoint and seconds with it."""
+        """A row like those of the run's metrics (tokens, val_loss, source_losses), with samples, checkpoint and seconds."""
         return {
             "tokens": self.tokens,
             "val_loss": self.loss,

@@ -1,4 +1,4 @@
-"""A finished full run in one process: its last state, averages of its last weights, and their loss on the held-out text."""
+"""A finished full run in one process: its last state, averaged weights, and held-out loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints.held_out import evaluate_whole
+from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import alone, read_weights
 from proxy_models.architecture.decoder import Decoder
@@ -21,15 +21,15 @@ from proxy_models.training.step import Stepper
 
 
 def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[Segment]) -> Stepper:
-    """The decoder and the optimizer as the run left them, on the CPU and unsharded.
+    """The final decoder and optimizer of a run, on the CPU and unsharded.
 
     Args:
-        checkpoints: Of the run, trained at whatever world size; the study's own, as torch unpickles their metadata.
+        checkpoints: Of the run, at any world size; trusted, as torch unpickles their metadata.
         numerics: Of the run.
         segments: Its chain.
 
     Raises:
-        StageError: If there is no whole checkpoint of the run's end.
+        StageError: If there is no intact checkpoint of the run's end.
     """
     end = segments[-1].end
     found = checkpoints.latest()
@@ -49,15 +49,15 @@ def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[
 def average_checkpoints(
     checkpoints: Checkpoints, decoder: Decoder, k: int
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """The mean of the weights of the last `k` checkpoints, summed in fp32; the decoder is left as it was.
+    """The mean weights of the last `k` checkpoints, summed in fp32; the decoder is unchanged.
 
     Returns:
-        The weights by parameter name, and the tokens of each checkpoint, the newest first.
+        The weights by parameter name, and the tokens of each checkpoint, newest first.
 
     Raises:
-        StageError: If there are fewer whole checkpoints.
+        StageError: If there are fewer intact checkpoints.
     """
-    found = list(islice(checkpoints.whole(), k))
+    found = list(islice(checkpoints.intact(), k))
     if len(found) < k:
         raise StageError(
             f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; the newest "
@@ -73,5 +73,5 @@ def average_checkpoints(
 
 
 def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:
-    """The validation loss, nats per token, over the same sequences as the run's own; in fp32, without dropout."""
-    return float(evaluate_whole(decoder, corpus, numerics)["val_loss"])
+    """The validation loss, nats per token, over the run's own held-out sequences; in fp32, without dropout."""
+    return float(evaluate_unsharded(decoder, corpus, numerics)["val_loss"])

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a full run lie, and whether one is whole: names and hashes, read without torch.
+"""The folder of a full run's checkpoints, and their integrity: names and hashes, read without torch.
 
 A folder `tokens=<n>` holds the state after n tokens and, written last, a manifest of its files' hashes.
 """
@@ -18,54 +18,54 @@ from proxy_models.hashing import file_sha256
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 PARAMETRIZATION = "parametrization.json"
-_NEEDED = {".metadata", PARAMETRIZATION}  # no run goes on without them
+_NEEDED = {".metadata", PARAMETRIZATION}  # required to resume
 
 
 class CheckpointFolder:
     """The checkpoints of one run.
 
     Attributes:
-        folder: Where they lie; every rank sees the same.
+        folder: Shared by all ranks.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def whole(self) -> Iterator[tuple[int, Path]]:
-        """Tokens and path of each checkpoint whose hashes hold, the newest first; one is hashed when it is reached."""
+    def intact(self) -> Iterator[tuple[int, Path]]:
+        """Tokens and path of each checkpoint whose hashes match, newest first; hashed one at a time."""
         for tokens, path in self.found():
-            if is_whole(path):
+            if is_intact(path):
                 yield tokens, path
             else:
-                logging.getLogger(__name__).warning("%s does not hold the hashes of its manifest: passed over", path)
+                logging.getLogger(__name__).warning("%s does not match the hashes of its manifest: skipped", path)
 
     def kept(self) -> tuple[int, ...]:
-        """Tokens of each there is, whole or not, the newest first."""
+        """Tokens of every checkpoint, intact or not, newest first."""
         return tuple(tokens for tokens, _ in self.found())
 
     def path(self, tokens: int) -> Path:
-        """Where the one after so many tokens lies, if it is there."""
+        """Path of the checkpoint after this many tokens, which may not exist."""
         return self.folder / f"tokens={tokens}"
 
     def found(self) -> list[tuple[int, Path]]:
-        """Tokens and path of each, the newest first."""
+        """Tokens and path of every checkpoint, newest first."""
         return sorted(((tokens_of(path), path) for path in self.folder.glob("tokens=*[0-9]")), reverse=True)
 
     def newest(self) -> tuple[int, Path] | None:
-        """Tokens and path of the newest, whose hashes are not read."""
+        """Tokens and path of the newest checkpoint; hashes are not checked."""
         return next(iter(self.found()), None)
 
 
-def seal_of(checkpoint: Path) -> str | None:
-    """SHA-256 of the manifest of a checkpoint whose hashes hold: what tells it from any other; None of one that is not whole."""
-    return file_sha256(checkpoint / MANIFEST) if is_whole(checkpoint) else None
+def manifest_hash(checkpoint: Path) -> str | None:
+    """SHA-256 of a checkpoint's manifest, which identifies it; None if the checkpoint is not intact."""
+    return file_sha256(checkpoint / MANIFEST) if is_intact(checkpoint) else None
 
 
 def tokens_of(checkpoint: Path) -> int:
-    """That the run had seen, by the folder's name.
+    """Tokens trained at a checkpoint, from the folder's name.
 
     Raises:
-        StageError: If no checkpoint is called so.
+        StageError: If it is not the name of a checkpoint.
     """
     tokens = checkpoint.name.removeprefix("tokens=")
     if not checkpoint.name.startswith("tokens=") or not tokens.isdecimal():
@@ -73,36 +73,37 @@ def tokens_of(checkpoint: Path) -> int:
     return int(tokens)
 
 
-def require_whole(checkpoint: Path) -> None:
-    """Let a checkpoint be read.
+def require_intact(checkpoint: Path) -> None:
+    """Check a checkpoint before it is read.
 
     Raises:
-        StageError: If it is none, is not there, or does not hold the hashes of its manifest.
+        StageError: If it is not a checkpoint, does not exist, or does not match the hashes of its manifest.
     """
     tokens_of(checkpoint)
     if not checkpoint.is_dir():
         raise StageError(f"{checkpoint}: no such checkpoint")
-    if not is_whole(checkpoint):
-        raise StageError(f"{checkpoint}: does not hold the hashes of its manifest")
+    if not is_intact(checkpoint):
+        raise StageError(f"{checkpoint}: does not match the hashes of its manifest")
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
-    """The last file of a checkpoint: without it, the folder is none."""
+    """Write the manifest, the last file of a checkpoint, which makes it valid."""
     (folder / MANIFEST).write_text(json.dumps(hashes, indent=1, sort_keys=True))
 
 
 def put_in_place(unfinished: Path, path: Path) -> None:
-    """Give a checkpoint its name, in place of one that was trained again."""
+    """Rename a finished checkpoint into place, over an older one at the same tokens."""
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_intact(checkpoint: Path) -> bool:
+    """Whether every file exists and matches the manifest."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         if not isinstance(manifest, dict) or not manifest.keys() >= _NEEDED:
             return False
-        # Names alone: a checkpoint has no folders, and nothing of it lies elsewhere.
+        # A name with a path separator could point outside the checkpoint.
         plain = all(Path(name).name == name and _is_plain(checkpoint / name) for name in manifest)
         return plain and all(file_sha256(checkpoint / name) == digest for name, digest in manifest.items())
     except (OSError, ValueError, RecursionError):
@@ -110,5 +111,5 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether it is a file itself: reading a pipe would wait for a writer."""
+    """Whether it is a regular file: reading a pipe would wait for a writer."""
     return stat.S_ISREG(path.lstat().st_mode)

@@ -1,4 +1,4 @@
-"""The held-out loss of a decoder, source by source: one definition for a run, for its checkpoints, and for what is left of it."""
+"""The held-out loss of a decoder by source: one definition for runs, checkpoints and bundles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_set
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 
-_BATCH = 64  # sequences of a forward pass on each rank
+_BATCH = 64  # sequences per forward pass on each rank
 
 
 @torch.no_grad()
@@ -22,13 +22,13 @@ def source_losses(
 ) -> Tensor:
     """A rank's part of the mean loss over each source's held-out sequences; in fp32, without dropout.
 
-    Every sequence is one rank's, so that the sum over the ranks is exact whatever their number.
+    Each sequence belongs to one rank, so the sum over ranks is exact for any number of them.
 
     Args:
-        decoder: On the device, whole or sharded; ranks that share it call this together.
+        decoder: On the device; if it is sharded, all its ranks call this together.
         sets: By source.
         device: Of this rank.
-        rank, ranks: Which of how many shares of the sequences.
+        rank, ranks: Index and number of the shares of the sequences.
 
     Returns:
         Nats per token, fp32, one for each source.
@@ -39,7 +39,7 @@ def source_losses(
     for source, held_out in enumerate(sets.values()):
         for batch in torch.split(held_out.sequences, _BATCH * ranks):
             share = torch.tensor_split(batch, ranks)[rank]
-            # A rank without a share takes part in the forward pass, as sharded weights are gathered by all.
+            # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
             loss = next_token_loss(decoder, (share if len(share) else batch[:1]).to(device))
             sums[source] += len(share) / len(held_out.sequences) * loss
     decoder.train(was_training)
@@ -47,7 +47,7 @@ def source_losses(
 
 
 def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Mapping[str, float]) -> dict[str, Any]:
-    """What is recorded of an evaluation: `val_loss`, and of a mixture `source_losses` by name; nats per token.
+    """The record of an evaluation: `val_loss`, and for a mixture `source_losses` by name; nats per token.
 
     Args:
         corpus: That the sets are of.
@@ -56,11 +56,11 @@ def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Map
     return {"val_loss": corpus_loss(sets, losses), "source_losses": dict(losses) if corpus.mixture else {}}
 
 
-def evaluate_whole(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
-    """The evaluation of a decoder that is whole on one device, over the same sequences as its run's own.
+def evaluate_unsharded(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
+    """The evaluation of an unsharded decoder over the run's own held-out sequences.
 
     Raises:
-        ValueError: If the corpus has not so many held-out tokens.
+        ValueError: If the corpus has fewer held-out tokens.
     """
     sets = evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
     losses = source_losses(decoder, sets, device=decoder.embedding.weight.device)

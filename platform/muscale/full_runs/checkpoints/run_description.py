@@ -1,4 +1,4 @@
-"""What the checkpoints of a full run are of, as a file in its directory: enough to build the model again without the study."""
+"""The description of a full run in its directory: enough to rebuild the model without the study."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from proxy_models.training.optimizer import multipliers_of
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """The model of a run, and what it is evaluated on.
+    """The model of a run, and its held-out text.
 
     Attributes:
         numerics: Of the run.
-        multipliers: Of its forward pass, the tuned ones in them.
-        corpus: Folder of the corpus; in the file relative to the run's directory, as both may be moved together.
+        multipliers: Of the forward pass, tuned ones included.
+        corpus: Folder of the corpus; relative to the run's directory in the file, as both may be moved together.
         n_tokens: D.
     """
 
@@ -35,13 +35,13 @@ class RunDescription:
 
     @classmethod
     def of(cls, run: FullRun) -> Self:
-        """Of a run that is to be trained."""
+        """The description of a run."""
         recipe = run.segments[0].recipe
         multipliers = multipliers_of(run.numerics.parametrization(recipe.optimizer), recipe)
         return cls(numerics=run.numerics, multipliers=multipliers, corpus=run.corpus, n_tokens=run.n_tokens)
 
     def write(self, directory: Path) -> None:
-        """Put it into a run's directory, whole or not at all."""
+        """Write it atomically to a run's directory."""
         values = {
             "numerics": self.numerics.to_dict(),
             "multipliers": asdict(self.multipliers),
@@ -53,7 +53,7 @@ class RunDescription:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """That of a run.
+        """Read it from a run's directory.
 
         Raises:
             StageError: If the directory has none, or one that can't be read.

@@ -1,8 +1,8 @@
-"""Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), written while training goes on, hashed, moved into place whole.
+"""Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), written asynchronously, hashed, renamed into place.
 
-The parametrization's table lies beside the shards. The manifest of hashes is written last, and only then the folder gets its
-name, so that a kill at any time leaves a checkpoint that is whole, or none. One whose hashes do not hold is never opened; they
-guard against damage, not against an author. Against one, nothing of it is unpickled but plain records: see `stored_weights`.
+The parametrization table is stored with the shards. The manifest of hashes is written last and the folder renamed after it, so a
+kill at any time leaves an intact checkpoint or none. A checkpoint that does not match its hashes is never opened; hashes protect
+against damage, not against forgery. Against that, only plain records are unpickled: see `stored_weights`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import PARAMETRIZATION, CheckpointFolder, put_in_place, write_manifest
-from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, told
+from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, describe
 from muscale.full_runs.distributed import barrier, broadcast_from_rank0, rank, side_group
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.hashing import file_sha256
@@ -34,12 +34,12 @@ _UNFINISHED = ".unfinished"
 
 
 class Checkpoints(CheckpointFolder):
-    """Sharded checkpoints of one run, as its ranks write and read them.
+    """Sharded checkpoints of one run, written and read by its ranks.
 
     Attributes:
-        folder: Where they lie; every rank sees the same.
-        keep_last: The newest so many are kept.
-        keep_every_tokens: Kept for ever is the first at or after each multiple of it; None: none is.
+        folder: Shared by all ranks.
+        keep_last: Number of the newest checkpoints to keep.
+        keep_every_tokens: The first checkpoint at or after each multiple is kept for good; None: none is.
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_every_tokens: int | None = None) -> None:
@@ -49,15 +49,15 @@ class Checkpoints(CheckpointFolder):
         self._write: Future[None] | None = None
 
     def latest(self) -> tuple[int, Path] | None:
-        """Tokens and path of the newest checkpoint whose hashes hold, or None; rank 0 reads them, and all ranks are told."""
+        """Tokens and path of the newest intact checkpoint, or None; rank 0 checks it and broadcasts."""
         self.finish()
-        return broadcast_from_rank0(lambda: next(self.whole(), None))
+        return broadcast_from_rank0(lambda: next(self.intact(), None))
 
     def save(self, stepper: Stepper, tokens: int) -> None:
-        """Copy the state of all ranks, and have it written while they go on; a write before it is waited for.
+        """Copy the state of all ranks and write it in the background, after the previous write has ended.
 
         Raises:
-            Exception: What ended the write before it.
+            Exception: The error of the previous write.
         """
         self.finish()
         unfinished = self.folder / f"tokens={tokens}{_UNFINISHED}"
@@ -71,13 +71,13 @@ class Checkpoints(CheckpointFolder):
         if not isinstance(shards, Future):
             shards = shards.upload_completion
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._write = self._thread.submit(self._seal, shards, unfinished, tokens, stepper.parametrization)
+        self._write = self._thread.submit(self._complete, shards, unfinished, tokens, stepper.parametrization)
 
     def finish(self) -> None:
-        """Wait until what `save` began lies in its place.
+        """Wait for the background write.
 
         Raises:
-            Exception: What ended the write.
+            Exception: The error of the write.
         """
         write, self._write = self._write, None
         if write:
@@ -85,11 +85,11 @@ class Checkpoints(CheckpointFolder):
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write goes on."""
+        """Whether a write is running."""
         return self._write is not None and not self._write.done()
 
-    def _seal(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
-        """Once the shards are written: each rank hashes its own; rank 0 writes the manifest, names the folder, drops the oldest."""
+    def _complete(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
+        """After the shards are written: each rank hashes its own; rank 0 writes the manifest, renames the folder, deletes old ones."""
         shards.result()
         hashes = _gathered({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
         if rank() != 0:
@@ -103,7 +103,7 @@ class Checkpoints(CheckpointFolder):
         self._drop(tokens)
 
     def _drop(self, tokens: int) -> None:
-        """All but the kept; a later one did not hold its hashes, or was gone back behind, as this is the newest."""
+        """Delete all but the kept; later ones are damaged or from before a rollback, as this is the newest."""
         standing = [(number, path) for number, path in reversed(self.found()) if number <= tokens]
         kept, before = {path for _, path in standing[-self.keep_last :]}, 0
         for number, path in standing:
@@ -114,21 +114,21 @@ class Checkpoints(CheckpointFolder):
             if path not in kept:
                 unfinished = path.with_name(path.name + _UNFINISHED)
                 shutil.rmtree(unfinished, ignore_errors=True)
-                path.rename(unfinished)  # at once, so that who reads it or dies here leaves no half of it
-        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # of an attempt that was killed, too
+                path.rename(unfinished)  # atomic, so that neither a reader nor a kill sees half of it
+        for path in self.folder.glob(f"tokens=*{_UNFINISHED}"):  # also of a killed attempt
             shutil.rmtree(path)
 
     def load(self, path: Path, stepper: Stepper, *, memory: bool = True) -> None:
-        """Read a checkpoint that was found whole, at whatever world size this is.
+        """Load an intact checkpoint at any world size.
 
         Args:
-            path: One of `latest` or `whole`, or one whose `seal_of` is known.
-            stepper: Takes its state.
-            memory: Whether it takes the stepper's memory too, or begins with none.
+            path: From `latest` or `intact`, or checked by `manifest_hash`.
+            stepper: Receives the state.
+            memory: Whether to load the stepper's memory too, or start with none.
 
         Raises:
-            ValueError: If it was trained under another table than the stepper's.
-            StageError: If its record or its table can't be read.
+            ValueError: If its parametrization table differs from the stepper's.
+            StageError: If its index or its table can't be read.
         """
         stepper.parametrization.require(_table(path / PARAMETRIZATION))
         module, optimizer = stepper.module, stepper.optimizer
@@ -141,7 +141,7 @@ class Checkpoints(CheckpointFolder):
         try:
             load_sharded(state, storage_reader=reader, planner=PlainPlanner())
         except CheckpointException as error:
-            raise StageError(f"{path}: can't be read ({told(error)})") from error
+            raise StageError(f"{path}: can't be read ({describe(error)})") from error
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if memory:
             stepper.remember(state[_MEMORY])
@@ -155,7 +155,7 @@ def _table(path: Path) -> Parametrization:
 
 
 def _gathered(hashes: dict[str, str]) -> dict[str, str]:
-    """Those of all ranks, on rank 0."""
+    """The hashes of all ranks, on rank 0."""
     group = side_group()
     if group is None:
         return hashes

@@ -1,7 +1,7 @@
-"""A sharded checkpoint read with nothing of it unpickled but plain records; its weights alone, in one process.
+"""Safe reading of a sharded checkpoint's weights in one process: only plain records are unpickled.
 
-`torch.distributed.checkpoint` pickles what lies where in the shards. Here only the classes of that record may be named in
-it, so that it can make values and call nothing; the tensors themselves are read as `torch.load(weights_only=True)` reads them.
+`torch.distributed.checkpoint` pickles the index of its shards. Here only the classes of that index may be unpickled, so it can
+create values but call nothing; tensors are read as by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = "model"
 """What the weights are under in a checkpoint."""
 _RECORDS = {
     "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},  # from a name to one of torch's own layouts
+    "torch.serialization": {"_get_layout"},  # a function that returns one of torch's layouts by name
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -48,10 +48,10 @@ UNREADABLE = (
 
 
 def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill tensors with a checkpoint's weights of their names; moments and all else stay unread.
+    """Fill tensors with a checkpoint's weights by name; nothing else is read.
 
     Args:
-        checkpoint: Its folder, written at whatever world size.
+        checkpoint: Its folder, written at any world size.
         weights: By parameter name, on the CPU; written in place.
 
     Raises:
@@ -70,19 +70,19 @@ def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
         with alone():
             load_sharded({MODEL: dict(weights)}, storage_reader=reader)
     except UNREADABLE as error:
-        raise StageError(f"{checkpoint}: can't be read ({told(error)})") from error
+        raise StageError(f"{checkpoint}: can't be read ({describe(error)})") from error
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Without torch's warning that one process reads a checkpoint: that is what is meant."""
+    """Silence torch's warning that a single process reads the checkpoint."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """torch's, which would unpickle in full what is no tensor: the optimizer's settings, which are plain values."""
+    """torch's planner, which would unpickle non-tensors in full; here they must be plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         found = torch.load(value, weights_only=True)
@@ -90,24 +90,24 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 class RecordReader(FileSystemReader):
-    """torch's, whose record of the shards may hold records and nothing else."""
+    """torch's reader, with an index that may hold plain records only."""
 
     def names(self) -> Set[str]:
-        """Of what the checkpoint holds.
+        """Names in the checkpoint.
 
         Raises:
-            StageError: If its record can't be read.
+            StageError: If its index can't be read.
         """
         try:
             return self.read_metadata().state_dict_metadata.keys()
         except UNREADABLE as error:
-            raise StageError(f"{self.path}: can't be read ({told(error)})") from error
+            raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
 
     def n_weights(self) -> int:
-        """Numbers in all of the model's tensors, as the record tells them.
+        """Number of weights of the model, from the index.
 
         Raises:
-            StageError: If its record can't be read.
+            StageError: If the index can't be read.
         """
         try:
             found = self.read_metadata().state_dict_metadata.items()
@@ -116,7 +116,7 @@ class RecordReader(FileSystemReader):
             ]
             return sum(math.prod(map(int, tensor.size)) for tensor in tensors)
         except UNREADABLE as error:
-            raise StageError(f"{self.path}: can't be read ({told(error)})") from error
+            raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -129,7 +129,7 @@ class RecordReader(FileSystemReader):
 
 
 class _Records(pickle.Unpickler):
-    """Finds the classes of a checkpoint's own record, and torch's dtypes."""
+    """An unpickler of the classes of torch's index and of dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
@@ -139,8 +139,8 @@ class _Records(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the record of its shards names {module}.{name}, which is none of its own")
 
 
-def told(error: BaseException) -> str:
-    """In a line: of an error of ranks, the first one's."""
+def describe(error: BaseException) -> str:
+    """An error in one line; of the errors of several ranks the first."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()))[0] if isinstance(failures, dict) and failures else error
     return f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"

@@ -17,7 +17,7 @@ from muscale.full_runs.continue_run.lineage import (
     plain,
     require_checkpoint,
 )
-from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
+from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
 from muscale.layout import FULL_RUNS
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
@@ -94,15 +94,15 @@ class Continuation(Result):
         own = {"run": self.key, "name": self.name, "tokens": self.n_tokens, "position": self.position}
         return (*self.parent.lineage, LineageSegment.of(self.corpus, self.directory, self.numerics, **own))
 
-    def full_run(self, config: StudyConfig, seal: str) -> FullRun:
-        """The run to train; `seal` is the hash of the parent checkpoint's manifest."""
+    def full_run(self, config: StudyConfig, manifest_hash: str) -> FullRun:
+        """The run to train, from a parent checkpoint with this manifest hash."""
         held_out = {
             label: HeldOut(corpus=self.directory / one.folder, n_tokens=one.evaluation_tokens)
             for label, one in self.earlier.items()
         }
-        beginning = Beginning(
+        initial_state = InitialState(
             checkpoint=self.parent.checkpoint,
-            seal=seal,
+            manifest_hash=manifest_hash,
             recipe=self.parent.recipe,
             position=self.position,
             earlier=held_out,
@@ -113,7 +113,7 @@ class Continuation(Result):
             segments=self.segments,
             directory=self.folder,
             corpus=self.corpus.folder,
-            beginning=beginning,
+            initial_state=initial_state,
         )
 
     def facts(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, seal_of
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, manifest_hash
 from muscale.layout import FULL_RUNS
 from muscale.plans.planning import Plan
 from muscale.settings.continuation_file import ParentSettings
@@ -161,15 +161,15 @@ def require_checkpoint(parent: Parent) -> None:
     )
 
 
-def sealed(parent: Parent) -> str:
-    """The seal of the parent's checkpoint, of which every file is hashed.
+def parent_hash(parent: Parent) -> str:
+    """The manifest hash of the parent's checkpoint, after every file was checked against it.
 
     Raises:
         StageError: If it is damaged.
     """
-    if found := seal_of(parent.checkpoint):
+    if found := manifest_hash(parent.checkpoint):
         return found
-    raise StageError(f"{parent.checkpoint}: does not hold the hashes of its manifest; name another by parent.tokens")
+    raise StageError(f"{parent.checkpoint}: does not match the hashes of its manifest; name another by parent.tokens")
 
 
 def _promoted_last(ledger: Ledger) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from muscale import json_lines
 from muscale.full_runs.continue_run.continuation import NOT_FORECAST, Continuation, format_lineage
-from muscale.full_runs.continue_run.lineage import LineageSegment, plain, sealed
+from muscale.full_runs.continue_run.lineage import LineageSegment, parent_hash, plain
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.goodput import Goodput
@@ -154,9 +154,9 @@ def train_continuation(
         return Continued.from_dict(known)
     started = ledger.result(ResultKind.CONTINUATION_STARTED, continuation.key)
     if started is None:
-        started = {**continuation.facts(), "seal": sealed(continuation.parent), "at": now()}
+        started = {**continuation.facts(), "manifest_hash": parent_hash(continuation.parent), "at": now()}
         ledger.record_result(ResultKind.CONTINUATION_STARTED, continuation.key, started)
-    run = continuation.full_run(config, started["seal"])
+    run = continuation.full_run(config, started["manifest_hash"])
     continuation.folder.mkdir(parents=True, exist_ok=True)
     on_cluster = launcher or (lambda run: launch(run, config.promote, config.resources, name=continuation.key))
     outcome = on_cluster(run)

@@ -1,1 +1,1 @@
-"""One rank of a full run: the Lightning module, its layout over ranks, what is done about spikes."""
+"""One rank of a full run: the Lightning module, sharding, spike interventions."""

@@ -1,7 +1,7 @@
-"""What was done about a run's spikes, and what it means for the steps to come.
+"""Interventions after loss spikes, and their effect on later steps.
 
-Leaving a batch out is leaving a position out: the tokens are counted, the schedule goes on, no step is taken. Positions are read
-from the record, so a run that is resumed, or returns to a checkpoint, leaves out the same.
+Skipping a batch is skipping a position: its tokens count and the schedule advances, but no step is taken. Positions come from the
+record of incidents, so a resumed or rolled back run skips the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from proxy_models.recipes.schedule import warmup_factor
 
 
 class Interventions:
-    """The incidents of one run, its policy, and what they mean for the steps to come; all ranks hold the same."""
+    """The incidents and the spike policy of one run, equal on all ranks."""
 
     def __init__(self, policy: SpikePolicy | None, ramp: BatchRamp, incidents: list[Incident]) -> None:
         self.policy, self.incidents = policy, incidents
@@ -23,14 +23,14 @@ class Interventions:
 
     @property
     def is_spent(self) -> bool:
-        """Whether one more spike ends the run."""
+        """Whether the next spike ends the run."""
         if self.policy is None:
             return True
         taken = sum(incident.action != "restart" for incident in self.incidents)
         return taken >= self.policy.max_interventions
 
     def position(self, tokens: int) -> int:
-        """The first position at or after `tokens` that is not left out."""
+        """The first position at or after `tokens` that is not skipped."""
         while later := [end for start, end in self._left_out() if start <= tokens < end]:
             tokens = max(later)
         return tokens
@@ -39,7 +39,7 @@ class Interventions:
         return (incident.left_out for incident in self.incidents if incident.left_out)
 
     def rewarmth(self, tokens: int, batch_tokens: int) -> float:
-        """Factor on the rate of the step that starts after `tokens` tokens, for the returns to a checkpoint before it."""
+        """Re-warming factor on the rate of the step after `tokens` tokens, from earlier rollbacks."""
         rewarm = self.policy.rewarm_tokens if self.policy else 0
         returns = [one.back_to for one in self.incidents if one.action == "rollback" and one.back_to is not None]
         return min(
@@ -47,7 +47,7 @@ class Interventions:
         )
 
     def around(self, tokens: int, *, margin: int = 0) -> tuple[int, int]:
-        """Positions [from, to) of the batch after `tokens` tokens, and of those less than `margin` tokens away, by whole batches."""
+        """Positions [from, to) of the batch after `tokens` tokens and of the batches within `margin` tokens."""
         start = end = 0
         for before, batch in self._ramp.steps(0, tokens + margin + self._ramp.batch_tokens):
             if before <= tokens - margin:

@@ -1,7 +1,7 @@
-"""The full-size run: plain Lightning with FSDP2, on the definitions that trained the proxies.
+"""The full-size run: plain Lightning with FSDP2, with the loss, step and schedule of the proxies.
 
-It knows nothing of Ray: the same function runs inside a Ray Train worker, under torchrun, or alone in one process. Batches are
-found by position, so a run resumed at another world size sees the same tokens.
+It is independent of Ray: the same function runs in a Ray Train worker, under torchrun, or in one process. Batches are
+addressed by position, so a run resumed at another world size sees the same tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from muscale import json_lines
 from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, seal_of
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, manifest_hash
 from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
@@ -55,7 +55,7 @@ _FLUSH_EVERY = 20  # steps between writes of the metrics
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
-    """The decoder under Lightning; every definition is `proxy_models`' own."""
+    """The decoder under Lightning; loss, step and schedule are those of `proxy_models`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         interventions: Interventions,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False  # the step is `proxy_models`' own, whole
+        self.automatic_optimization = False  # the complete step of `proxy_models`
         self.run, self.start, self.resume = run, start, resume
         self.tokens = self._recorded = start
         self.checkpoints, self.interventions = checkpoints, interventions
@@ -82,7 +82,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._agreement = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
 
     def configure_model(self) -> None:
-        """Build the decoder over the ranks, large blocks each by itself, with initial values that sharding does not change."""
+        """Build the decoder sharded over the ranks, with initial values that do not depend on the sharding."""
         if self.model is not None:
             return
         run, device = self.run, self.trainer.strategy.root_device
@@ -101,38 +101,38 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     @property
     def data_ranks(self) -> int:
-        """Shares that a batch is cut into."""
+        """Number of shares of a batch."""
         return self.run.parallelism.data_ranks(self.trainer.world_size)
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's share, which those that share its products have too."""
+        """Index of this rank's share; ranks of one tensor-parallel group have the same."""
         return int(self.global_rank) // self.run.parallelism.tensor_parallel
 
     @property
     def decoder(self) -> Decoder:
-        """The model, once it is configured."""
+        """The configured model."""
         if self.model is None:
             raise RuntimeError("the model is not configured yet")
         return self.model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer of the last step before the start, whose moments a checkpoint holds, even one at a swap."""
+        """The optimizer of the last step before the start, whose moments are in the checkpoint even at a swap."""
         return self._make_optimizer(self.run.recipe_before(self.start))
 
     def _make_optimizer(self, recipe: Recipe) -> torch.optim.Optimizer:
-        """A recipe's optimizer, its groups by name, after sharding."""
+        """The optimizer of a recipe, with groups by parameter name, after sharding."""
         return make_optimizer(self.decoder, self.run.numerics.parametrization(recipe.optimizer), recipe)
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Nothing but calls of `training_step`, until the run's end: a batch is found by its position."""
+        """A loader that only triggers `training_step` until the run's end; batches are addressed by position."""
         return DataLoader(_Calls(self))
 
     def on_fit_start(self) -> None:
-        """Open the data, and go on from the checkpoint.
+        """Open the data and load the checkpoint.
 
         Raises:
-            StageError: If the device can't train in the run's precision, or the ranks can't agree on a loss scale.
+            StageError: If the device does not support the run's precision, or fp16 is used with several ranks.
         """
         run = self.run
         precision = run.numerics.precision
@@ -144,23 +144,23 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         numerics, length = run.numerics, run.numerics.model.context_length
         self._stream = training_stream(self._corpus, length, numerics.seed, run_tokens=numerics.run_tokens)
         self._held_out = evaluation_sets(self._corpus, length, numerics.evaluation_tokens)
-        before = run.beginning.earlier if run.beginning else {}
+        before = run.initial_state.earlier if run.initial_state else {}
         self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in before.items()}
         self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
         self._started = time.perf_counter() - self._spent
 
     def on_train_start(self) -> None:
-        """Hear of a preemption, in place of the handler that Lightning has set by now; evaluate the state that was gone on from."""
+        """Install the preemption handler in place of Lightning's, and evaluate the initial state of a continuation."""
         self._notice.listen()
         metrics = self.run.directory / METRICS
-        if self.run.beginning and self.start == 0 and not broadcast_from_rank0(lambda: json_lines.read(metrics)):
+        if self.run.initial_state and self.start == 0 and not broadcast_from_rank0(lambda: json_lines.read(metrics)):
             began = time.perf_counter()
             row = {"tokens": 0, **self.evaluate(), "evaluation_seconds": time.perf_counter() - began}
             self._rows.append({**row, "seconds": time.perf_counter() - self._started})
             self._flush()
 
     def _go_on_from(self, tokens: int, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> None:
-        """Take the next step after `tokens` tokens, with the checkpoint's state; weights are initial ones where there is none."""
+        """Set the state after `tokens` tokens: the checkpoint's, or initial weights if there is none."""
         run = self.run
         self._stepper = Stepper(
             self.decoder,
@@ -181,17 +181,17 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
         )
         if checkpoint:
-            # A guard that remembered another corpus's losses would take the first ones here for spikes.
+            # A guard with another corpus's losses would take the first ones here for spikes.
             self.checkpoints.load(checkpoint, self._stepper, memory=tokens > 0)
         self.tokens = self._recorded = tokens
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
-        """Take the step on this rank's share of its batch, then record, evaluate and save, each in its time."""
+        """Take one step on this rank's share of the batch, then record, evaluate and save when they are due."""
         began, run = time.perf_counter(), self.run
         if self.tokens == run.n_tokens:
-            return  # Lightning asked for one call more before the last step was taken
+            return  # Lightning requested one more call before the last step
         before = self.interventions.position(self.tokens)
-        if before >= run.n_tokens:  # the last batches are left out
+        if before >= run.n_tokens:  # the last batches are skipped
             self.tokens = run.n_tokens
             self._record({}, began)
             return
@@ -219,20 +219,20 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._record(row, began)
 
     def _trouble(self, loss: Tensor, number: int) -> str | None:
-        """Why the run would end as diverged with this step."""
+        """Why this step would end the run as diverged."""
         if divergence := self._stepper.divergence:
             return divergence.reason
         return None if torch.isfinite(loss) else f"the training loss is {float(loss)} at step {number}"
 
     def _intervene(self, tokens: int, number: int, reason: str) -> None:
-        """Leave out the step after `tokens` tokens, which was not taken, or go back and leave it out on the way.
+        """Skip the step after `tokens` tokens, or roll back and skip it on the way.
 
         Raises:
-            StageError: If the run's interventions are spent.
+            StageError: If the policy allows no further intervention.
         """
         policy = self.run.on_spike
         if policy is None:
-            raise RuntimeError("nothing is said about spikes")
+            raise RuntimeError("on_spike is not set")
         if self.interventions.is_spent:
             raise StageError(
                 f"promote: the run diverged: {reason}, after {policy.max_interventions} interventions; "
@@ -270,17 +270,17 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._go_on_from(start, checkpoint, optimizer)
 
     def _go_on_under(self, recipe: Recipe) -> None:
-        """Let an optimizer of the recipe take over; Lightning drops the one before it."""
+        """Replace the optimizer by the recipe's, in Lightning too."""
         optimizer = self._make_optimizer(recipe)
         self.trainer.optimizers = [optimizer]
         self._stepper.go_on_under(recipe, optimizer)
 
     def _record(self, row: dict[str, Any], began: float) -> None:
-        """Note the step that ended with the tokens counted now and what is due after it; end here if the machine is to be left.
+        """Record the step that has just ended, evaluate and save when due, and end the run if it was preempted.
 
         Raises:
             StageError: If the validation loss is not finite.
-            PreemptedError: When the state is saved.
+            PreemptedError: Once the state is saved.
         """
         run, before, tokens = self.run, self._recorded, self.tokens
         at_end, evaluated = tokens == run.n_tokens, time.perf_counter()
@@ -297,7 +297,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         agreed = self._agreement
         if at_end or agreed.saves or agreed.ends or passes(run.checkpoint_every_tokens, before, tokens):
             with self._blocking():
-                self._flush()  # first: a checkpoint vouches for the rows before it
+                self._flush()  # first: a checkpoint implies that the rows before it are written
                 self.checkpoints.save(self._stepper, tokens)
                 agreed.saved()
                 if at_end or agreed.ends:
@@ -305,12 +305,12 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         elif len(self._rows) >= _FLUSH_EVERY:
             self._flush()
         if agreed.ends and not at_end:
-            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # obeyed
-            raise PreemptedError(f"promote: told to leave the machine, saved at {tokens:,} tokens")
+            broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # the notice was followed
+            raise PreemptedError(f"promote: preempted, saved at {tokens:,} tokens")
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
-        """What training waits for in here counts as blocked by a checkpoint."""
+        """Count the time in the block as blocked by a checkpoint."""
         began = time.perf_counter()
         yield
         self.blocked += time.perf_counter() - began
@@ -319,15 +319,15 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         """Mean loss over the held-out sequences.
 
         Returns:
-            `val_loss`, and of a mixture `source_losses` by name; of a run that goes on from others with another corpus
-            `earlier_losses`, theirs by name; nats per token.
+            `val_loss`, and of a mixture `source_losses` by name; of a continuation on another corpus
+            `earlier_losses` by name; nats per token.
         """
-        told = evaluation_of(self._corpus, self._held_out, self._losses(self._held_out))
+        losses = evaluation_of(self._corpus, self._held_out, self._losses(self._held_out))
         earlier = {name: corpus_loss(sets, self._losses(sets)) for name, sets in self._earlier.items()}
-        return told | ({"earlier_losses": earlier} if earlier else {})
+        return losses | ({"earlier_losses": earlier} if earlier else {})
 
     def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
-        """Of each set, exactly, whatever the number of ranks; in fp32 and eager, without dropout."""
+        """Mean loss of each set, independent of the number of ranks; in fp32 and eager, without dropout."""
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
             losses = source_losses(self.decoder, sets, device=self.device, rank=self.data_rank, ranks=self.data_ranks)
         settle(self.decoder)
@@ -338,7 +338,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
-        """The steps taken are in the metrics, however the block ends: their time counts, though they are trained again."""
+        """Write the metrics of all steps however the block ends: their time counts, even if they are trained again."""
         try:
             yield
         finally:
@@ -351,11 +351,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
 
 def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = None) -> dict[str, Any]:
-    """Train the run to its end, from its last whole checkpoint if it has one; a finished run returns its result.
+    """Train the run to its end, from its last intact checkpoint if there is one; a finished run returns its result.
 
     Args:
         run: What to train.
-        strategy: `ShardedStrategy` for several ranks; in one process Lightning's own choice will do.
+        strategy: `ShardedStrategy` for several ranks; Lightning's default in one process.
         plugins: Lightning's, such as the launcher's environment.
 
     Returns:
@@ -364,7 +364,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
 
     Raises:
         StageError: If the run diverges.
-        PreemptedError: If its machine is taken away; its state is saved.
+        PreemptedError: If it was preempted; its state is saved.
     """
     if isinstance(strategy, ShardedStrategy):
         strategy.parallelism = run.parallelism
@@ -406,7 +406,7 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
         if start < run.n_tokens:
             with attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)), module.flushing():
                 trainer.fit(module)
-        told = {
+        facts = {
             "tokens": run.n_tokens,
             "resumed_from": start,
             "environment": {
@@ -414,25 +414,25 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
                 "parallelism": asdict(run.parallelism),
             },
         }
-        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.blocked, **told))
+        return broadcast_from_rank0(lambda: attempts.conclude(run.directory, blocked=module.blocked, **facts))
 
 
 def _origin(run: FullRun) -> tuple[int, Path | None]:
-    """The run's, once its checkpoint is found to be the one that was meant.
+    """Tokens and checkpoint at the run's start, after a check of the checkpoint.
 
     Raises:
-        StageError: On every rank, if it is not.
+        StageError: On every rank, if the checkpoint has changed.
     """
-    beginning = run.beginning
-    if beginning and broadcast_from_rank0(lambda: seal_of(beginning.checkpoint)) != beginning.seal:
+    state = run.initial_state
+    if state and broadcast_from_rank0(lambda: manifest_hash(state.checkpoint)) != state.manifest_hash:
         raise StageError(
-            f"{beginning.checkpoint}: is no longer the checkpoint that the run was begun from: it is gone, damaged or another"
+            f"{state.checkpoint}: must be the checkpoint from which the run was started; it is gone, damaged or changed"
         )
     return run.origin
 
 
 class _Calls(IterableDataset[int]):
-    """One entry for each step that is still to be taken, however often the run goes back."""
+    """One item per remaining step, also after rollbacks."""
 
     def __init__(self, module: FullRunModule) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""Save and stop flags of all ranks, reduced with the loss: what one rank knows, all do at the same step."""
+"""Save and stop flags, reduced with the loss, so that all ranks act at the same step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from muscale.full_runs.distributed import rank
 
 
 class RankFlags:
-    """Of the ranks, after each step.
+    """The flags after each step.
 
     Attributes:
-        saves: It is time for a checkpoint, by rank 0's clock.
-        ends: Some rank was notified that it will lose its machine.
+        saves: A checkpoint is due, by rank 0's clock.
+        ends: Some rank was notified of a preemption.
     """
 
     def __init__(self, *, every_seconds: float | None, notice: Callable[[], bool]) -> None:
@@ -25,18 +25,18 @@ class RankFlags:
         self._every, self._notice, self._saved_at = every_seconds, notice, time.monotonic()
 
     def mean(self, loss: Tensor) -> Tensor:
-        """Mean over ranks of a loss whose parts count alike; what they want is settled along the way."""
+        """Mean of the loss over ranks with equal shares; also reduces the flags."""
         wishes = [self._is_time(), self._notice()]
         if dist.is_initialized():
-            told = torch.stack([loss, *(loss.new_tensor(float(wish)) for wish in wishes)])
-            dist.all_reduce(told)
-            loss = told[0] / dist.get_world_size()
-            wishes = [count > 0 for count in told[1:].tolist()]
+            reduced = torch.stack([loss, *(loss.new_tensor(float(wish)) for wish in wishes)])
+            dist.all_reduce(reduced)
+            loss = reduced[0] / dist.get_world_size()
+            wishes = [count > 0 for count in reduced[1:].tolist()]
         self.saves, self.ends = wishes
         return loss
 
     def saved(self) -> None:
-        """A checkpoint was begun: the clock starts anew."""
+        """Restart the checkpoint clock."""
         self._saved_at = time.monotonic()
 
     def _is_time(self) -> bool:

@@ -1,9 +1,9 @@
-"""A decoder over many devices: the mesh and the strategy that owns it, and a build in which no device ever holds it whole.
+"""Sharding of a decoder: the device mesh, Lightning's strategy for it, and a build in which no device holds the full model.
 
-Data parallelism of every kind is FSDP2's, over one mesh dimension or two; tensor parallelism is DTensor's, under it. On a mesh all
-parameters are DTensors with their own names, which optimizer groups, clipping and checkpoints go by.
+Data parallelism is FSDP2's, over one or two mesh dimensions; tensor parallelism is DTensor's, within it. On a mesh all parameters
+are DTensors under their own names, which optimizer groups, clipping and checkpoints use.
 
-Tried on gloo with up to four ranks, compiled with up to two. Unproven: several GPUs, and several nodes.
+Tested on gloo with up to four ranks, compiled with up to two; not tested on several GPUs or nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's model-parallel strategy over a mesh of our own, on a device that the launcher may choose."""
+    """Lightning's model-parallel strategy on our own mesh and a device chosen by the launcher."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class ShardedStrategy(ModelParallelStrategy):
         self._chosen_device = device
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and lay the mesh over them, which Lightning would have of two dimensions only.
+        """Join the process group and create the mesh, for which Lightning supports two dimensions only.
 
         Raises:
-            StageError: If they are no grid of that layout.
+            StageError: If the number of ranks does not fit the layout.
         """
         self._setup_distributed()
         try:
@@ -86,13 +86,13 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def node_ranks() -> int | None:
-    """Ranks on this node, where the launcher tells it, as torchrun and Ray Train do."""
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(told) if told else None
+    """Ranks on this node, from LOCAL_WORLD_SIZE, which torchrun and Ray Train set."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(ranks) if ranks else None
 
 
 def mesh_of(grid: tuple[int, int, int], device_type: str) -> DeviceMesh:
-    """The mesh of a grid (replicas, shards, tensor); one rank for each product is no dimension."""
+    """The mesh of a grid (replicas, shards, tensor), without a tensor dimension of size 1."""
     names = (_REPLICAS, _SHARDS, _TENSOR) if grid[2] > 1 else (_REPLICAS, _SHARDS)
     return init_device_mesh(device_type, grid[: len(names)], mesh_dim_names=names)
 
@@ -107,18 +107,18 @@ def build_decoder(
     min_unit_params: int = 0,
     compiled: bool = False,
 ) -> Decoder:
-    """The decoder with its initial values, which do not depend on the layout; on a mesh, each rank makes only its own part.
+    """The decoder with initial values that do not depend on the layout; on a mesh each rank creates only its own part.
 
     Args:
         numerics, recipe: Shape, seed and parametrization.
         parallelism: The layout.
         device: Of this rank.
         mesh: From `mesh_of`; None in one process.
-        min_unit_params: Blocks of fewer parameters are gathered with the rest of the model, not each by itself.
+        min_unit_params: Blocks with fewer parameters are sharded together with the rest of the model.
         compiled: Whether each block is compiled.
 
     Raises:
-        ValueError: If the model can't be laid out so.
+        ValueError: If the layout does not fit the model.
     """
     parallelism.require(numerics.model)
     tensor = mesh[_TENSOR] if mesh is not None and _TENSOR in _names(mesh) else None
@@ -149,7 +149,7 @@ def build_decoder(
 def fitting_micro_batch(
     numerics: Numerics, recipe: Recipe, parallelism: Parallelism, *, world_size: int, device: torch.device
 ) -> int | None:
-    """Sequences of a pass on a rank: on a GPU the largest whole part of its share that fits by the estimate; else None, its share."""
+    """Sequences per pass on a rank: on a GPU the largest divisor of its share that fits by the estimate; else None, the share."""
     if device.type != "cuda":
         return None
     replicas, shards, _ = parallelism.grid(world_size, node_ranks=node_ranks())
@@ -167,7 +167,7 @@ def fitting_micro_batch(
 
 
 def between_parts(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Before a part of a rank's batch: gradients go to the other replicas after the last part only, and weights stay till then."""
+    """Set up FSDP2 for one part of a rank's batch: gradients are reduced and weights resharded after the last part only."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_all_reduce(last)
@@ -176,14 +176,14 @@ def between_parts(model: nn.Module, parallelism: Parallelism, *, last: bool) -> 
 
 
 def settle(model: nn.Module) -> None:
-    """Let go of weights that were gathered, as a forward pass without a backward one leaves them gathered."""
+    """Reshard the weights, which a forward pass without a backward pass leaves gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_params: int) -> None:
-    """Large blocks each by itself, and the rest as one."""
+    """Shard each large block, and the rest as one unit."""
     replicated = parallelism.sharding in ("none", "hybrid")
     dimensions = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
     for block in _blocks(model):
@@ -193,7 +193,7 @@ def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_
 
 
 def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut the blocks' matrices over the ranks of a tensor dimension; everything else each of them has and computes."""
+    """Split the blocks' matrices over the ranks of the tensor dimension; everything else is replicated."""
     for block in _blocks(model):
         plan: dict[str, ParallelStyle] = {
             **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
@@ -221,7 +221,7 @@ def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 class _Alike(ParallelStyle):
-    """A module that every rank of the tensor dimension computes alike, from the same input and replicated parameters.
+    """A module that all ranks of the tensor dimension compute identically, from equal inputs and replicated parameters.
 
     `copied`: Its output is no view, as that of the whole model must not be under FSDP2.
     """

@@ -195,7 +195,7 @@ def test_hashes_are_read_by_the_first_rank_alone(run: FullRun) -> None:
 
 def only_the_first_reads(rank: int) -> None:
     if rank:
-        checkpoint_folder.is_whole = die  # type: ignore[assignment]
+        checkpoint_folder.is_intact = die  # type: ignore[assignment]
 
 
 def test_a_manifest_names_every_file_with_its_hash(run: FullRun) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, seal_of
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, manifest_hash
 from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.full_run import Beginning, FullRun, HeldOut
+from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
 from muscale.full_runs.train.module import train
 from muscale.layout import METRICS, RESULT
 from muscale.settings.promote import SpikePolicy
@@ -57,13 +57,19 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     return run
 
 
-def onward(parent: FullRun, directory: Path, *, beginning: dict[str, Any] | None = None, **changes: Any) -> FullRun:
+def onward(parent: FullRun, directory: Path, *, initial_state: dict[str, Any] | None = None, **changes: Any) -> FullRun:
     """The last four steps as a run of their own; `changes` are of its segments."""
     checkpoint = Checkpoints(parent.directory / CHECKPOINTS).path(BATCH * AT)
-    seal = seal_of(checkpoint)
-    assert seal is not None
+    digest = manifest_hash(checkpoint)
+    assert digest is not None
     recipe = parent.recipe_before(BATCH * AT)
-    given = {"checkpoint": checkpoint, "seal": seal, "recipe": recipe, "position": BATCH * AT, **(beginning or {})}
+    given = {
+        "checkpoint": checkpoint,
+        "manifest_hash": digest,
+        "recipe": recipe,
+        "position": BATCH * AT,
+        **(initial_state or {}),
+    }
     segments = continued(
         recipe, 4 * BATCH, **{"learning_rate": recipe.learning_rate, "cooldown_fraction": 0.5, **changes}
     )
@@ -73,7 +79,7 @@ def onward(parent: FullRun, directory: Path, *, beginning: dict[str, Any] | None
         directory=directory,
         checkpoint_every_tokens=BATCH * 2,
         evaluate_every_tokens=BATCH * 100,
-        beginning=Beginning(**given),
+        initial_state=InitialState(**given),
     )
 
 
@@ -118,7 +124,7 @@ def test_two_sharded_ranks_go_on_as_one_process_does(parent: FullRun, tmp_path: 
     smooth = replace(parent, numerics=replace(parent.numerics, model=model, base=base))  # as each rank draws its own
     earlier = {"earlier": {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}}
     one, two = (
-        replace(onward(smooth, tmp_path / name, beginning=earlier), min_unit_params=0) for name in ("one", "two")
+        replace(onward(smooth, tmp_path / name, initial_state=earlier), min_unit_params=0) for name in ("one", "two")
     )
     train(one)
     gloo_ranks.train(two, 2)
@@ -137,7 +143,7 @@ def test_another_rate_and_corpus_are_taken_up_and_the_earlier_text_is_evaluated_
     run = onward(
         parent,
         tmp_path / "onward",
-        beginning={"position": 0, "earlier": earlier},
+        initial_state={"position": 0, "earlier": earlier},
         learning_rate=0.02,
         rewarm_tokens=BATCH,
     )
@@ -193,10 +199,10 @@ def test_a_spike_before_the_first_checkpoint_rolls_back_to_the_state_it_began_wi
 
 def test_a_checkpoint_that_changed_or_is_gone_is_refused(parent: FullRun, tmp_path: Path) -> None:
     run = onward(parent, tmp_path / "onward")
-    assert run.beginning is not None
+    assert run.initial_state is not None
     copied = tmp_path / "copied"
-    shutil.copytree(run.beginning.checkpoint, copied)
-    run = replace(run, beginning=replace(run.beginning, checkpoint=copied))
+    shutil.copytree(run.initial_state.checkpoint, copied)
+    run = replace(run, initial_state=replace(run.initial_state, checkpoint=copied))
     for file in copied.glob("__0_*"):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
