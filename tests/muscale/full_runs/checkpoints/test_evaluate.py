@@ -127,7 +127,7 @@ def test_samples_are_those_of_their_seed_and_a_result_is_plain_values(trained: F
 def test_a_checkpoint_that_is_none_or_does_not_hold_is_refused(copied: Path) -> None:
     torn = next(checkpoint(copied, 8).glob("*.distcp"))
     torn.write_bytes(torn.read_bytes()[:-1])
-    with pytest.raises(StageError, match=r"tokens=2048: does not hold the hashes of its manifest"):
+    with pytest.raises(StageError, match=r"tokens=2048: does not match the hashes of its manifest"):
         evaluate_checkpoint(checkpoint(copied, 8))
     with pytest.raises(StageError, match="no such checkpoint"):
         evaluate_checkpoint(checkpoint(copied, 7))

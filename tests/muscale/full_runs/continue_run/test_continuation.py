@@ -317,7 +317,7 @@ def test_a_checkpoint_that_is_another_than_when_the_continuation_was_begun_is_re
     continuation.parent.checkpoint.rename(away)
     shutil.copytree(kept.path(6 * BATCH), continuation.parent.checkpoint)
     assert continuation.parent.checkpoint.parent.name == CHECKPOINTS
-    with pytest.raises(StageError, match="no longer the checkpoint that the run was begun from"):
+    with pytest.raises(StageError, match="must be the checkpoint from which the run was started"):
         case.trained(text)
     shutil.rmtree(continuation.parent.checkpoint)
     away.rename(continuation.parent.checkpoint)

@@ -154,7 +154,7 @@ def test_a_failure_is_told_once_and_one_that_made_way_is_none(run: FullRun, capl
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"the evaluation of {run.directory}/checkpoints/tokens={BATCH * 20} failed, the training goes on: " in line
     assert "StageError" in line
-    assert "does not hold the hashes of its manifest" in line
+    assert "does not match the hashes of its manifest" in line
 
 
 def test_an_interruption_ends_what_goes_on_at_once(run: FullRun) -> None:

@@ -207,9 +207,9 @@ def test_a_checkpoint_that_changed_or_is_gone_is_refused(parent: FullRun, tmp_pa
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(bytes(content))
-    with pytest.raises(StageError, match="no longer the checkpoint that the run was begun from"):
+    with pytest.raises(StageError, match="must be the checkpoint from which the run was started"):
         train(run)
     shutil.rmtree(copied)
-    with pytest.raises(StageError, match="no longer the checkpoint"):
+    with pytest.raises(StageError, match="must be the checkpoint"):
         train(run)
     assert not (run.directory / METRICS).exists()
