@@ -130,7 +130,7 @@ def fit(
         warnings=(
             *checked.warnings,
             *row_warnings(rows),
-            *_doubts_about_fit(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
+            *_fit_warnings(form, problem, log_loss, thetas[best], bool(converged[best]), draws, draws_converged),
         ),
         assumptions=checked.assumptions,
     )
@@ -193,7 +193,7 @@ def row_warnings(rows: pd.DataFrame) -> list[str]:
     return warnings
 
 
-def _doubts_about_fit(
+def _fit_warnings(
     form: Form,
     problem: Problem,
     log_loss: Array,
