@@ -140,7 +140,7 @@ def test_the_variants_that_are_on_are_named(corpus: Corpus) -> None:
 
 def test_what_befell_the_run_is_told_where_anything_did(corpus: Corpus) -> None:
     assert "befell" not in card(corpus)
-    event = Event(at="2026-01-01T00:00:05+00:00", kind="skip", told="step 9: skip: the loss\nis nan")
+    event = Event(at="2026-01-01T00:00:05+00:00", kind="skip", message="step 9: skip: the loss\nis nan")
     text = card(corpus, promotion=replace(PROMOTION, run_events=(event,)))
     assert "\n- 2026-01-01 00:00:05 step 9: skip: the loss is nan\n" in text
     assert "\n\n## Lineage\n" in text

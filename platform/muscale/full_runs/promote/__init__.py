@@ -1,1 +1,1 @@
-"""A promotion: dry run, smoke test, workers under Ray Train or prepared for other launchers, result beside the forecast."""
+"""Promotion: dry run, smoke test, launch under Ray Train or other launchers, result against the forecast."""

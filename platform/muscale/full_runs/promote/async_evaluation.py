@@ -1,7 +1,7 @@
-"""The checkpoints of a full run evaluated while it trains: tasks of Ray, one at a time, on resources that are kept for them.
+"""Asynchronous evaluation of a full run's checkpoints: Ray tasks, one at a time, on reserved resources.
 
-They are reserved before training takes the cluster. Ray Train reckons by all that the nodes have, what is reserved with it, so
-that it is given no more workers than fit beside.
+The resources are reserved before the training takes the cluster. Ray Train counts all resources of the nodes, also reserved ones,
+so it is given no more workers than fit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus, CorpusError
 
 _LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
-_ROOM_SECONDS = 60.0  # that others may take to leave what is to be reserved (assumed)
-_PATIENCE_SECONDS = 60.0  # for the evaluation that goes on when the training has ended (assumed)
+_ROOM_SECONDS = 60.0  # for others to free the resources (assumed)
+_PATIENCE_SECONDS = 60.0  # for an evaluation still running when the training has ended (assumed)
 _log = logging.getLogger(__name__)
 
 Fitting = Callable[[PromoteSettings], PromoteSettings]
@@ -38,21 +38,21 @@ Fitting = Callable[[PromoteSettings], PromoteSettings]
 
 @contextmanager
 def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: ResourceSettings) -> Iterator[Fitting]:
-    """While a run is trained in the block, evaluate its newest checkpoint whenever none is being evaluated.
+    """While a run is trained in the block, evaluate its newest checkpoint, one at a time.
 
-    What is found goes into the run's directory, a row each. The run's last checkpoint is its own to evaluate. When the block
-    ends as it should, an evaluation that goes on has a minute more; when it is interrupted or fails, none.
+    Results are appended to a file in the run's directory. The run itself evaluates its last checkpoint. When the block ends
+    normally, a running evaluation has one more minute; after an interruption or error, none.
 
     Args:
-        run: What is trained.
-        settings: Whether it is done at all, and with what.
-        resources: Of a worker of the training.
+        run: To train.
+        settings: [promote].
+        resources: Of one worker of the training.
 
     Yields:
-        The settings of an attempt, from those of the run: no more workers than there is room for beside.
+        A function from settings to those of an attempt, with no more workers than fit.
 
     Raises:
-        StageError: If the cluster has no room for it and for the least workers, or there is nothing to write samples with.
+        StageError: If the cluster has no room for the evaluator and the fewest workers, or the samples have no tokenizer.
     """
     if settings.evaluation == "sync":
         yield lambda settings: settings
@@ -77,7 +77,7 @@ def async_evaluation_of(run: FullRun, settings: PromoteSettings, resources: Reso
 
 
 def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, package: str) -> dict[str, Any]:
-    """Evaluate a checkpoint in a process of Ray's; the row that is to be recorded."""
+    """Evaluate a checkpoint in a Ray task; returns the row to record."""
     import torch
 
     from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
@@ -88,7 +88,7 @@ def evaluate_in_task(checkpoint: Path, options: dict[str, Any], threads: int, pa
 
 
 class _Reservation:
-    """Resources on one node that nobody else is given, and the tasks that run there."""
+    """Reserved resources on one node, and the tasks on them."""
 
     def __init__(self, settings: PromoteSettings) -> None:
         import ray
@@ -100,7 +100,7 @@ class _Reservation:
         )
         if not any(_holds(node["Resources"], self.taken) for node in alive_nodes()):
             raise StageError(
-                f'promote: evaluation = "async" needs {_told(self.taken)} on one node, and no node has that: lower '
+                f'promote: evaluation = "async" needs {_format_resources(self.taken)} on one node, and no node has that: lower '
                 'promote.evaluator_cpus or promote.evaluator_gpus, or take evaluation = "sync"'
             )
         self._group = placement_group([self.taken])
@@ -120,19 +120,19 @@ class _Reservation:
         }
 
     def wait(self) -> None:
-        """Until it is reserved.
+        """Wait for the reservation.
 
         Raises:
-            StageError: If others keep it.
+            StageError: If others occupy the resources.
         """
         if not self._group.wait(_ROOM_SECONDS):
             raise StageError(
-                f'promote: evaluation = "async" needs {_told(self.taken)}, which others on the cluster did not leave free for '
+                f'promote: evaluation = "async" needs {_format_resources(self.taken)}, which stayed occupied for '
                 f"{_ROOM_SECONDS:.0f} s"
             )
 
     def room(self, resources: ResourceSettings) -> int:
-        """Workers that fit beside it, by all that the nodes have."""
+        """Workers that fit on the nodes beside the reservation."""
         from ray.util import placement_group_table
 
         table = placement_group_table(self._group)
@@ -145,32 +145,32 @@ class _Reservation:
         return room_for(left, each)
 
     def require_room(self, settings: PromoteSettings, resources: ResourceSettings) -> None:
-        """Let training begin.
+        """Check that the training fits.
 
         Raises:
-            StageError: If its least workers would wait for ever.
+            StageError: If its fewest workers would wait for ever.
         """
         least, room = settings.workers_min or settings.workers, self.room(resources)
         if room < least:
             raise StageError(
-                f'promote: evaluation = "async" reserves {_told(self.taken)}, which leaves the cluster room for {room} of '
+                f'promote: evaluation = "async" reserves {_format_resources(self.taken)}, which leaves the cluster room for {room} of '
                 f"{least} workers with {resources.cpus_per_worker:g} CPUs each: add nodes, lower promote.workers, "
                 'promote.evaluator_cpus or resources.cpus_per_worker, or take evaluation = "sync"'
             )
 
     def fitting(self, settings: PromoteSettings, resources: ResourceSettings) -> PromoteSettings:
-        """At most as many workers as there is room for, where the settings leave a choice."""
+        """The settings with at most as many workers as fit, if they allow a range."""
         if settings.workers_min is None:
             return settings
         most = max(settings.workers_min, min(settings.workers, self.room(resources)))
         return settings.model_copy(update={"workers": most})
 
     def submit(self, checkpoint: Path) -> Any:
-        """Begin an evaluation; returns Ray's reference to its row."""
+        """Start an evaluation; returns Ray's reference to its row."""
         return self._task.remote(checkpoint, self._options, self._threads, package_fingerprint())
 
     def give_back(self) -> None:
-        """Free it, and end what runs there."""
+        """Free the resources, and end tasks on them."""
         import ray
         from ray.util import remove_placement_group
 
@@ -179,20 +179,20 @@ class _Reservation:
 
 
 class _Evaluator:
-    """A thread of the driver that has new checkpoints evaluated, one after the other, and records what comes of it."""
+    """A thread of the driver that evaluates new checkpoints one by one and records the results."""
 
     def __init__(self, directory: Path, n_tokens: int, submit: Callable[[Path], Any]) -> None:
         self._n_tokens, self._submit = n_tokens, submit
         self._file = directory / EVALUATIONS
         self._checkpoints, self._records = CheckpointFolder(directory / CHECKPOINTS), RunRecords(directory)
-        self._failed: set[int] = set()  # tokens of checkpoints whose evaluation did
-        self._told: set[str] = set()  # why
+        self._failed: set[int] = set()  # tokens of checkpoints
+        self._logged: set[str] = set()
         self._ends, self._patience_until = threading.Event(), float("inf")
         self._thread = threading.Thread(target=self._follow, name="evaluate beside", daemon=True)
         self._thread.start()
 
     def end(self, *, patience: float) -> None:
-        """Begin no other evaluation, and give the one that goes on so many seconds."""
+        """Start no further evaluation; a running one has this many seconds."""
         self._patience_until = time.monotonic() + patience
         self._ends.set()
         self._thread.join()
@@ -202,11 +202,11 @@ class _Evaluator:
             try:
                 if path := self._next():
                     self._evaluate(path)
-            except OSError as error:  # of the file system; training is worth more than watching
-                self._tell(f"the checkpoints can't be looked at for now: {error}")
+            except OSError as error:  # of the file system; training matters more
+                self._warn(f"the checkpoints can't be listed for now: {error}")
 
     def _next(self) -> Path | None:
-        """The newest checkpoint, unless it is evaluated, was tried, or is the run's last."""
+        """The newest checkpoint, unless it is evaluated, has failed, or is the run's last."""
         newest = self._checkpoints.newest()
         if newest is None:
             return None
@@ -224,20 +224,20 @@ class _Evaluator:
                     ray.cancel(task, force=True)
                     return
             row = ray.get(task)
-        except Exception as error:  # whatever it is, the training goes on
-            if path.exists() and not self._ends.is_set():  # else it made way for newer ones, or the run has ended
+        except Exception as error:  # the training continues after any error
+            if path.exists() and not self._ends.is_set():  # else it was deleted for newer ones, or the run has ended
                 self._failed.add(tokens_of(path))
-                self._tell(
-                    f"the evaluation of {path} failed, the training goes on: {recovery.describe(error)['error']}"
+                self._warn(
+                    f"the evaluation of {path} failed, the training continues: {recovery.describe(error)['error']}"
                 )
             return
         json_lines.append(self._file, row)
 
-    def _tell(self, text: str) -> None:
-        """Log it, unless it was said before, of whatever checkpoint."""
+    def _warn(self, text: str) -> None:
+        """Log a warning, once for all checkpoints."""
         reason = re.sub(r"\d+", "#", text)
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             _log.warning("%s", text)
 
 
@@ -245,5 +245,5 @@ def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:
     return all(there.get(name, 0.0) >= amount for name, amount in needed.items())
 
 
-def _told(amounts: Mapping[str, float]) -> str:
+def _format_resources(amounts: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())

@@ -1,4 +1,4 @@
-"""What a promotion would be, before anything is launched: plan, gate, memory of each device, cost, and the workers."""
+"""The dry run of a promotion: plan, gate, memory per device, cost and workers, before anything is launched."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a worker trains on.
+    """The device of a worker.
 
     Attributes:
-        name: As people call it.
-        memory_bytes: Of one; None where it can't be told here.
-        workers_on_it: That share it.
+        name: For people.
+        memory_bytes: Of the device; None if unknown here.
+        workers_on_it: Workers that share it.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What would be started.
+    """The training that would be started.
 
     Attributes:
         workers: Processes of the run.
         cpus_per_worker, gpus_per_worker: Of each.
         device: Of each.
-        sharding: What is cut over the workers.
-        micro_batch: Sequences that a worker takes at once.
-        n_steps, n_tokens: Of the whole run.
-        resumed_from: Tokens of the newest checkpoint; 0: it begins.
-        checkpoint_bytes: Of one.
+        sharding: Layout over the workers.
+        micro_batch: Sequences per pass on a worker.
+        n_steps, n_tokens: Of the run.
+        resumed_from: Tokens of the newest checkpoint; 0: a new run.
+        checkpoint_bytes: Of one checkpoint.
         directory: Of the run.
     """
 
@@ -94,7 +94,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Result):
-    """What `muscale promote --dry-run` prints."""
+    """The result of `muscale promote --dry-run`."""
 
     plan: Plan
     gate: Gate
@@ -122,13 +122,13 @@ class DryRun(Result):
 def dry_run(
     plan: Plan, config: StudyConfig, corpus: Corpus, *, check: CoordinateCheck | None, verdict: Verdict, directory: Path
 ) -> DryRun:
-    """Look at everything that the gate asks for; nothing is launched or written.
+    """Evaluate the gate and the launch; nothing is launched or written.
 
     Args:
         plan: To promote.
         config: The study's, with the resources to promote it on.
-        corpus: That the run would read.
-        check: The coordinate check; None where it was not made yet.
+        corpus: Of the run.
+        check: The coordinate check; None if it was not run yet.
         verdict: Of the transfer check.
         directory: The study's.
     """
@@ -141,7 +141,7 @@ def dry_run(
     changed, n_bytes = changed_files(corpus)
     free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
     for_ever = plan.n_tokens // settings.keep_every_tokens if settings.keep_every_tokens else 0
-    kept = settings.keep_last + 1 + for_ever  # and the one that is being written
+    kept = settings.keep_last + 1 + for_ever  # and the one being written
     gate = Gate(
         plan=plan.key,
         lines=(
@@ -181,14 +181,14 @@ def dry_run(
 
 
 def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
-    """What a worker needs at the full batch."""
+    """Memory of a worker at the full batch."""
     return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
-    """What memory hangs on beside the micro-batch."""
+    """Settings that memory depends on, without the micro-batch."""
     layout, workers = config.promote.parallelism, config.promote.workers
-    _, shards, _ = layout.grid(workers, node_ranks=workers)  # how many nodes there will be is not known here: one
+    _, shards, _ = layout.grid(workers, node_ranks=workers)  # the number of nodes is unknown here: one
     return {
         "precision": plan.precision,
         "optimizer": plan.hyperparameters.optimizer,
@@ -200,9 +200,9 @@ def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
 
 
 def _micro_batch(plan: Plan, config: StudyConfig) -> int:
-    """Sequences that a worker takes at once: as set, or on a GPU the largest part of its first share that fits, or its share.
+    """Sequences per pass on a worker: as set, or on a GPU the largest part of its share that fits, or its share.
 
-    Of shares that differ by a sequence the larger one is meant.
+    If shares differ by one sequence, the larger one counts.
     """
     settings, h = config.promote, plan.hyperparameters
     shares = settings.parallelism.data_ranks(settings.workers) * plan.model.context_length
@@ -217,7 +217,7 @@ def _micro_batch(plan: Plan, config: StudyConfig) -> int:
 
 
 def device_of(config: StudyConfig) -> Device:
-    """What a worker would train on: the accelerator of the plan, or the one that this process sees; else this machine."""
+    """The device of a worker: the plan's accelerator, the one that this process sees, or this machine's CPU."""
     if config.resources.gpus_per_worker:
         if known := config.plan.device:
             return Device(name=known.name, memory_bytes=known.memory_bytes)
@@ -227,7 +227,7 @@ def device_of(config: StudyConfig) -> Device:
             seen = torch.cuda.get_device_properties(0)
             return Device(name=str(seen.name), memory_bytes=float(seen.total_memory))
         return Device(name="a GPU", memory_bytes=None)
-    if os.environ.get("RAY_ADDRESS"):  # the workers' machines are not this one
+    if os.environ.get("RAY_ADDRESS"):  # the workers run on other machines
         return Device(name="a node of the cluster", memory_bytes=None)
     return Device(name="this machine", memory_bytes=float(_host_memory()), workers_on_it=config.promote.workers)
 
@@ -237,7 +237,7 @@ def _size(folder: Path) -> int:
 
 
 def _host_memory() -> int:
-    """Bytes of this machine, or of the container that this process is in."""
+    """Memory in bytes of this machine or container."""
     total = int(psutil.virtual_memory().total)
     limit = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"
     return min(total, int(limit)) if limit.isdigit() else total

@@ -1,4 +1,4 @@
-"""The workers of a full run under Ray Train, started again while what ended them is worth another attempt."""
+"""Launch of a full run under Ray Train, with retries."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def launch(
     name: str,
     worker: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Train a run to its end on `settings.workers` workers, or on fewer while the cluster has no room for more.
+    """Train a run to its end on `settings.workers` workers, or on fewer while the cluster has no room.
 
-    Each attempt finds the last checkpoint by itself. A finished run is not launched again.
+    Each attempt resumes from the last checkpoint. A finished run is not launched again.
 
     Args:
-        run: What is trained; the driver itself needs no Lightning.
-        settings: Workers and failures.
-        resources: Of a worker.
-        name: For Ray's records.
-        worker: What each does; by default `train_worker`.
+        run: To train; the driver does not import Lightning.
+        settings: [promote].
+        resources: Of one worker.
+        name: Of the run in Ray.
+        worker: Function of each worker; by default `train_worker`.
 
     Raises:
-        StageError: If the run diverged, or failed in a way that would come again, or more often than `settings.max_failures`; or if
-            there is no room to evaluate it beside, before it begins.
+        StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
+            asynchronous evaluation.
         PreemptedError: If this process was preempted; the workers have saved.
     """
     directory = run.directory
@@ -75,20 +75,20 @@ def _train_with_retries(
         from ray.train.torch import TorchTrainer
 
     directory = run.directory
-    told_to_end = False
+    preempted = False
     each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
 
     def notify_workers() -> None:
-        nonlocal told_to_end
-        told_to_end = True
+        nonlocal preempted
+        preempted = True
         (directory / NOTICE).touch()
 
     def attempt() -> None:
-        if told_to_end:
-            raise PreemptedError("promote: told to end; the run has saved, and the same command goes on with it")
-        # Ray copies a checkpoint that is reported to it; ours stay where they are, so Ray is given none and keeps no state. What
-        # is tried again is decided here: Ray itself would try a divergence, and count a preemption, as it does a lost worker.
+        if preempted:
+            raise PreemptedError("promote: preempted; the run has saved, run the same command again to resume")
+        # Ray would copy a reported checkpoint, so none is reported and Ray keeps no state. Retries are decided here: Ray would
+        # treat a divergence or a preemption like a lost worker.
         TorchTrainer(
             worker,
             train_loop_config={"threads": resources.threads, "run": run},
@@ -111,10 +111,10 @@ def _train_with_retries(
 
 
 def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
-    """As Ray Train takes it: a range is for it to choose from by what the cluster has, at each start and while it runs.
+    """Number of workers, or a range from which Ray Train chooses by the cluster's resources, also during the run.
 
-    It would choose any number of that range. Where only some will do, the largest that there is room for is chosen here, at
-    each start; a run with fewer grows at its next start only.
+    Ray would choose any number in the range. If only some are valid, the largest that fits is chosen here at each start; a run
+    with fewer grows at its next start only.
     """
     sizes = settings.sizes
     if len(sizes) == 1:
@@ -125,11 +125,11 @@ def _workers(settings: PromoteSettings, each: Mapping[str, float]) -> Any:
 
 
 def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """The largest number of workers that nodes have room for, by all that they have, as Ray Train reckons; else the smallest.
+    """The largest number of workers that fits on the nodes' total resources, as Ray Train counts them; else the smallest.
 
     Args:
-        sizes: To choose from, ascending.
-        nodes: Resources of each.
+        sizes: Choices, ascending.
+        nodes: Resources of each node.
         each: Resources of a worker.
     """
     most = room_for(nodes, each)
@@ -137,10 +137,10 @@ def largest_fitting(sizes: Sequence[int], nodes: Iterable[Mapping[str, float]], 
 
 
 def train_worker(config: dict[str, Any]) -> None:
-    """One worker of the full run, inside Ray Train.
+    """One worker of the full run in Ray Train.
 
-    What another attempt would end in again, such as a divergence, goes into a file; a worker that all others would wait for
-    raises it, too.
+    An error that is not retryable, such as a divergence, is written to a file; a worker for which all others would wait raises
+    it too.
     """
     from muscale.full_runs.lightning_import import import_lightning
 
@@ -159,7 +159,7 @@ def train_worker(config: dict[str, Any]) -> None:
     strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
     try:
         train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
-    except StageError as error:  # all workers have it
+    except StageError as error:  # equal on all workers
         if context.get_world_rank() == 0:
             with atomic_write(run.directory / FAILURE) as unfinished:
                 unfinished.write_text(str(error))

@@ -1,9 +1,8 @@
-"""A full run where there is no Ray: `muscale promote --prepare` writes it down, torchrun's ranks train it, or one process.
+"""A full run without Ray: `muscale promote --prepare` writes it to a file, torchrun's ranks or one process train it.
 
     torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
 
-Once it has ended, `muscale promote` finds its result and holds it against the forecast. Until then the same command goes on
-where the run was.
+Once it has ended, `muscale promote` compares its result with the forecast. Until then the same command resumes it.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
 
 PREPARED = "prepared.json"
-_MOST_BYTES = 16 << 20  # it takes some kilobytes, more with many stages; assumed
-_LONGEST = 300  # characters of a library's reason
+_MOST_BYTES = 16 << 20  # a file has some kilobytes, more with many schedule stages; assumed
+_LONGEST = 300  # characters of a library's message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(Recorded):
-    """A run that waits for its ranks.
+    """A prepared run.
 
     Attributes:
-        path: What `muscale train` takes.
-        workers: As many ranks as the study file has for it; any other number does, too.
+        path: For `muscale train`.
+        workers: Ranks by the study file; any other number works, too.
     """
 
     path: str
@@ -53,37 +52,37 @@ class Prepared(Recorded):
 
 
 def prepare(plan: Plan, config: StudyConfig, numerics: Numerics, directory: Path) -> Prepared:
-    """Write what the run is made from into its directory, `full_runs/KEY` of a study's."""
-    told = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
+    """Write the specification of the run to its directory, `full_runs/KEY` of the study."""
+    specification = {"plan": plan.to_dict(), "config": config.to_dict(), "numerics": numerics.to_dict()}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PREPARED
     with atomic_write(path) as unfinished:
-        unfinished.write_text(json.dumps({**told, "run": _run_of(plan, config, numerics)}, indent=1) + "\n")
+        unfinished.write_text(json.dumps({**specification, "run": _run_of(plan, config, numerics)}, indent=1) + "\n")
     return Prepared(path=str(path), workers=config.promote.workers)
 
 
 def read(path: Path) -> FullRun:
-    """The prepared run; the corpus is the study's, wherever its folder was moved to.
+    """The prepared run, with the corpus of the study, which may have been moved.
 
     Raises:
-        StageError: If the file is not what `prepare` wrote, or was changed in what determines the run.
+        StageError: If `prepare` did not write the file, or something that determines the run was changed in it.
     """
     try:
-        told = _told(path)
-        plan, numerics = Plan.from_dict(told["plan"]), Numerics.from_dict(told["numerics"])
-        config = StudyConfig.from_dict(told["config"], where=f"{path}: config")
+        values = _read_values(path)
+        plan, numerics = Plan.from_dict(values["plan"]), Numerics.from_dict(values["numerics"])
+        config = StudyConfig.from_dict(values["config"], where=f"{path}: config")
         found = _run_of(plan, config, numerics)
     except OSError as error:
         raise StageError(f"{path}: {format_read_error(error)}; `muscale promote --prepare` writes one") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = " ".join(str(error).split())[:_LONGEST]
         raise StageError(
-            f"{path}: can't be read as what `muscale promote --prepare` writes: {type(error).__name__}: {reason}"
+            f"{path}: not a file of `muscale promote --prepare`: {type(error).__name__}: {reason}"
         ) from error
-    if told.get("run") != found:
+    if values.get("run") != found:
         raise StageError(
-            f"{path}: run: must be {found}, the hash of what the file trains, got {short_repr(told.get('run'))}: it was changed since "
-            "`muscale promote --prepare` wrote it, which writes it anew"
+            f"{path}: run: must be {found}, the hash of what the file trains, got {short_repr(values.get('run'))}: it was edited; "
+            "write it again with `muscale promote --prepare`"
         )
     directory = path.resolve().parent
     try:
@@ -92,33 +91,33 @@ def read(path: Path) -> FullRun:
         raise StageError(f"{path}: config: {error}") from error
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _read_values(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, and has more")
-    told = json.loads(content)
-    if not isinstance(told, dict):
-        raise TypeError(f"must be a table, got {short_repr(told)}")
-    return told
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise TypeError(f"must be a table, got {short_repr(values)}")
+    return values
 
 
 def _run_of(plan: Plan, config: StudyConfig, numerics: Numerics) -> str:
-    """Hash of what is trained, which tells a file that was damaged or edited; where and how is not in it."""
+    """Hash of everything that determines the run, which detects a damaged or edited file; resources are not in it."""
     return plan.chain(replace(numerics, guard=config.promote.guard)).key
 
 
 def train_here(path: Path) -> dict[str, Any]:
-    """Train a prepared run in this process, together with the ranks that torchrun started beside it.
+    """Train a prepared run in this process, as one of torchrun's ranks if there are several.
 
     Returns:
         As `muscale.full_runs.train.module.train`.
 
     Raises:
         StageError: If the file can't be read, or the run diverges.
-        PreemptedError: If its machine is taken away; its state is saved.
+        PreemptedError: If it was preempted; its state is saved.
     """
-    run = read(path)  # before what is slow to import
+    run = read(path)  # before slow imports
     from muscale.full_runs.train.module import train
     from muscale.full_runs.train.sharding import ShardedStrategy
 

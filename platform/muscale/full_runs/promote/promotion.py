@@ -1,4 +1,4 @@
-"""Promotion: the planned run is launched on the cluster, and held against the forecast that was registered before."""
+"""Promotion: the planned run is trained on the cluster and compared with its registered forecast."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from proxy_models.training.numerics import Numerics
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion(Recorded):
-    """A finished full run beside its forecast; losses in nats per token.
+    """A finished full run and its forecast; losses in nats per token.
 
     Attributes:
         plan: Key of the plan.
         loss: Validation loss at the end.
-        source_losses: The same of each source of a mixture; empty with one source.
+        source_losses: By source of a mixture; empty with one source.
         forecast, low, high, level: As registered.
-        registered_at, started_at, finished_at: UTC; the first is earlier than the second.
-        verdict: Of the transfer check at the time.
-        forced: Whether it had to be, as the gate was closed.
+        registered_at, started_at, finished_at: UTC, in this order.
+        verdict: Of the transfer check at the start.
+        forced: Whether the gate was closed and overridden.
         world_size: Workers at the end.
         seconds: Wall time of the training.
         asserted: Whether the run was elsewhere, and the loss is as its owner tells it; workers are 0 then.
@@ -82,11 +82,11 @@ class Promotion(Recorded):
 
     @property
     def inside(self) -> bool:
-        """Whether the measured loss lies in the interval."""
+        """Whether the measured loss is in the interval."""
         return self.low <= self.loss <= self.high
 
     def __str__(self) -> str:
-        where = "elsewhere, as its owner tells" if self.asserted else f"on {self.world_size} workers"
+        where = "elsewhere, as reported by its owner" if self.asserted else f"on {self.world_size} workers"
         place = "inside" if self.inside else "OUTSIDE"
         lines = [
             f"promotion: forecast {self.forecast:.4f} nats per token, {self.level:.0%} interval "
@@ -107,13 +107,13 @@ class Promotion(Recorded):
 def begin(
     plan: Plan, config: StudyConfig, ledger: Ledger, *, verdict: str, gate: Gate
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Enter that the run begins, once and after its forecast.
+    """Record the start of the run, once and after its forecast.
 
     Returns:
-        The forecast as registered, and what was known when the run first began.
+        The registered forecast, and the record of the first start.
 
     Raises:
-        StageError: If there is no earlier forecast, or the model can't be laid out as [promote] says.
+        StageError: If there is no earlier forecast, or the layout of [promote] does not fit the model.
     """
     registered = ledger.forecast(plan.key)
     if registered is None:
@@ -138,7 +138,7 @@ def begin(
 
 
 def _after(registered_at: str) -> str:
-    """The time, but after the forecast's, that lies in the ledger already: a clock may have been set back since."""
+    """The current time, but later than the recorded one: the clock may have been set back."""
     earliest = datetime.fromisoformat(registered_at) + timedelta(microseconds=1)
     return max(now(), earliest.isoformat(timespec="microseconds"))
 
@@ -152,12 +152,10 @@ def promote(
     verdict: str,
     gate: Gate,
 ) -> Promotion:
-    """Train the plan to its end, going on from its last checkpoint if there is one, and record the outcome.
-
-    What `gate` let through, or was forced to, is kept with it.
+    """Train the plan to its end, from its last checkpoint if there is one, and record the outcome with the gate.
 
     Raises:
-        StageError: As `begin`; if the run diverged, failed in a way that would come again, or more often than `promote.max_failures`.
+        StageError: As `begin`; if the run diverged, failed for good or more often than `promote.max_failures`.
         PreemptedError: If this process was preempted; the workers have saved.
     """
     registered, started = begin(plan, config, ledger, verdict=verdict, gate=gate)
@@ -191,9 +189,9 @@ def promote(
 
 
 def recorded_promotion(ledger: Ledger, plan: str, *, asserted: bool = False) -> Promotion | None:
-    """The recorded outcome of a plan's run, with all that befell it; None before its end.
+    """The recorded outcome of a plan's run, with its events; None before its end.
 
-    `asserted`: Of the run that was elsewhere.
+    `asserted`: Of the run trained elsewhere.
     """
     values = ledger.result(ResultKind.EXTERNAL_RUN if asserted else ResultKind.PROMOTION, plan)
     if values is None:
@@ -215,7 +213,7 @@ def _require_planned_spike_handling(plan: Plan, config: StudyConfig) -> None:
 def _record_run(
     plan: Plan, ledger: Ledger, numerics: Numerics, outcome: dict[str, Any], spike_handling: SpikeHandling | None
 ) -> None:
-    """Enter the full run among the runs, as a training like any other, by what it turned out to be."""
+    """Record the full run in the ledger's runs, with its actual spike handling."""
     chain = replace(plan.chain(numerics), spike_handling=spike_handling)
     ledger.insert(
         segments,

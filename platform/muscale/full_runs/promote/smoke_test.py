@@ -1,7 +1,7 @@
-"""A smoke test: a few steps of the real run, by its own launch path on its own devices, in a folder that is thrown away.
+"""The smoke test: a few steps of the real run, with its own launch path and devices, in a temporary folder.
 
-Two launches: the first trains some steps and saves, the second goes on from that, evaluates and saves on the way. So memory,
-speed, saving and resuming are seen before the run is paid for. The batch is that after the ramp, the largest.
+The first launch trains some steps and saves; the second resumes, evaluates and saves. So memory, speed, saving and resuming are
+tested before the run is paid for. The batch is the largest, after the ramp.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PEAKS = "peaks"  # a file for each rank
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What the whole run does how often.
+    """Numbers of evaluations and saves of the run.
 
     Attributes:
         n_tokens: Of the run.
@@ -59,7 +59,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class SmokeTest(Recorded):
-    """What was measured, and what it says of the whole run.
+    """Measurements, and the forecast for the run.
 
     Attributes:
         plan: Its key.
@@ -120,7 +120,7 @@ class SmokeTest(Recorded):
     def __str__(self) -> str:
         """Memory, speed, saving, resuming, and the forecast."""
         hours = self.wall_seconds / 3600
-        told = f"{hours:,.3g} hours" if hours >= 1 else f"{self.wall_seconds:,.3g} seconds"
+        duration = f"{hours:,.3g} hours" if hours >= 1 else f"{self.wall_seconds:,.3g} seconds"
         return "\n".join(
             [
                 f"smoke test of plan {self.plan}: twice {self.steps} steps of {self.batch_tokens:,} tokens on {self.world_size} "
@@ -131,7 +131,7 @@ class SmokeTest(Recorded):
                 f"  waits     {self.save_seconds:.3g} s for a save, {self.evaluation_seconds:.3g} s for an evaluation, "
                 f"{self.start_seconds:.3g} s for a launch",
                 f"  resumed   from {self.resumed_from:,} tokens, loss {self.losses[0]:.4f} → {self.losses[-1]:.4f}",
-                f"  forecast  {told} for {self.schedule.n_tokens:,} tokens, goodput {self.goodput:.1%} without faults",
+                f"  forecast  {duration} for {self.schedule.n_tokens:,} tokens, goodput {self.goodput:.1%} without faults",
             ]
         )
 
@@ -139,7 +139,7 @@ class SmokeTest(Recorded):
 def smoke_test_on_cluster(
     plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, steps: int = 5
 ) -> SmokeTest:
-    """Rehearse a plan where it would be trained, and keep what was found in the ledger.
+    """Run the smoke test of a plan on the cluster, and record it in the ledger.
 
     Raises:
         StageError: If a launch fails, or the run is too short for it.
@@ -148,7 +148,7 @@ def smoke_test_on_cluster(
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
     run = replace(run, checkpoint_every_minutes=None)
 
-    within = config.promote.model_copy(update={"evaluation": "sync"})  # so that what is measured is the run's own
+    within = config.promote.model_copy(update={"evaluation": "sync"})  # so that the measurement is of the run alone
 
     def launch_part(changes: dict[str, Any]) -> None:
         launch(replace(run, **changes), within, config.resources, name=plan.key, worker=smoke_test_worker)
@@ -182,17 +182,17 @@ def smoke_test(
     schedule: Schedule,
     estimated_bytes: int,
 ) -> SmokeTest:
-    """Launch the beginning of a run twice, and read what it left in `directory`, which is removed at the end.
+    """Launch the first steps of a run twice and measure them; `directory` is removed at the end.
 
     Args:
-        chain: The whole run.
+        chain: Of the run.
         directory: Emptied first.
         launch: Trains a `FullRun` in that directory with these fields changed, in ranks that each call `measured`.
         steps: Of each launch.
-        plan, schedule, estimated_bytes: What the result says of the whole run.
+        plan, schedule, estimated_bytes: For the result.
 
     Raises:
-        StageError: If the run is too short, or the second launch did not go on from what the first saved.
+        StageError: If the run is too short, or the second launch did not resume from the first.
     """
     if steps < LEAST_STEPS:
         raise StageError(f"smoke test: steps must be at least {LEAST_STEPS}, got {steps}")
@@ -235,19 +235,19 @@ def beginning(segments: Sequence[Segment], end: int) -> tuple[Segment, ...]:
 
 
 def measured(directory: Path, rank: int, train: Callable[[], object]) -> None:
-    """Train on this rank, and leave its peak of memory beside the run's records."""
+    """Train on this rank, and write its peak memory to the run's directory."""
     import torch
 
     train()
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    peak = allocated or _process_peak()  # of a machine with a GPU, the CPU may have been chosen
+    peak = allocated or _process_peak()  # the CPU may be chosen on a machine with a GPU
     folder = directory / _PEAKS
     folder.mkdir(exist_ok=True)
     (folder / str(rank)).write_text(str(peak))
 
 
 def smoke_test_worker(config: dict[str, Any]) -> None:
-    """One worker of a smoke test, inside Ray Train."""
+    """One worker of a smoke test in Ray Train."""
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
@@ -255,7 +255,7 @@ def smoke_test_worker(config: dict[str, Any]) -> None:
 
 
 def _process_peak() -> int:
-    """Bytes of this process at most; the system tells kibibytes, macOS bytes."""
+    """Peak memory of this process in bytes; the system counts kibibytes, macOS bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -1,1 +1,1 @@
-"""What is to be known of a run while it goes on and afterwards: attempts, incidents, alarms, time well spent."""
+"""Records of a run: metrics, attempts, incidents, alarms, goodput."""

@@ -1,4 +1,4 @@
-"""Alarms of a run that left its band: found in its evaluations, kept in the ledger once each, and sent to a webhook."""
+"""Alarms of a run outside its band: found in its evaluations, recorded once in the ledger, posted to a webhook."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """Evaluations in a row outside the band; losses in nats per token.
+    """Consecutive evaluations outside the band; losses in nats per token.
 
     Attributes:
         plan: Key of the plan.
-        first_tokens: Where the first of them lies: with the plan, what the alarm is known by.
-        tokens: Where the one lies that made it an alarm.
+        first_tokens: Tokens of the first of them, which with the plan identifies the alarm.
+        tokens: Tokens of the evaluation that raised it.
         loss, low, high: Measured there, and the band.
-        place: "above" or "below" it.
-        evaluations: In a row by then.
-        asserted: Whether the run was elsewhere, and its losses are as its owner tells them.
+        place: "above" or "below" the band.
+        evaluations: Number in a row.
+        asserted: Whether the run is trained elsewhere and its losses are reported by its owner.
     """
 
     plan: str
@@ -47,11 +47,11 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """In the ledger; a run that is resumed before it measures the same again, which is no other alarm."""
+        """Key in the ledger; the same after a resumption that measures the same losses again."""
         return f"{self.plan}{' external' if self.asserted else ''} {self.first_tokens}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the ledger and the webhook, `text` with them."""
+        """Plain values with the message as `text`, for the ledger and the webhook."""
         return asdict(self) | {"text": str(self)}
 
     @classmethod
@@ -67,12 +67,12 @@ class Alarm:
 
 
 def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asserted: bool) -> tuple[Alarm, ...]:
-    """One for each stretch of `alarm_after` or more evaluations outside the band.
+    """One alarm for each `alarm_after` or more consecutive evaluations outside the band.
 
     Args:
-        evaluations: Columns tokens, loss, low, high, place, in order; those before the band begins count for nothing.
+        evaluations: Columns tokens, loss, low, high, place, in order; evaluations before the band are ignored.
         plan, asserted: Of the run.
-        alarm_after: Evaluations in a row.
+        alarm_after: Consecutive evaluations.
     """
     found, outside = [], list[dict[str, Any]]()
     for row in evaluations.to_dict("records"):
@@ -94,12 +94,12 @@ def find_alarms(evaluations: pd.DataFrame, *, plan: str, alarm_after: int, asser
 
 
 def known_alarms(ledger: Ledger, alarms: Sequence[Alarm]) -> set[str]:
-    """The keys of those that the ledger has."""
+    """Keys of the alarms that are in the ledger."""
     return {alarm.key for alarm in alarms if ledger.result(ResultKind.ALARM, alarm.key)}
 
 
 def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None) -> list[str]:
-    """Keep those that are new, and post each to the webhook; of several processes that see it, one does.
+    """Record new alarms and post each to the webhook; only one of several processes does.
 
     Args:
         ledger: The study's.
@@ -107,7 +107,7 @@ def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None
         webhook: Name of the environment variable that holds the URL; None: no webhook.
 
     Returns:
-        What there is to say, a line each; never the URL, which is a secret.
+        Lines to print, without the URL, which is a secret.
     """
     lines = []
     for alarm in alarms:
@@ -125,7 +125,7 @@ def raise_alarms(ledger: Ledger, alarms: Sequence[Alarm], *, webhook: str | None
 
 
 def post(variable: str, payload: dict[str, Any]) -> str | None:
-    """POST the payload as JSON to the URL in an environment variable; returns why that failed, without the URL, or None."""
+    """POST the payload as JSON to the URL in an environment variable; returns the failure, without the URL, or None."""
     url = os.environ.get(variable, "")
     if not url:
         return "the variable is not set"
@@ -139,7 +139,7 @@ def post(variable: str, payload: dict[str, Any]) -> str | None:
     except urllib.error.HTTPError as error:
         error.close()
         return f"status {error.code}"
-    except urllib.error.URLError as error:  # its reason is the socket's, which knows no path
+    except urllib.error.URLError as error:  # its reason is the socket's, without the URL's path
         return type(error.reason).__name__ if isinstance(error.reason, Exception) else "no connection"
     except (OSError, ValueError, http.client.HTTPException) as error:  # their messages may hold the URL
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""The attempts at one full run: each goes on where the last checkpoint is, notes how it ended, and the last one writes the result."""
+"""Attempts at one full run: each resumes from the last checkpoint and records how it ended; the last one writes the result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from proxy_models.files import atomic_write
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
-    """The result of a run that needs no other attempt."""
+    """The result of a finished run, or None."""
     result = directory / RESULT
     return dict(json.loads(result.read_text())) if result.exists() else None
 
 
 def begin(directory: Path, *, tokens: int, step: int) -> tuple[float, list[Incident]]:
-    """Note that an attempt goes on after `tokens` tokens; seconds that the steps before took, and what befell the run so far."""
+    """Record the start of an attempt after `tokens` tokens; returns the seconds of earlier steps and the incidents so far."""
     known = json_lines.read(directory / goodput.ATTEMPTS)
     seconds = go_back(directory, tokens)
     if known:
@@ -38,23 +38,23 @@ def begin(directory: Path, *, tokens: int, step: int) -> tuple[float, list[Incid
 
 
 def _why_ended(known: list[dict[str, Any]]) -> str:
-    """Why the last attempt of these records did: by the rank that failed, whose peers tell of a lost connection only."""
+    """Why the last attempt ended: the error of the rank that failed; its peers only report a lost connection."""
     began = max((number for number, record in enumerate(known) if record["event"] == "start"), default=0)
     stops = [record for record in known[began:] if record["event"] == "stop"]
     first = next((record for record in stops if record["kind"] != "lost"), stops[0] if stops else None)
-    # Of a long message the beginning tells what it was; the whole stands in the record of the attempt.
+    # The start of a long message is enough; the record of the attempt has all of it.
     return str(first["error"]).splitlines()[0][:160] if first else "killed, or the machine was lost"
 
 
 def go_back(directory: Path, tokens: int) -> float:
-    """Forget the steps that will be trained again, evaluated or not, and note how long they took; seconds up to `tokens`."""
+    """Drop the records after `tokens` tokens and record how long those steps took; returns the seconds up to `tokens`."""
     metrics = directory / METRICS
     rows = json_lines.read(metrics)
     kept = [row for row in rows if row["tokens"] <= tokens]
     if metrics.exists():
-        json_lines.keep(metrics, kept)  # a torn last line goes, too
+        json_lines.keep(metrics, kept)  # also removes a torn last line
     evaluations = json_lines.read(directory / EVALUATIONS)
-    if any(row["tokens"] > tokens for row in evaluations):  # seldom: they are of checkpoints that were whole
+    if any(row["tokens"] > tokens for row in evaluations):  # rare: they are of intact checkpoints
         json_lines.keep(directory / EVALUATIONS, [row for row in evaluations if row["tokens"] <= tokens])
     if seconds := goodput.seconds_of([row for row in rows if row["tokens"] > tokens]):
         goodput.record_attempt(directory, "back", tokens=tokens, repeated_seconds=seconds)
@@ -63,7 +63,7 @@ def go_back(directory: Path, tokens: int) -> float:
 
 @contextmanager
 def recorded(directory: Path, step: Callable[[], int]) -> Iterator[None]:
-    """Whatever ends the block is noted with the step that it came at, by each rank that lives to tell."""
+    """Record any exception in the block with its step, on every rank that is alive."""
     try:
         yield
     except BaseException as error:
@@ -71,14 +71,14 @@ def recorded(directory: Path, step: Callable[[], int]) -> Iterator[None]:
         raise
 
 
-def conclude(directory: Path, *, blocked: float, **told: Any) -> dict[str, Any]:
-    """Write the result of a run at its end: its last losses, `told`, its goodput and what befell it."""
+def conclude(directory: Path, *, blocked: float, **facts: Any) -> dict[str, Any]:
+    """Write the result of a finished run: last losses, `facts`, goodput and incidents."""
     last = json_lines.read(directory / METRICS)[-1]  # written before the last checkpoint
     result = {
         "loss": last["val_loss"],
         "source_losses": last["source_losses"],
         "seconds": last["seconds"],
-        **told,
+        **facts,
         "goodput": goodput.measure(directory, blocked_at_end=blocked).to_dict(),
         "incidents": [asdict(incident) for incident in read_incidents(directory)],
     }

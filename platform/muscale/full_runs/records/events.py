@@ -1,7 +1,7 @@
-"""All that befell a full run, in order of time: the one place for whoever tells of a run.
+"""Events of a full run in order of time, for every output that shows them.
 
-Each kind is kept once, by who can write it: incidents by the workers, who know no ledger, in the run's directory, and with the
-promotion once it is recorded; alarms by whoever watches, in the ledger.
+Workers, which have no ledger, write incidents to the run's directory, and the recorded promotion has them too; whoever monitors
+the run records alarms in the ledger.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from muscale.store.tables import ResultKind
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that befell a run.
+    """An alarm, or an incident of the workers.
 
     Attributes:
         at: UTC, ISO 8601.
-        kind: "alarm", or what was done about an incident: "skip", "rollback", "restart".
-        told: In words.
+        kind: "alarm", or the action after an incident: "skip", "rollback", "restart".
+        message: For people.
     """
 
     at: str
     kind: str
-    told: str
+    message: str
 
     def to_dict(self) -> dict[str, str]:
         """Plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A line with the time to the second."""
-        return f"{datetime.fromisoformat(self.at):%Y-%m-%d %H:%M:%S} {self.told}"
+        """One line, with the time to the second."""
+        return f"{datetime.fromisoformat(self.at):%Y-%m-%d %H:%M:%S} {self.message}"
 
 
 def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Iterable[Alarm] = ()) -> tuple[Event, ...]:
-    """The events of a plan's run so far, the oldest first.
+    """Events of a plan's run so far, oldest first.
 
     Args:
         ledger: The study's.
-        plan: Its key.
-        asserted: Whether the run that was elsewhere is meant, of which no incidents are known.
-        seen: Alarms of this moment, of which the ledger may not know yet.
+        plan: Key of the plan.
+        asserted: Whether the run was trained elsewhere; its incidents are unknown.
+        seen: Current alarms, which may not be in the ledger yet.
     """
     rows = [row for row in ledger.results(ResultKind.ALARM) if _is_of(row["payload"], plan, asserted)]
     known = {row["key"] for row in rows}
@@ -56,8 +56,8 @@ def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Itera
     events += [(now(), "alarm", str(alarm)) for alarm in seen if alarm.key not in known]
     if not asserted:
         events += [(one.at, one.action, str(one)) for one in _incidents(ledger, plan)]
-    made = [Event(at=at, kind=kind, told=told) for at, kind, told in events]
-    return tuple(sorted(made, key=lambda event: datetime.fromisoformat(event.at)))
+    timeline = [Event(at=at, kind=kind, message=message) for at, kind, message in events]
+    return tuple(sorted(timeline, key=lambda event: datetime.fromisoformat(event.at)))
 
 
 def _is_of(alarm: dict[str, Any], plan: str, asserted: bool) -> bool:
@@ -65,7 +65,7 @@ def _is_of(alarm: dict[str, Any], plan: str, asserted: bool) -> bool:
 
 
 def _incidents(ledger: Ledger, plan: str) -> list[Incident]:
-    """Of the run's directory; where it is gone, those that its promotion was recorded with."""
+    """Incidents from the run's directory, or from the recorded promotion if that is gone."""
     found = read_incidents(ledger.directory / FULL_RUNS / plan)
     recorded = ledger.result(ResultKind.PROMOTION, plan) or {}
     return found or [Incident.from_dict(values) for values in recorded.get("incidents", ())]

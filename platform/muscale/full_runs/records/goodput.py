@@ -1,7 +1,7 @@
-"""The share of wall time that a full run spent on steps that counted: what is left after restarts, steps trained again and waits.
+"""Goodput: the share of wall time spent on steps that counted, after restarts, repeated steps and waits.
 
-Steps, evaluations and waits for a checkpoint stand in the metrics, of which a restart keeps those before its checkpoint; beside
-them the attempts are recorded, with the time of the steps that were dropped.
+The metrics have the time of steps, evaluations and waits for a checkpoint; a restart drops those after its checkpoint and records
+their time with the attempts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Self
 from muscale import json_lines
 from muscale.layout import METRICS
 
-ATTEMPTS = "attempts.jsonl"  # in a run's directory: when each started, from where, and how it ended
+ATTEMPTS = "attempts.jsonl"  # in a run's directory: start, first tokens and end of each attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class Goodput:
     """Seconds of wall time, from the first attempt's start to the run's end.
 
     Attributes:
-        wall: All of them.
+        wall: In total.
         steps: Of steps that counted.
-        evaluation: Of the validation losses along the way.
-        blocked: That training waited for a checkpoint's copy, or for the write before it.
-        repeated: Of steps that were trained again, as far as they were recorded.
+        evaluation: Of evaluations during the run.
+        blocked: Waiting for a checkpoint's copy, or for the previous write.
+        repeated: Of steps that were trained again, as far as recorded.
     """
 
     wall: float
@@ -37,12 +37,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Goodput: of the wall time, that of steps that counted."""
+        """Steps that counted over wall time."""
         return self.steps / self.wall if self.wall else 0.0
 
     @property
     def rest(self) -> float:
-        """Seconds of starting up, of waiting for workers, and of steps whose record a kill took along."""
+        """Seconds of starting, waiting for workers, and steps lost without a record."""
         return max(0.0, self.wall - self.steps - self.evaluation - self.blocked - self.repeated)
 
     def to_dict(self) -> dict[str, float]:
@@ -61,24 +61,24 @@ class Goodput:
             "steps trained again": self.repeated,
             "starts and waits": self.rest,
         }
-        told = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items()) if self.wall else ""
-        return f"goodput {self.share:.1%} of {self.wall:,.0f} s ({told})"
+        shares = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items()) if self.wall else ""
+        return f"goodput {self.share:.1%} of {self.wall:,.0f} s ({shares})"
 
 
 def record_attempt(directory: Path, event: str, **values: Any) -> None:
-    """Note when an attempt started or stopped."""
+    """Record the start or end of an attempt."""
     json_lines.append(directory / ATTEMPTS, {"event": event, "at": time.time(), **values})
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> float:
-    """That some rows of the metrics took."""
+    """Seconds in rows of the metrics."""
     return float(
         sum(row.get(name, 0.0) for row in rows for name in ("step_seconds", "evaluation_seconds", "blocked_seconds"))
     )
 
 
 def measure(directory: Path, *, blocked_at_end: float = 0.0) -> Goodput:
-    """The goodput of a run that ends now."""
+    """The goodput of a run that has just ended."""
     rows, attempts = json_lines.read(directory / METRICS), json_lines.read(directory / ATTEMPTS)
 
     def total(name: str, records: list[dict[str, Any]]) -> float:
@@ -91,4 +91,4 @@ def measure(directory: Path, *, blocked_at_end: float = 0.0) -> Goodput:
         "repeated": total("repeated_seconds", attempts),
     }
     passed = time.time() - min((record["at"] for record in attempts), default=time.time())
-    return Goodput(wall=max(passed, sum(parts.values())), **parts)  # a clock set back in between tells too little
+    return Goodput(wall=max(passed, sum(parts.values())), **parts)  # a clock set back would give too little

@@ -1,4 +1,4 @@
-"""A file of metrics that grows while it is read: a JSON object a line, for each step, evaluated ones with `val_loss`."""
+"""Incremental reading of a metrics file: one JSON object per step, with `val_loss` where it was evaluated."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _COLUMNS = ("tokens", "train_loss", "val_loss", "seconds")
 
 
 class MetricsTail:
-    """Reads what is new; a file that was written anew, as after a resumption, is read from its start.
+    """Reads new lines only; a file that was replaced, as after a resumption, is read from its start.
 
     Args:
-        path: Of the file, which need not be there yet.
+        path: Of the file, which may not exist yet.
         columns: To read, `tokens` first.
     """
 
@@ -25,11 +25,11 @@ class MetricsTail:
         self.path = path
         self._file: int | None = None  # its inode
         self._read = 0  # bytes
-        self._columns: dict[str, list[Any]] = {name: [] for name in columns}  # of a run of millions of steps, too
+        self._columns: dict[str, list[Any]] = {name: [] for name in columns}  # compact for millions of steps
         self._table: pd.DataFrame | None = None
 
     def table(self) -> pd.DataFrame:
-        """The columns of every whole line so far; NaN where a line has none."""
+        """The columns of all complete lines so far; NaN where a line has no value."""
         if self.path.exists():
             self._advance()
         if self._table is None:
@@ -39,7 +39,7 @@ class MetricsTail:
 
     def _advance(self) -> None:
         with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())  # of what was opened: the path may be another file's by now
+            status = os.fstat(file.fileno())  # of the opened file: the path may have been replaced
             if status.st_ino != self._file or status.st_size < self._read:
                 self._file, self._read = status.st_ino, 0
                 for column in self._columns.values():
@@ -47,11 +47,11 @@ class MetricsTail:
                 self._table = None
             file.seek(self._read)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # the last line may be half written
-        if whole:
+        complete = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+        if complete:
             self._table = None
-        self._read += len(whole)
-        for line in whole.splitlines():
+        self._read += len(complete)
+        for line in complete.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:  # torn by a kill

@@ -1,7 +1,7 @@
-"""A machine that will be taken away: the run hears of it, saves, and ends in a way that tells that it wants to go on.
+"""Preemption notices: the run saves and ends with an exit code that asks for a restart.
 
-It is told by SIGTERM (torchrun, batch systems, containers), by SIGUSR1 under Slurm (`--signal=USR1@120`), or by a file in the
-run's directory, for launchers whose workers hear no signals: Ray trains in a thread.
+A notice is SIGTERM (torchrun, batch systems, containers), SIGUSR1 under Slurm (`--signal=USR1@120`), or a file in the run's
+directory, for launchers whose workers receive no signals: Ray trains in a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOOK_SECONDS = 1.0
 
 
 class PreemptionNotice:
-    """Whether this process heard that its machine will be taken away; heard again it says nothing new."""
+    """Whether this process has received a notice."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / NOTICE
@@ -26,14 +26,14 @@ class PreemptionNotice:
         self._file_is_there = _looking_for(self.file)
 
     def listen(self) -> None:
-        """Take over the signals, where this is the main thread; Lightning's own handler would start a collective in mid-step."""
+        """Install signal handlers in the main thread; Lightning's own would start a collective in mid-step."""
         if threading.current_thread() is not threading.main_thread():
             return
         for which in (signal.SIGTERM, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
             signal.signal(which, self._hear)
 
     def __call__(self) -> bool:
-        """Whether it did."""
+        """Whether a notice has arrived."""
         return self._heard or self._file_is_there()
 
     def _hear(self, _signal: int, _frame: object) -> None:
@@ -41,7 +41,7 @@ class PreemptionNotice:
 
 
 def _looking_for(file: Path) -> Callable[[], bool]:
-    """A function that tells whether a file is there; it looks at most once in `_LOOK_SECONDS`, as shared disks are slow."""
+    """A function that checks whether a file exists, at most every `_LOOK_SECONDS`, as shared disks are slow."""
     looked, found = float("-inf"), False
 
     def look() -> bool:

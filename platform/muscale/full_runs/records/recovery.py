@@ -1,4 +1,4 @@
-"""What is tried again: a lost machine, not a fault of the run. Told by the error, and by whether it came twice at the same step."""
+"""Retries of a run: after lost machines, not after its own errors, by the error's type and whether it recurs at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muscale.full_runs.records.goodput import ATTEMPTS
 Kind = Literal["preempted", "lost", "device", "program", "unknown"]
 T = TypeVar("T")
 
-# By name along the line of ancestors, as neither Ray nor a CUDA build of torch need be there.
+# By class name over the MRO, as neither Ray nor a CUDA build of torch may be installed.
 _LOST = {
     *("RayActorError", "ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"),
     *("WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError", "NCCLHangError"),
@@ -36,7 +36,7 @@ _DEVICE_WORDS = re.compile(r"\bCUDA\b|cudnn|cublas|\bECC\b|\bHIP error|out of me
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How an attempt ended on a rank; `error` is its type and message without numbers, which differ from time to time."""
+    """How an attempt ended on a rank; `error` is its type and message without numbers, which vary."""
 
     attempt: int
     step: int
@@ -45,7 +45,7 @@ class Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """What an error is of: a notice, a worker that is gone (its peers' errors are alike), a device, the program itself."""
+    """The kind of an error: a preemption, a lost worker (also its peers' errors), a device, the program."""
     names = {ancestor.__name__ for ancestor in type(error).__mro__}
     if isinstance(error, PreemptedError) or "PreemptionError" in names or getattr(error, "preempted", False):
         return "preempted"
@@ -61,9 +61,9 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def root_causes(error: BaseException) -> list[BaseException]:
-    """The errors of single ranks in that of a group of workers or of a checkpoint; a single one is its own.
+    """The errors of single ranks behind that of a worker group or a checkpoint; a single error is its own cause.
 
-    The peers of a rank that failed lose the connection to it: their errors count only where there is no other.
+    Peers of a failed rank lose the connection to it: their errors count only if there is no other.
     """
     causes = list(_unwrapped(error))
     first = [cause for cause in causes if kind_of(cause) != "lost"]
@@ -72,10 +72,10 @@ def root_causes(error: BaseException) -> list[BaseException]:
 
 def _unwrapped(error: BaseException) -> Iterator[BaseException]:
     inner: list[Any] = []
-    for name in ("worker_failures", "failures"):  # of Ray Train's group of workers, of a sharded checkpoint
+    for name in ("worker_failures", "failures"):  # of Ray Train's worker group, of a sharded checkpoint
         if isinstance(of_ranks := getattr(error, name, None), dict):
             inner += [one[0] if isinstance(one, tuple) else one for one in of_ranks.values()]
-    for name in ("_base_exc", "cause", "controller_failure"):  # of an error that crossed from a Ray worker
+    for name in ("_base_exc", "cause", "controller_failure"):  # of an error from a Ray worker
         inner.append(getattr(error, name, None))
     inner = [one for one in inner if isinstance(one, BaseException)]
     if not inner:
@@ -85,19 +85,19 @@ def _unwrapped(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_retryable(error: BaseException, history: Sequence[Failure] = ()) -> bool:
-    """Whether another attempt may end otherwise.
+    """Whether another attempt may succeed.
 
     Args:
-        error: What ended the last attempt.
-        history: How the attempts ended, that one's end too; the same error at the same step in two of them comes again. The
-            loss of a peer tells nothing of why it was lost, and may come at any step any number of times.
+        error: That ended the last attempt.
+        history: How all attempts ended, the last one too; the same error at the same step twice will recur. The loss of a
+            peer has no known cause and may recur at any step.
     """
     if any(kind_of(cause) == "program" for cause in root_causes(error)):
         return False
     last = max((failure.attempt for failure in history), default=0)
-    telling = [failure for failure in history if failure.kind in ("device", "unknown")]
-    now = {(failure.step, failure.error) for failure in telling if failure.attempt == last}
-    return not any((failure.step, failure.error) in now for failure in telling if failure.attempt < last)
+    specific = [failure for failure in history if failure.kind in ("device", "unknown")]
+    now = {(failure.step, failure.error) for failure in specific if failure.attempt == last}
+    return not any((failure.step, failure.error) in now for failure in specific if failure.attempt < last)
 
 
 def describe(error: BaseException) -> dict[str, str]:
@@ -107,7 +107,7 @@ def describe(error: BaseException) -> dict[str, str]:
 
 
 def failures(directory: Path) -> list[Failure]:
-    """How the attempts of a run ended, as its ranks recorded it; one that was killed records nothing."""
+    """How the attempts of a run ended, as recorded by its ranks; a killed attempt records nothing."""
     attempt, found = 0, []
     for record in json_lines.read(directory / ATTEMPTS):
         attempt += record["event"] == "start"
@@ -118,12 +118,12 @@ def failures(directory: Path) -> list[Failure]:
 
 
 def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failures: int, failed: type[Exception]) -> T:
-    """Call `attempt` until it succeeds, while what ends it is worth another one.
+    """Call `attempt` until it succeeds, as long as its errors are retryable.
 
-    A preemption does not count as a failure if the run had come further since the attempt before.
+    A preemption counts as a failure only if the attempt made no progress.
 
     Raises:
-        StageError: If it is not, or the run failed more often than `max_failures`.
+        StageError: If the error is not retryable, or the run failed more often than `max_failures`.
     """
     count, reached, known = 0, -1, len(failures(directory))
     while True:
@@ -131,19 +131,19 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
             return attempt()
         except failed as error:
             reason = describe(error)
-            history = failures(directory)[known:]  # before it the user may have mended what was wrong
+            history = failures(directory)[known:]  # the user may have fixed earlier causes
             stopped = max((failure.step for failure in history), default=0)
             if reason["kind"] != "preempted" or stopped <= reached:
                 count += 1
             reached = max(reached, stopped)
-            told = f"{reason['error']}; the run's records are in {directory}"
+            cause = f"{reason['error']}; the run's records are in {directory}"
             if not is_retryable(error, history):
-                raise StageError(f"promote: another attempt would end in the same way: {told}") from error
+                raise StageError(f"promote: another attempt would end in the same way: {cause}") from error
             if count > max_failures:
                 raise StageError(
-                    f"promote: failed {count} times, promote.max_failures = {max_failures}: {told}"
+                    f"promote: failed {count} times, promote.max_failures = {max_failures}: {cause}"
                 ) from error
             logging.getLogger(__name__).warning(
-                "attempt ended (%s), going on from the last checkpoint", reason["error"]
+                "attempt ended (%s), resuming from the last checkpoint", reason["error"]
             )
             time.sleep(min(2.0**count, 30.0))

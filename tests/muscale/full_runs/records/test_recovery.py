@@ -251,7 +251,7 @@ def test_a_driver_that_is_told_to_end_saves_a_killed_worker_is_replaced_and_chec
                 return
 
     told = once(lambda: bool(starts()), lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(PreemptedError, match="told to end"):
+    with pytest.raises(PreemptedError, match="promote: preempted"):
         launch(run, settings, halves, name="told")
     told.join()
     saved = Checkpoints(run.directory / CHECKPOINTS).latest()
