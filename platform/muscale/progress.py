@@ -85,18 +85,18 @@ class Display:
 
         A way that is at its end as soon as it begins was known already, and is not worth a line.
         """
-        told, before, pace = -1, (0.0, 0.0), Pace(self._clock)
+        shown, before, pace = -1, (0.0, 0.0), Pace(self._clock)
         begun = self._clock()
 
         def update(done: float, total: float, note: str) -> None:
-            nonlocal told, before, begun
+            nonlocal shown, before, begun
             if done < before[0] or total != before[1]:
-                told = 10 if done == total and self._clock() - begun < _AT_ONCE_SECONDS else -1
+                shown = 10 if done == total and self._clock() - begun < _AT_ONCE_SECONDS else -1
             before = done, total
             begun = self._clock() if done == total else begun
             pace.update(done, total)
-            if (tenth := int(10 * done / total)) > told:
-                told = tenth
+            if (tenth := int(10 * done / total)) > shown:
+                shown = tenth
                 left = (
                     f", {format_duration(pace.left)} left" if pace.left and pace.left >= _WORTH_TELLING_SECONDS else ""
                 )

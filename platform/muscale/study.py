@@ -36,7 +36,7 @@ from muscale.progress import Display, following
 from muscale.proxies import ablation, ladder, transfer
 from muscale.proxies.check import known_check, run_check
 from muscale.search.sweep import Sweep, run_sweep
-from muscale.search.sweep_progress import SweepProgress, taught
+from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.search.sweep_result import SweepResult
 from muscale.settings import corpus as data
 from muscale.settings.config import Overrides, StudyConfig, as_set
@@ -171,8 +171,8 @@ class Study(Result):
         rounds = len(self.ledger.rounds(sweep.key))
         with self._display.stage("sweep") as update:
             progress = SweepProgress(sweep, update)
-            for told in taught(sweep):
-                self._display.line(told)
+            for line in describe_sources(sweep):
+                self._display.line(line)
             with self._tracking.during_sweep(sweep):
                 result = run_sweep(sweep, progress.on_arrival, progress.on_run, narrower=narrower)
         if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):

@@ -21,7 +21,7 @@ import pytest
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
-from muscale.search.methods import make_rule, make_sampler
+from muscale.search.methods import make_sampler, make_scheduler
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
 from muscale.settings.sweep import MODELS, SweepSettings
@@ -65,7 +65,7 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
     nothing = pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
     part = replace(record.rounds[0], searcher=chosen.searcher)
     sampler = make_sampler(part, chosen, n_params=10, n_tokens=RUNGS[-1], taught=lambda: nothing)
-    rule = make_rule(chosen, SPACE)
+    rule = make_scheduler(chosen, SPACE)
     return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, anneal_jobs=list)
 
 

@@ -76,7 +76,7 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
         curve=pd.DataFrame({"tokens": tokens, "train_loss": losses}),
         evaluations=pd.DataFrame({"tokens": tokens[::20], "val_loss": losses[::20]}),
         band=band,
-        run_events=pd.DataFrame([{"at": stamp, "kind": "restart", "told": "a worker was lost"}]),
+        run_events=pd.DataFrame([{"at": stamp, "kind": "restart", "message": "a worker was lost"}]),
         spending=pd.DataFrame(
             [("sweep", 30, 60000, 3.6e8, 30.0, 0.1), ("full", 1, 600000, 3.6e9, 100.0, 1.0)],
             columns=["purpose", "runs", "n_tokens", "compute_flops", "seconds", "of_full_run"],

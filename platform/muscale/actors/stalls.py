@@ -62,7 +62,7 @@ def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Calla
 
 
 def hint(directory: Path, since: float) -> str:
-    """What to add to the news of a worker's death: where the newest stall since `since`, in the system's seconds, is told."""
+    """A hint for the message of a worker's death: the file of the newest stall since `since` (seconds of the system's clock)."""
     paths = sorted(directory.joinpath(STALLS).glob("*.txt"), key=lambda path: path.stat().st_mtime)
     return (
         f"; it was ended as it took no step, {paths[-1]} tells where"

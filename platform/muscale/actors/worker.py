@@ -62,8 +62,8 @@ class Worker:
             state = self._state(chain.parent)
         start = state.tokens if state else 0
         remainder = replace(chain.last, start=start)
-        told = self.directory / STALLS / f"{chain.key}.txt"
-        with ended_where_stalled(told, self.stall_seconds, f"segment {chain.key}") as moves:
+        stall_file = self.directory / STALLS / f"{chain.key}.txt"
+        with ended_where_stalled(stall_file, self.stall_seconds, f"segment {chain.key}") as moves:
             return start, self.trainer.train(
                 chain.numerics, remainder, state, averaged=_is_averaged(chain), on_step=on_step, moves=moves
             )

@@ -1,7 +1,7 @@
 """The files of a bundle: a manifest of their hashes, and whether they still hold them.
 
 The manifest names plain files below its folder, each with its size and SHA-256. What guards against a change by somebody who also
-writes a new manifest is the hash of the manifest itself, which is told when a bundle is written and when it is verified.
+writes a new manifest is the hash of the manifest itself, which is shown when a bundle is written and when it is verified.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Verification(JsonResult):
     def __str__(self) -> str:
         head = f"{self.path}: {self.n_files} files, {self.n_bytes:,} bytes, manifest sha256 {self.digest}"
         odd = {"missing": self.missing, "different": self.different, "not in the manifest": self.extra}
-        told = [f"  {what}: {name}" for what, names in odd.items() for name in names]
-        return "\n".join([f"{head}: {'whole' if self.passed else 'DAMAGED'}", *told])
+        lines = [f"  {what}: {name}" for what, names in odd.items() for name in names]
+        return "\n".join([f"{head}: {'intact' if self.passed else 'DAMAGED'}", *lines])
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:

@@ -283,8 +283,8 @@ def _write_environment(run: Bundled, folder: Path) -> None:
     here = {**environment(torch.device("cpu")), "package": package_fingerprint()}
     _write(folder / parts.ENVIRONMENT, {"run": result["environment"], "bundle": here})
     installed = {f"{found.name}=={found.version}" for found in metadata.distributions() if found.name}
-    told = "# Packages installed where this bundle was written; environment.json has those of the run.\n"
-    (folder / parts.LOCK).write_text(told + "\n".join(sorted(installed, key=str.lower)) + "\n")
+    comment = "# Packages installed where this bundle was written; environment.json has those of the run.\n"
+    (folder / parts.LOCK).write_text(comment + "\n".join(sorted(installed, key=str.lower)) + "\n")
 
 
 def _write(path: Path, values: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from muscale.plans.planning import told
+from muscale.plans.planning import format_value
 from proxy_models.data.kept_tokenizer import kept_name
 from proxy_models.data.token_files import STATED
 
@@ -61,7 +61,7 @@ def model_card(
         fit=lineage["fit"],
         caveats=lineage["caveats"],
         averaging=averaging,
-        told=told,
+        format_value=format_value,
     )
 
 

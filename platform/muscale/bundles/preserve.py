@@ -93,10 +93,10 @@ def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promo
     return {**stages, "plan": plan.to_dict(), "promotion": promotion.to_dict(), "caveats": caveats}
 
 
-def _fit_of(fit: ScalingFit, told: Forecast, caveats: list[str]) -> dict[str, Any]:
-    again = fit.forecast(told.n_params, told.n_tokens, level=told.level)
-    if abs(again.loss / told.loss - 1) > 1e-9:
+def _fit_of(fit: ScalingFit, registered: Forecast, caveats: list[str]) -> dict[str, Any]:
+    again = fit.forecast(registered.n_params, registered.n_tokens, level=registered.level)
+    if abs(again.loss / registered.loss - 1) > 1e-9:
         caveats.append(
-            f"the fit has changed since the plan: it forecasts {again.loss:.6f}, registered was {told.loss:.6f}"
+            f"the fit has changed since the plan: it forecasts {again.loss:.6f}, registered was {registered.loss:.6f}"
         )
     return fit.to_dict()

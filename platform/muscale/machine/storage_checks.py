@@ -77,7 +77,7 @@ def _journal(folder: Path) -> str:
 
 
 def _postgresql() -> Finding:
-    """Whether the server that the environment names answers; the password is not told."""
+    """Check that the server named by the environment answers; never shows the password."""
     try:
         url = url_from_environment()
     except StudyDirectoryError as error:

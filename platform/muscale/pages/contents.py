@@ -114,4 +114,4 @@ def _trained_on(connection: sa.Connection) -> list[tuple[dict[str, Any], int]]:
     text = sa.type_coerce(segments.c.environment, sa.Text)  # else each row's JSON is read
     query = sa.select(text, sa.func.count()).join(run_table, run_table.c.key == segments.c.key).group_by(text)
     first = sa.func.min(run_table.c.created_at)
-    return [(json.loads(told), n) for told, n in connection.execute(query.order_by(first, text))]
+    return [(json.loads(row), n) for row, n in connection.execute(query.order_by(first, text))]

@@ -98,8 +98,8 @@ class LivePage:
         contents = gather(self.study, self._found)
         first, *others = sections_of(contents, self._memo)
         sections = (first, self._now(contents), *others)
-        told = hashlib.sha256("".join(section.hash for section in sections).encode()).hexdigest()[:16]
-        self._snapshot, self._pulse = Snapshot(contents=contents, sections=sections, tag=told), pulse
+        tag = hashlib.sha256("".join(section.hash for section in sections).encode()).hexdigest()[:16]
+        self._snapshot, self._pulse = Snapshot(contents=contents, sections=sections, tag=tag), pulse
         return True
 
     @contextmanager
@@ -196,11 +196,11 @@ def _counts(connection: sa.Connection) -> dict[str, tuple[object, ...]]:
 def _owners(ledger: Ledger) -> list[str]:
     """The holders of leases in words, each process once."""
     held = [row for row in ledger.read(taken_leases) if not is_dead(row["owner"])]
-    told: dict[tuple[str, int], str] = {}
+    work: dict[tuple[str, int], str] = {}
     for row in sorted(held, key=lambda row: (not row["name"].startswith("sweep "), row["name"])):
         what = "leads the sweep" if row["name"].startswith("sweep ") else "trains"
-        told.setdefault((host_of(row["owner"]), process_of(row["owner"])), what)
-    return [f"process {process} on {host} {what}" for (host, process), what in told.items()]
+        work.setdefault((host_of(row["owner"]), process_of(row["owner"])), what)
+    return [f"process {process} on {host} {what}" for (host, process), what in work.items()]
 
 
 def _told(row: dict[str, Any]) -> str:

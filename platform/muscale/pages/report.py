@@ -113,7 +113,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             command="promote",
             group="The full run",
             about="The forecast and the band were registered before the first step and cannot be changed.",
-            result="\n".join(str(told) for told in (contents.band, contents.evaluated) if told),
+            result="\n".join(str(one) for one in (contents.band, contents.evaluated) if one),
             drawings=drawn(_curve(contents), "loss along the full run, its forecast and the measured loss"),
             table=as_table(_source_losses(contents)),
         ),
@@ -138,7 +138,7 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _summary(contents: ReportContents) -> Section:
-    told, state = summary.headline(contents)
+    headline, state = summary.headline(contents)
     return Section(
         title="Summary",
         command="run",
@@ -146,7 +146,7 @@ def _summary(contents: ReportContents) -> Section:
         template="summary.html.jinja",
         values={
             "contents": contents,
-            "headline": told,
+            "headline": headline,
             "state": state,
             "ruler": summary.ruler(contents),
             "tiles": summary.tiles(contents),

@@ -14,7 +14,7 @@ import jinja2
 import pandas as pd
 import plotly.graph_objects as go
 
-from muscale.plans.planning import format_decision, told
+from muscale.plans.planning import format_decision, format_value
 
 _LAYOUT = {
     "template": "none",
@@ -102,7 +102,12 @@ def templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(page_file), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"told": told, "format_decision": format_decision, "moment": moment, "count": count}
+    environment.filters |= {
+        "format_value": format_value,
+        "format_decision": format_decision,
+        "moment": moment,
+        "count": count,
+    }
     return environment
 
 

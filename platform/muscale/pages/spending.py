@@ -61,7 +61,7 @@ def draw_spending(table: pd.DataFrame) -> go.Figure:
         shares = [
             100 * row[name] / table[name].sum() if table[name].sum() else 0 for name in ("seconds", "compute_flops")
         ]
-        told = [f"{row['seconds']:,.0f} worker seconds", f"{row['compute_flops']:.3g} FLOPs"]
+        hovers = [f"{row['seconds']:,.0f} worker seconds", f"{row['compute_flops']:.3g} FLOPs"]
         figure.add_bar(
             x=shares,
             y=["worker time", "compute"],
@@ -70,7 +70,7 @@ def draw_spending(table: pd.DataFrame) -> go.Figure:
             text=[f"{share:.0f} %" if share >= 4 else "" for share in shares],
             textposition="inside",
             insidetextanchor="middle",
-            hovertext=told,
+            hovertext=hovers,
             hoverinfo="name+text",
             marker={"color": COLOURS[i % len(COLOURS)]},
         )

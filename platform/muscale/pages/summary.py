@@ -49,25 +49,25 @@ def headline(contents: ReportContents) -> tuple[str, str]:
 
 def ruler(contents: ReportContents) -> dict[str, Any] | None:
     """Places of the interval, the forecast and the measured loss on one line, in per cent of its width."""
-    told = contents.promotion or contents.forecast
-    if told is None or (contents.forecast is None and contents.promotion is None):
+    shown = contents.promotion or contents.forecast
+    if shown is None or (contents.forecast is None and contents.promotion is None):
         return None
-    forecast = told["forecast"] if contents.promotion else told["loss"]
-    measured = told["loss"] if contents.promotion else None
-    values = [told["low"], told["high"], *([measured] if measured is not None else [])]
-    room = _ROOM * (told["high"] - told["low"]) or 1e-6
+    forecast = shown["forecast"] if contents.promotion else shown["loss"]
+    measured = shown["loss"] if contents.promotion else None
+    values = [shown["low"], shown["high"], *([measured] if measured is not None else [])]
+    room = _ROOM * (shown["high"] - shown["low"]) or 1e-6
     low, high = min(values) - room, max(values) + room
 
     def place(value: float) -> float:
         return round(100 * float((value - low) / (high - low)), 2)
 
     return {
-        "low": place(told["low"]),
-        "high": place(told["high"]),
+        "low": place(shown["low"]),
+        "high": place(shown["high"]),
         "forecast": place(forecast),
         "measured": None if measured is None else place(measured),
-        "told": {"low": told["low"], "high": told["high"], "forecast": forecast, "measured": measured},
-        "level": told["level"],
+        "losses": {"low": shown["low"], "high": shown["high"], "forecast": forecast, "measured": measured},
+        "level": shown["level"],
     }
 
 

@@ -70,11 +70,11 @@ class Gate(Recorded):
         """
         if force or self.passed:
             return
-        told = "\n".join(
+        failures = "\n".join(
             f"{line.name}: {line.compared}; {line.advice}" for line in self.lines if line.status == "failed"
         )
         raise StageError(
-            f"promote: the gate is closed:\n{textwrap.indent(told, '  ')}\nor go through with --force, which the ledger keeps"
+            f"promote: the gate is closed:\n{textwrap.indent(failures, '  ')}\nor go through with --force, which the ledger keeps"
         )
 
     def record(self, ledger: Ledger) -> None:
@@ -105,13 +105,13 @@ def forced_lines(ledger: Ledger, plan: str) -> tuple[str, ...]:
 
 def transfer_line(verdict: str, reasons: Sequence[str], options: str = "") -> GateLine:
     """Whether the transfer check passed; `options` are what its verdict says to run."""
-    told = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
+    text = f"the verdict is {verdict!r}" + (f" ({'; '.join(reasons)})" if verdict != "pass" else "")
     remedy = f": muscale transfer {options}" if options else " with more transfer.seeds or transfer.rates"
     advice = {
         "pass": "",
         "fail": "what was tuned small does not hold when large: mend the parametrization, or narrow what is carried",
     }.get(verdict, f"settle it{remedy}")
-    return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=told, advice=advice)
+    return GateLine(name="transfer", status="passed" if verdict == "pass" else "failed", compared=text, advice=advice)
 
 
 def check_line(check: CoordinateCheck | None) -> GateLine:
@@ -150,7 +150,7 @@ def data_line(
         changed: Its files that do not hold the hashes of its manifest; None where they were too large to be hashed.
         n_bytes: Of its files.
     """
-    told = ", ".join(f"{name} {value}" for name, value in found.items())
+    text = ", ".join(f"{name} {value}" for name, value in found.items())
     differing = [
         f"{name} {planned[name]} planned, {found.get(name)} here"
         for name in planned
@@ -174,10 +174,10 @@ def data_line(
         return GateLine(
             name="data",
             status="unknown",
-            compared=f"{told} in the manifest as planned; {n_bytes / 1e9:.3g} GB of tokens were not hashed again",
+            compared=f"{text} in the manifest as planned; {n_bytes / 1e9:.3g} GB of tokens were not hashed again",
             advice="hold sha256sum of the token files against the manifest where storage is in doubt",
         )
-    return GateLine(name="data", status="passed", compared=f"{told}, {n_bytes / 1e9:.3g} GB hashed again")
+    return GateLine(name="data", status="passed", compared=f"{text}, {n_bytes / 1e9:.3g} GB hashed again")
 
 
 def carried_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
@@ -185,12 +185,12 @@ def carried_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
     name, every = "carried over", list(carried)
     silent = [one for one in every if one.is_silent]
     if silent:
-        told = [f"{one.name} = {one.value} from {one.source}" for one in silent]
+        text = [f"{one.name} = {one.value} from {one.source}" for one in silent]
         first = silent[0].name
         return GateLine(
             name=name,
             status="failed",
-            compared=f"{', '.join(told)}: nothing says that {'it holds' if len(told) == 1 else 'they hold'} at another size",
+            compared=f"{', '.join(text)}: no transfer rule covers {'it' if len(text) == 1 else 'them'}",
             advice=f"state it: muscale plan --set plan.explicit.{first}=VALUE",
         )
     stated = [f"{one.name} = {one.value}" for one in every if "explicit" in one.rules]
@@ -217,17 +217,17 @@ def memory_line(
         workers_on_it: That share it.
     """
     needed = estimate.total * workers_on_it
-    told = f"{needed / 2**30:.3g} GiB estimated" + (
+    text = f"{needed / 2**30:.3g} GiB estimated" + (
         f" for {workers_on_it} workers" if workers_on_it > 1 else " a device"
     )
     if memory_bytes is None:
         return GateLine(
             name="memory",
             status="unknown",
-            compared=f"{told}, {device} of unknown memory",
+            compared=f"{text}, {device} of unknown memory",
             advice="name the device, plan.accelerator, or try it with `muscale promote --smoke-test`",
         )
-    compared = f"{told}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
+    compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}, of which {MEMORY_SHARE:.0%} may be filled"
     if needed <= MEMORY_SHARE * memory_bytes:
         return GateLine(name="memory", status="passed", compared=compared)
     largest = max(
@@ -254,7 +254,7 @@ def layout_line(
 ) -> GateLine:
     """Whether the workers form the layout, its products can be shared, and every share of a batch has a sequence.
 
-    Shares that differ by a sequence are only told: they change no loss, but the ranks of the smaller ones wait.
+    Shares that differ by a sequence are only reported: they change no loss, but the ranks of the smaller ones wait.
 
     Args:
         shared: Sizes that `tensor_parallel` workers share, by what they are: heads, d_ff, ….
@@ -283,13 +283,13 @@ def layout_line(
         )
     shares = workers // tensor
     least, more = divmod(sequences, shares)
-    told = f"{sequences} sequences over {shares} workers" + (f" × {tensor}" if tensor > 1 else "")
+    text = f"{sequences} sequences over {shares} workers" + (f" × {tensor}" if tensor > 1 else "")
     parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
     if more:
         waits = 1 - sequences / (shares * (least + 1))
-        told += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
+        text += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
         advice.append(f"{near} workers would share it evenly")
-    return GateLine(name="layout", status="passed", compared=", ".join([told, *parts]), advice="; ".join(advice))
+    return GateLine(name="layout", status="passed", compared=", ".join([text, *parts]), advice="; ".join(advice))
 
 
 def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:

@@ -79,7 +79,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
             "value": one.value,
             "rules": list(one.rules),
             "source": one.source,
-            "told": plan.rules.get(one.name),
+            "rule": plan.rules.get(one.name),
         }
         for one in plan.carried
     }
@@ -99,7 +99,7 @@ def contents(plan: Plan, config: StudyConfig, *, along: Sequence[Mapping[str, fl
         "cost": {name: decision.get(name) for name in ("budget", "cost", "gpu_hours", "dollars", "days")}
         | {"accelerator": config.plan.accelerator, "n_devices": config.plan.n_devices},
         "forecast": forecast | ({"along": points} if points else {}),
-        "decision": {"told": format_decision(plan.decision)},
+        "decision": {"summary": format_decision(plan.decision)},
     }
     plain: _Contents = _without_none(json.loads(json.dumps(tables)))
     return plain
@@ -152,11 +152,11 @@ def _require_unedited(path: Path, values: _Contents) -> None:
     if difference is None or digest == hash_of(found):
         return
     edit, key, ours, theirs = _registered_edit(found, values), *difference
-    told = (
+    problem = (
         edit
-        or f"{key} was edited: {_shown(ours)} by the study file, {_shown(theirs)} in the file; promote it with --plan"
+        or f"{key} was edited: {_shown(ours)} by the study file, {_shown(theirs)} in the file; promote the file with --plan"
     )
-    raise StageError(f"{path}: {told}; or remove the file to have it written anew from the study file")
+    raise StageError(f"{path}: {problem}; or remove the file, and it is written again from the study file")
 
 
 def read(
@@ -221,11 +221,11 @@ def _registered_edit(found: _Contents, values: _Contents) -> str | None:
     if difference is None:
         return None
     key, ours, theirs = difference
-    told = f"{key} was edited: {_shown(ours)} in the ledger, {_shown(theirs)} in the file"
+    problem = f"{key} was edited: {_shown(ours)} in the ledger, {_shown(theirs)} in the file"
     table, _, name = key.partition(".")
     if table == "hyperparameters":
-        return f"{told}; state it with `muscale plan --set plan.explicit.{name.partition('.')[0]}=…`, which makes another plan"
-    return f"{told}; only [{EDITABLE}] may be edited, another value is another plan, made by `muscale plan --set`"
+        return f"{problem}; state it with `muscale plan --set plan.explicit.{name.partition('.')[0]}=…`, which makes another plan"
+    return f"{problem}; only [{EDITABLE}] may be edited, another value is another plan, made by `muscale plan --set`"
 
 
 def _registered(values: _Contents) -> _Contents:

@@ -29,7 +29,7 @@ from scaling import Decision, Forecast, HorizonLaw, ScalingFit
 FOLLOWED = 8.0
 """Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
 octaves off (measured, widths 32 and 64)."""
-_MOST_SIZES = 5  # that are told one by one
+_MOST_SIZES = 5  # that are listed one by one
 _TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
 
 
@@ -107,7 +107,10 @@ class Plan(Recorded):
             f"{self.wanted_n_params:,.0f}), D = {self.n_tokens:,} tokens, C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} nats per token, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.1f}× the largest run of the ladder",
-            *(f"  {name} = {told(getattr(self.hyperparameters, name))}  ({rule})" for name, rule in self.rules.items()),
+            *(
+                f"  {name} = {format_value(getattr(self.hyperparameters, name))}  ({rule})"
+                for name, rule in self.rules.items()
+            ),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
             *(f"  {line}" for line in format_decision(self.decision)),
         ]
@@ -116,7 +119,7 @@ class Plan(Recorded):
         return "\n".join(lines)
 
 
-def told(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A hyperparameter's value as people read it, stages as they are or as plain values."""
     if isinstance(value, tuple | list):
         return "; ".join(str(HyperparameterStage(**entry) if isinstance(entry, dict) else entry) for entry in value)
@@ -250,10 +253,12 @@ def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:
     times = n_tokens / horizon.n_tokens_range[1]
     if times <= 1:
         return ""
-    told = f", {times:.3g}× beyond its grids" + ("" if horizon.supports(n_tokens) else " and its supported range")
+    distance = f", {times:.3g}× beyond its grids" + ("" if horizon.supports(n_tokens) else " and its supported range")
     wanted = math.ceil(n_tokens / FOLLOWED / unit)
     return (
-        told if times <= FOLLOWED else f"{told}: {wanted} among transfer.horizons would bring them within {FOLLOWED:g}×"
+        distance
+        if times <= FOLLOWED
+        else f"{distance}: {wanted} among transfer.horizons would bring them within {FOLLOWED:g}×"
     )
 
 
@@ -266,7 +271,7 @@ def data_hashes(corpus: Corpus) -> dict[str, str]:
 def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]]) -> Forecast:
     """The same forecast, unsupported where the run does not follow the policy that the ladder was trained under."""
     reasons = [
-        f"{name} = {told(value)} is stated; the runs fitted follow a policy that has {told(policy)}"
+        f"{name} = {format_value(value)} is stated; the runs fitted follow a policy that has {format_value(policy)}"
         for name, (policy, value) in stated.items()
         if value != policy
     ]

@@ -33,7 +33,7 @@ def variants(settings: AblateSettings, numerics: Numerics, best: Hyperparameters
     Args:
         settings: What is swapped.
         numerics: At the base shape.
-        best: Hyperparameters, tuned for the model as it is: a swap that wants others is told as worse than it could be.
+        best: Hyperparameters, tuned for the model as it is: a swap that wants others looks worse than it could be.
         n_tokens: Of each run, where the settings don't say.
     """
     length = settings.n_tokens or n_tokens

@@ -173,8 +173,8 @@ class _Grids:
     ) -> list[Member]:
         """A grid of another hyperparameter at the sweep's best rate."""
         if name in self.best.set_by_stages:
-            told = "; ".join(map(str, self.best.stages))
-            raise StageError(f"transfer.over.{name}: the winner's schedule sets it on the way ({told}): leave it out")
+            stages = "; ".join(map(str, self.best.stages))
+            raise StageError(f"transfer.over.{name}: the winner's schedule sets it on the way ({stages}): leave it out")
         values = grid.at or around(getattr(self.best, name), grid.points, grid.octaves)
         label = {"along": along, "size": size, "over": name}
         return [m for value in values for m in self._runs(label, value, model, [length], None, **{name: value})]

@@ -1,4 +1,4 @@
-"""Our own searcher: a surface over hyperparameters, size and tokens, which begins with what runs of other scales have taught."""
+"""Our own searcher: a surface over hyperparameters, size and tokens, which begins with the runs at other scales."""
 
 from __future__ import annotations
 
@@ -90,27 +90,27 @@ class AcrossScales:
         n_params: N of the proxy.
         n_tokens: Tokens of the last rung, where the sweep's own losses lie; no annealed run has just as many, so losses of
             averaged weights and annealed ones are not compared with each other.
-        taught: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss.
+        prior_runs: Gives the runs at other scales: the searched hyperparameters, n_params, n_tokens, loss.
     """
 
     space: Space
     seed: int
     n_params: int
     n_tokens: int
-    taught: Callable[[], pd.DataFrame]
+    prior_runs: Callable[[], pd.DataFrame]
 
     @cached_property
-    def lessons(self) -> pd.DataFrame:
-        """What `taught` gives, asked at the first suggestion."""
-        return self.taught()
+    def known_runs(self) -> pd.DataFrame:
+        """The prior runs, asked for at the first suggestion."""
+        return self.prior_runs()
 
     def propose(self, number: int, known: Known) -> Config:
-        """What the surface suggests, given the lessons and the sweep's own trials so far."""
+        """What the surface suggests, given the prior runs and the sweep's own trials so far."""
         space, box = self.space, replace(box_of(self.space), drift=expected_drift(self.space))
         scale = {N_PARAMS: float(self.n_params), N_TOKENS: float(self.n_tokens)}
         rows = [
             {**coordinates(space, {name: row[name] for name in space.searched}), **_scale(row), "loss": row["loss"]}
-            for row in self.lessons.to_dict("records")
+            for row in self.known_runs.to_dict("records")
             if _is_comparable(space, row)
         ]
         rows += [

@@ -11,7 +11,7 @@ from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.record import Record, RungResult
 from muscale.search.record_view import RecordView
 from muscale.search.samplers import Sampler
-from muscale.search.schedulers import GoOn, Rule, Start
+from muscale.search.schedulers import GoOn, Scheduler, Start
 
 
 class Engine:
@@ -19,7 +19,7 @@ class Engine:
 
     Args:
         record: What was suggested, measured and decided.
-        rule, sampler, budget: Of the search.
+        scheduler, sampler, budget: Of the search.
         top: The last rung.
         on_arrival: Called with each new result.
         anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
@@ -34,7 +34,7 @@ class Engine:
     def __init__(
         self,
         record: Record,
-        rule: Rule,
+        scheduler: Scheduler,
         sampler: Sampler,
         budget: Budget,
         *,
@@ -46,7 +46,7 @@ class Engine:
         self.interrupted = False
         self.failures: dict[int | AnnealJob, str] = {}
         self.refusal: str | None = None
-        self._rule, self._sampler, self._top = rule, sampler, top
+        self._scheduler, self._sampler, self._top = scheduler, sampler, top
         self._on_arrival, self._anneal_jobs = on_arrival, anneal_jobs
         self._in_flight: set[int | AnnealJob] = set()
         self._losses: Counter[int | AnnealJob] = Counter()
@@ -139,11 +139,11 @@ class Engine:
         return job
 
     def _move(self) -> Start | GoOn | None:
-        """What the rule wants, if the budget allows it; where it does not allow another trial, the rule goes on without."""
+        """What the scheduler wants, if the budget allows it; where it does not allow another trial, the scheduler goes on without."""
         may_start = self.budget.allows_trial(self.record)
-        move = self._rule.next(self.record, may_start=may_start)
+        move = self._scheduler.next(self.record, may_start=may_start)
         if isinstance(move, Start) and not self._allows(move):
-            move = self._rule.next(self.record, may_start=False)
+            move = self._scheduler.next(self.record, may_start=False)
         return move if move and self._allows(move) else None
 
     def _allows(self, move: Start | GoOn) -> bool:

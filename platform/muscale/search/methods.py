@@ -11,15 +11,15 @@ from muscale.search.bandit import Bandit
 from muscale.search.population import Perturb, Population
 from muscale.search.record import Round
 from muscale.search.samplers import CmaEs, Draws, Grid, QuasiRandom, Sampler, gaussian_process, tpe
-from muscale.search.schedulers import Asha, Hyperband, MedianStopping, Rule, ToTheEnd
+from muscale.search.schedulers import Asha, Hyperband, MedianStopping, Scheduler, ToTheEnd
 from muscale.settings.sweep import Searcher, SweepSettings
 from search_spaces import Space
 
-MIN_LESSONS = 5
+MIN_PRIOR_RUNS = 5
 """Runs at other scales from which our own searcher is the better one (assumed: a grid of rates at one scale has as many)."""
 
 
-def make_rule(settings: SweepSettings, space: Space) -> Rule:
+def make_scheduler(settings: SweepSettings, space: Space) -> Scheduler:
     """The scheduler of a sweep over a space."""
     top = settings.rungs - 1
     match settings.scheduler:
@@ -39,26 +39,31 @@ def make_rule(settings: SweepSettings, space: Space) -> Rule:
             return Population(top=top, share=settings.share, explore=bandit, seed=settings.seed)
 
 
-def resolve_searcher(settings: SweepSettings, taught: pd.DataFrame) -> Searcher:
-    """The searcher that "auto" stands for: our own where other scales have taught something, else TPE."""
+def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> Searcher:
+    """The searcher that "auto" stands for: our own where enough runs at other scales are known, else TPE."""
     if settings.searcher != "auto":
         return settings.searcher
     if settings.is_population:
         return "quasi_random"
-    return "across_scales" if len(taught) >= MIN_LESSONS else "tpe"
+    return "across_scales" if len(prior_runs) >= MIN_PRIOR_RUNS else "tpe"
 
 
 def make_sampler(
-    part: Round, settings: SweepSettings, *, n_params: int, n_tokens: int, taught: Callable[[], pd.DataFrame]
+    search_round: Round,
+    settings: SweepSettings,
+    *,
+    n_params: int,
+    n_tokens: int,
+    prior_runs: Callable[[], pd.DataFrame],
 ) -> Sampler:
     """The sampler of a round, for a proxy of N parameters and trials of so many tokens at the last rung.
 
-    `taught` gives the runs at other scales where they are asked for.
+    `prior_runs` gives the runs at other scales where they are asked for.
     """
-    seed, space = settings.seed, part.space
-    match part.searcher:
+    seed, space = settings.seed, search_round.space
+    match search_round.searcher:
         case "grid":
-            return Grid(configs=space.grid(settings.grid_points), first=part.first_trial)
+            return Grid(configs=space.grid(settings.grid_points), first=search_round.first_trial)
         case "random":
             return Draws(space=space, seed=seed)
         case "quasi_random":
@@ -70,5 +75,5 @@ def make_sampler(
         case "cma_es":
             return CmaEs(space=space, seed=seed)
         case "across_scales":
-            return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, taught=taught)
-    raise ValueError(f"no searcher is called {part.searcher!r}")
+            return AcrossScales(space=space, seed=seed, n_params=n_params, n_tokens=n_tokens, prior_runs=prior_runs)
+    raise ValueError(f"no searcher is called {search_round.searcher!r}")

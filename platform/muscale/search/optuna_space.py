@@ -65,7 +65,7 @@ def _ask(trial: optuna.Trial, name: str, distribution: BaseDistribution) -> Any:
 
 
 def optuna_params_of(space: Space, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-    """The parameters and distributions as which Optuna is told a configuration."""
+    """A configuration as the parameters and distributions that Optuna records."""
     params: dict[str, Any] = {}
     distributions: dict[str, BaseDistribution] = {}
     for name, value in config.items():

@@ -61,7 +61,9 @@ def values_of(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def lessons(runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Space, numerics: Numerics) -> pd.DataFrame:
+def usable_runs(
+    runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Space, numerics: Numerics
+) -> pd.DataFrame:
     """Runs that tell where the optimum lies: a column for each searched hyperparameter, n_params, n_tokens, loss (NaN: diverged).
 
     Args:

@@ -63,11 +63,11 @@ class Record:
         self.tokens, self.seconds = 0, 0.0  # of all arrivals
         self.settled: set[int] = (
             set()
-        )  # first trials of brackets that a rule found to be over; a cancelled trial may change that
+        )  # first trials of brackets that a scheduler found to be over; a cancelled trial may change that
         self._last: dict[int, int] = {}
         self._turns: dict[int, list[tuple[int, Path]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
-        self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may be told to go on
+        self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may go on
         self._means: dict[int, list[float]] = {}  # of the rungs of which they were asked
         self._bests: dict[int, list[tuple[float, int]]] = {}  # likewise
         self._changes: dict[int, list[float]] = {}  # likewise
@@ -105,7 +105,7 @@ class Record:
 
     def round_of(self, trial: int) -> int:
         """Number of the round that a trial belongs to."""
-        return max(number for number, part in enumerate(self.rounds) if part.first_trial <= trial)
+        return max(number for number, each in enumerate(self.rounds) if each.first_trial <= trial)
 
     def start(self, config: Config, until: int) -> int:
         """Note a suggestion before it is trained; returns its number."""
@@ -199,7 +199,7 @@ class Record:
         return sum(arrival.tokens for arrival in arrivals), sum(arrival.seconds for arrival in arrivals)
 
     def status(self, trial: int, top: int) -> str:
-        """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where it was not told to go on."""
+        """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where no scheduler let it go on."""
         if trial in self.open:
             return "running"
         if self.diverged(trial) or self.last_rung(trial) == top:

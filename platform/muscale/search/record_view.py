@@ -77,7 +77,7 @@ class RecordView:
         return statistics.median(changes) if changes else 0.0
 
 
-class OfConfigs(Generic[T]):
+class MemoizedByConfig(Generic[T]):
     """A function of a configuration, worked out once for each: a sampler asks it of all trials for every suggestion."""
 
     def __init__(self, function: Callable[[Config], T]) -> None:

@@ -36,7 +36,7 @@ COLUMNS = ("n_tokens", "hyperparameter", "best", "low", "high", "probability", "
 class RungOptima:
     """A surface over the searched hyperparameters and the run's length, and its minimum at each length.
 
-    All lengths are fitted at once, so each is told by the runs of the others as well.
+    All lengths are fitted at once, so the runs of all lengths inform each.
 
     Attributes:
         runs: A row each: n_tokens, loss (nats per token; NaN: diverged) and the searched hyperparameters.
@@ -189,8 +189,8 @@ def for_horizon(fitted: RungOptima, config: StudyConfig, numerics: Numerics) -> 
 
     The optima of one surface are not independent. Still, taken as if they were, with the law's scatter added to each, they
     promise less than they hold. Measured on 24 planted sweeps of two hyperparameters, with 33 annealed runs at four lengths,
-    for each of the exponents .27 and .6: the mean found was .24 and .58, and the root mean square of (found - planted) / error
-    told was .49 and .63.
+    for each of the exponents .27 and .6: the mean found was .24 and .58, and the root mean square of (found - planted) /
+    stated error was .49 and .63.
     """
     columns = ["group", N_TOKENS, "log2_rate", "stderr"]
     own_schedule = (config.sweep.schedule or config.hyperparameters.schedule) == config.hyperparameters.schedule

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from muscale.search.record_view import Known, Observation, OfConfigs
+from muscale.search.record_view import Known, MemoizedByConfig, Observation
 from search_spaces import Config, Space
 
 MAX_OBSERVATIONS = 1000
@@ -87,11 +87,11 @@ class QuasiRandom:
 
 @dataclass(frozen=True, kw_only=True)
 class LossClip:
-    """The finite losses that a sampler is told: a diverged trial's is a little worse than the worst, or at the clip.
+    """The finite losses that a sampler gets: a diverged trial's is a little worse than the worst, or at the clip.
 
     Attributes:
-        worst: What a divergence is told as.
-        highest: What no loss is told above.
+        worst: The loss that stands for a divergence.
+        highest: The upper bound of all losses.
     """
 
     worst: float
@@ -105,7 +105,7 @@ class LossClip:
         return cls(worst=max(finite) * 1.01, highest=min(finite) * clip)
 
     def clipped(self, loss: float | None) -> float:
-        """What is told of a loss, None after a divergence."""
+        """The loss that a sampler gets; None is a divergence."""
         return min(self.worst if loss is None else loss, self.highest)
 
 
@@ -117,7 +117,7 @@ class OptunaSampler:
         space: What is searched.
         make: Builds the sampler for a seed.
         seed: The sweep's.
-        clip: Losses above this many times the best are told as that.
+        clip: Losses above this many times the best are clipped there.
     """
 
     space: Space
@@ -126,8 +126,8 @@ class OptunaSampler:
     clip: float = math.inf
 
     @cached_property
-    def _contains(self) -> OfConfigs[bool]:
-        return OfConfigs(self.space.contains)
+    def _contains(self) -> MemoizedByConfig[bool]:
+        return MemoizedByConfig(self.space.contains)
 
     def propose(self, number: int, known: Known) -> Config:
         """What the sampler suggests for trial `number`."""
@@ -180,12 +180,12 @@ class CmaEs:
     seed: int
 
     @cached_property
-    def _contains(self) -> OfConfigs[bool]:
-        return OfConfigs(self.space.contains)
+    def _contains(self) -> MemoizedByConfig[bool]:
+        return MemoizedByConfig(self.space.contains)
 
     @cached_property
-    def _encode(self) -> OfConfigs[np.ndarray[Any, np.dtype[np.float64]]]:
-        return OfConfigs(self.space.encode)
+    def _encode(self) -> MemoizedByConfig[np.ndarray[Any, np.dtype[np.float64]]]:
+        return MemoizedByConfig(self.space.encode)
 
     def propose(self, number: int, known: Known) -> Config:
         """A draw from the distribution that the full generations so far have made."""

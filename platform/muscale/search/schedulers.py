@@ -1,7 +1,7 @@
 """Which trial does what next: early stopping as functions of the record.
 
-A rule looks at the record alone, so the same record gives the same move, in whatever process. Trials wait at a rung without
-holding a worker, and one that is never told to go on has been stopped.
+A scheduler looks at the record alone, so the same record gives the same move, in whatever process. Trials wait at a rung without
+holding a worker, and one that never gets on has been stopped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GoOn:
     donor: int | None = None
 
 
-class Rule(Protocol):
+class Scheduler(Protocol):
     """Early stopping, or a population."""
 
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:

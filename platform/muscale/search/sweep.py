@@ -22,8 +22,8 @@ from muscale.layout import CORPUS
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob
-from muscale.search.methods import make_rule, make_sampler, resolve_searcher
-from muscale.search.prior_runs import lessons, runs_of
+from muscale.search.methods import make_sampler, make_scheduler, resolve_searcher
+from muscale.search.prior_runs import runs_of, usable_runs
 from muscale.search.record import Record, Round, RungResult
 from muscale.search.record_view import RecordView
 from muscale.search.sweep_conclusion import make_result
@@ -122,18 +122,18 @@ class Sweep:
         """What the ledger has of it."""
         return Record(self.ledger, self.key)
 
-    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, part: Round | None = None) -> Engine:
+    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, search_round: Round | None = None) -> Engine:
         """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
-            record.begin_round(resolve_searcher(settings, self.taught()), settings.space)
-        part = part or record.rounds[-1]
-        allowed = self._budget(record, part)
+            record.begin_round(resolve_searcher(settings, self.prior_runs()), settings.space)
+        search_round = search_round or record.rounds[-1]
+        allowed = self._budget(record, search_round)
         n_params, n_tokens = self.config.model.n_params, plan.rung_tokens[-1]
-        sampler = make_sampler(part, settings, n_params=n_params, n_tokens=n_tokens, taught=self.taught)
-        rule = make_rule(settings, part.space)
+        sampler = make_sampler(search_round, settings, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs)
+        scheduler = make_scheduler(settings, search_round.space)
         anneal_jobs = partial(self.anneal_jobs, record, on_run)
-        return Engine(record, rule, sampler, allowed, top=plan.top, on_arrival=on_arrival, anneal_jobs=anneal_jobs)
+        return Engine(record, scheduler, sampler, allowed, top=plan.top, on_arrival=on_arrival, anneal_jobs=anneal_jobs)
 
     def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
@@ -163,14 +163,14 @@ class Sweep:
                 return unknown
         return []
 
-    def taught(self) -> pd.DataFrame:
+    def prior_runs(self) -> pd.DataFrame:
         """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
         settings = self.config.sweep
         studies = [file for file in self.sources() if not is_outside(file)]
         tables = [self.ledger.runs(), *(runs_of(file) for file in studies)]
-        known = lessons(tables, self.plan.defaults, settings.space, self.numerics)
-        told = [self.results_from(file) for file in self.sources() if file not in studies]
-        return pd.concat([known, *told], ignore_index=True) if any(map(len, told)) else known
+        known = usable_runs(tables, self.plan.defaults, settings.space, self.numerics)
+        outside = [self.results_from(file) for file in self.sources() if file not in studies]
+        return pd.concat([known, *outside], ignore_index=True) if any(map(len, outside)) else known
 
     def results_from(self, file: Path) -> pd.DataFrame:
         """Results of a table, or of a study of Optuna's, as their owner tells them."""
@@ -181,13 +181,13 @@ class Sweep:
         """Studies and outside results that the search learns from; those of the study file relative to it."""
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
-    def _budget(self, record: Record, part: Round) -> Budget:
+    def _budget(self, record: Record, search_round: Round) -> Budget:
         """What it may cost, up to the end of a round."""
         settings = self.config.sweep
         trials = settings.trials
-        if part.searcher == "grid":
-            trials = min(trials, len(part.space.grid(settings.grid_points)))
-        allowed = replace(budget(self.config, self.plan), trials=part.first_trial + trials)
+        if search_round.searcher == "grid":
+            trials = min(trials, len(search_round.space.grid(settings.grid_points)))
+        allowed = replace(budget(self.config, self.plan), trials=search_round.first_trial + trials)
         if allowed.is_limited:
             allowed = replace(allowed, repeated_tokens=self._repeated_tokens(record))
         return allowed.for_population() if settings.is_population else allowed
@@ -282,14 +282,14 @@ def _prune(sweep: Sweep) -> None:
 
 def _narrow(sweep: Sweep, record: Record) -> None:
     """Begin a round in the space around the best region."""
-    part = record.rounds[-1]
+    search_round = record.rounds[-1]
     seen = RecordView(record, sweep.plan.top).observations
-    results = pd.DataFrame([{**dict.fromkeys(part.space), **one.config, "loss": one.loss} for one in seen])
+    results = pd.DataFrame([{**dict.fromkeys(search_round.space), **one.config, "loss": one.loss} for one in seen])
     try:
-        narrowed = narrow(part.space, results)
+        narrowed = narrow(search_round.space, results)
     except SpaceError as error:
         raise StageError(f"sweep: can't be narrowed: {error}") from error
-    record.begin_round(part.searcher, narrowed.space, narrowed.to_dict())
+    record.begin_round(search_round.searcher, narrowed.space, narrowed.to_dict())
 
 
 def _search(sweep: Sweep, engine: Engine) -> None:

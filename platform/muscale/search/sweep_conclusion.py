@@ -61,7 +61,7 @@ def make_result(
         is_population=config.sweep.is_population,
         seed=config.sweep.seed,
         narrowings=tuple(
-            {"first_trial": part.first_trial, **part.narrowed} for part in record.rounds if part.narrowed is not None
+            {"first_trial": each.first_trial, **each.narrowed} for each in record.rounds if each.narrowed is not None
         ),
         notes=tuple(_notes(config, plan, record, leaders, comparable=leaders is not None or repeated.empty)),
     )
@@ -122,11 +122,11 @@ def _notes(
 
 def _budget_notes(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
     """That fewer trials were begun than asked for, with the limits that may be why."""
-    settings, part = config.sweep, record.rounds[-1]
+    settings, last_round = config.sweep, record.rounds[-1]
     named = {name: getattr(settings, name) for name in ("max_tokens", "max_flops", "max_device_hours")}
     limits = [f"sweep.{name} = {value:g}" for name, value in named.items() if value is not None]
-    wanted = len(part.space.grid(settings.grid_points)) if part.searcher == "grid" else settings.trials
-    begun, wanted = len(record.configs) - part.first_trial, min(wanted, settings.trials)
+    wanted = len(last_round.space.grid(settings.grid_points)) if last_round.searcher == "grid" else settings.trials
+    begun, wanted = len(record.configs) - last_round.first_trial, min(wanted, settings.trials)
     if limits and begun < wanted:
         leaders = min(settings.n_finalists, len(record.configs))
         kept = leaders * settings.n_seeds * plan.run_tokens(plan.top)

@@ -133,8 +133,8 @@ def response_data(annealed: pd.DataFrame, fitted: RungOptima, space: Space, name
         raise ValueError(f"name must be a searched number, {', '.join(fitted.box.bounds)}, got {name!r}")
     runs = annealed.dropna(subset=["loss", name])
     parts = [pd.DataFrame({N_TOKENS: runs[N_TOKENS], "value": runs[name], "loss": runs["loss"], "series": "run"})]
-    told = fitted.table[fitted.table["hyperparameter"] == name].set_index(N_TOKENS)
-    for n_tokens in told.index:  # where it is active
+    optima = fitted.table[fitted.table["hyperparameter"] == name].set_index(N_TOKENS)
+    for n_tokens in optima.index:  # where it is active
         optimum = fitted.at(n_tokens)
         floor = runs.loc[runs[N_TOKENS] == n_tokens, "loss"].min()
         places = np.append(np.linspace(*fitted.box.bounds[name], _CURVE), optimum.point[name])
@@ -145,7 +145,7 @@ def response_data(annealed: pd.DataFrame, fitted: RungOptima, space: Space, name
         losses = floor * np.exp(
             -MAX_EXCESS * np.log1p(-np.where(excess < 0.9 * MAX_EXCESS, excess, np.nan) / MAX_EXCESS)
         )
-        row = told.loc[n_tokens]
+        row = optima.loc[n_tokens]
         point = {"value": values[-1], "loss": losses[-1], "low": row["low"], "high": row["high"], "series": "optimum"}
         curve = pd.DataFrame({"value": values[:-1], "loss": losses[:-1], "series": "curve"}).dropna()
         parts += [part.assign(**{N_TOKENS: n_tokens}) for part in (curve, pd.DataFrame([point]))]
@@ -237,8 +237,10 @@ def draw_lineage(data: pd.DataFrame, name: str) -> go.Figure:
             y = _interleaved(part["from_trial"], part["trial"])
             figure.add_scatter(x=x, y=y, mode="lines", name=name, line=line, hoverinfo="skip")
     marker = {"color": data["value"], "colorscale": "Viridis", "size": 10, "colorbar": {"title": title}}
-    told = [f"trial {row['trial']}, loss {row['loss']:.4f}" for row in data.to_dict("records")]
-    figure.add_scatter(x=data["n_tokens"], y=data["trial"], mode="markers", marker=marker, text=told, showlegend=False)
+    hovers = [f"trial {row['trial']}, loss {row['loss']:.4f}" for row in data.to_dict("records")]
+    figure.add_scatter(
+        x=data["n_tokens"], y=data["trial"], mode="markers", marker=marker, text=hovers, showlegend=False
+    )
     figure.update_xaxes(title="training tokens")
     figure.update_yaxes(title="member of the population", dtick=max(1, math.ceil(data["trial"].nunique() / 16)))
     return figure

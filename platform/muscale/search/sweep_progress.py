@@ -1,4 +1,4 @@
-"""What a person sees of a sweep while it runs, and of what its searcher was taught before."""
+"""Progress of a sweep while it runs, and the prior runs that its searcher begins with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SweepProgress:
             self._update(done, wanted, kind)
 
 
-def taught(sweep: Sweep) -> Iterator[str]:
+def describe_sources(sweep: Sweep) -> Iterator[str]:
     """Enter results from outside, and tell what of each teacher informs the searcher.
 
     All are looked at when a sweep begins, and those that are named with the command always; of a sweep that has begun, a

@@ -88,7 +88,7 @@ class SweepResult:
     def importance(self) -> Importance:
         """Which hyperparameters the loss at the last rung depends on, from every trial, stopped ones corrected to that rung.
 
-        What a condition left out of a trial lies in the middle there, so it is told by the trials that have it.
+        What a condition left out of a trial lies in the middle there, so its importance comes from the trials that have it.
 
         Raises:
             StageError: If the trials are too few, or tell nothing.
@@ -179,7 +179,7 @@ class SweepResult:
 
     def __str__(self) -> str:
         best, status = self.trials.set_index("trial").loc[self.winner], self.trials["status"]
-        told = [
+        lines = [
             f"sweep: {len(self.trials)} trials, {int((status == 'stopped').sum())} stopped early, "
             f"{int((status == 'diverged').sum())} diverged; best annealed loss {best['annealed_loss']:.4f} by trial "
             f"{self.winner}",
@@ -190,9 +190,9 @@ class SweepResult:
         ]
         if len(longest := self.fitted.longest()):
             table = longest.drop(columns="n_tokens").to_string(index=False, na_rep="–", float_format="{:.4g}".format)
-            told.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
-        told += [format_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
-        return "\n".join([*told, *(f"warning: {warning}" for warning in self.warnings)])
+            lines.append(f"fitted optimum at {longest['n_tokens'].iloc[0]:,} tokens\n{table}")
+        lines += [format_narrowing(number, one) for number, one in enumerate(self.narrowings, start=1)]
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
         found = self.importance_or_reason

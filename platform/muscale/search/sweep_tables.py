@@ -159,8 +159,8 @@ def config_of(row: Mapping[str, Any], space: Space) -> Config:
 def format_values(row: Mapping[str, Any], space: Space, given: Hyperparameters) -> str:
     """The searched values of a trial as a person reads them, with the stages that a population found."""
     values = {name: getattr(given, name) for name in config_of(row, space)}
-    told = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
-    return "; ".join([", ".join(told), *map(str, given.stages)])
+    texts = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+    return "; ".join([", ".join(texts), *map(str, given.stages)])
 
 
 def format_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:

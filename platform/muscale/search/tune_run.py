@@ -48,7 +48,7 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
     Raises:
         KeyboardInterrupt: If the user interrupted it; what was finished is recorded.
         StageError: If no worker can train, or a job failed for another reason than divergence; all others have been run.
-        LedgerUnavailableError: If the driver can't keep what it is told.
+        LedgerUnavailableError: If the driver can't record a result.
     """
     for name, value in _TUNE.items():
         os.environ.setdefault(name, value)

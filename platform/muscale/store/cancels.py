@@ -1,7 +1,7 @@
 """Requests to cancel a trial or a study: written into the ledger, and read there by the processes that train.
 
 A trial's request stands for ever: nothing more of the trial is trained, by this run of the study or a later one. A study's
-request is heeded once, by the processes that are at work when it is made; so it is told from older ones by their keys, and
+request is heeded once, by the processes that are at work when it is made; so its key tells it from older ones, and
 no two machines' clocks are compared.
 """
 

@@ -189,7 +189,7 @@ def _record(connection: sa.Connection, name: str, token: int, row: Mapping[str, 
 
 @cache
 def _machine() -> str:
-    """This machine, as far as process ids mean the same on it: containers of one host are told apart."""
+    """This machine, as far as process ids mean the same on it: containers of one host differ."""
     boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     parts = [boot.read_text()[:8]] if boot.exists() else []
     parts += [str(processes.stat().st_ino)] if processes.exists() else []

@@ -43,9 +43,9 @@ class MlflowTracker(Tracker[tuple[Any, str]]):
             return client, found
         tags = {KEY: run.key, GROUP: run.group, "kind": run.kind}
         found = client.create_run(self._experiment_id, run_name=run.name, tags=tags).info.run_id
-        told = [Param(name, str(value)[:_LONGEST]) for name, value in flat(run.config).items()]
-        for first in range(0, len(told), _PARAMETERS):
-            client.log_batch(found, params=told[first : first + _PARAMETERS])
+        params = [Param(name, str(value)[:_LONGEST]) for name, value in flat(run.config).items()]
+        for first in range(0, len(params), _PARAMETERS):
+            client.log_batch(found, params=params[first : first + _PARAMETERS])
         return client, found
 
     def _connected(self) -> Any:

@@ -98,11 +98,11 @@ def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
 
 def _trial_summary(record: Record, trial: int, status: str, annealed: float | None) -> dict[str, Any]:
     tokens, seconds = record.cost(trial)
-    told: dict[str, Any] = {"status": status, "rung": record.last_rung(trial)}
-    told |= {"trained_tokens": tokens, "trained_seconds": seconds}
+    summary: dict[str, Any] = {"status": status, "rung": record.last_rung(trial)}
+    summary |= {"trained_tokens": tokens, "trained_seconds": seconds}
     if math.isfinite(loss := record.loss(trial, record.last_rung(trial))):
-        told["val_loss"] = loss
-    return told if annealed is None else told | {"annealed_loss": annealed}
+        summary["val_loss"] = loss
+    return summary if annealed is None else summary | {"annealed_loss": annealed}
 
 
 class FullRun:
@@ -182,9 +182,9 @@ def _evaluations(evaluated: pd.DataFrame, band: Band | None, lines: Mapping[str,
 def _full_run_summary(promotion: Promotion | None, evaluated: pd.DataFrame) -> dict[str, Any]:
     if promotion is None:
         return {"val_loss": float(evaluated["val_loss"].iloc[-1])} if len(evaluated) else {}
-    told: dict[str, Any] = {"val_loss": promotion.loss, "residual": promotion.residual, "inside": promotion.inside}
-    told |= {"relative_error": promotion.relative_error, "forced": promotion.forced, "verdict": promotion.verdict}
-    return told | ({"goodput": promotion.goodput.share} if promotion.goodput else {})
+    summary: dict[str, Any] = {"val_loss": promotion.loss, "residual": promotion.residual, "inside": promotion.inside}
+    summary |= {"relative_error": promotion.relative_error, "forced": promotion.forced, "verdict": promotion.verdict}
+    return summary | ({"goodput": promotion.goodput.share} if promotion.goodput else {})
 
 
 class WholeStudy:

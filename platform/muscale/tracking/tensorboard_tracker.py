@@ -30,8 +30,8 @@ class TensorBoardTracker(Tracker[tuple[Any, Path]]):
         fresh = not folder.exists()
         writer = SummaryWriter(logdir=str(folder))
         if fresh:
-            told = {"name": run.name, "group": run.group, **flat(run.config)}
-            writer.add_text("config", "\n".join(f"    {name} = {value}" for name, value in told.items()), 0)
+            shown = {"name": run.name, "group": run.group, **flat(run.config)}
+            writer.add_text("config", "\n".join(f"    {name} = {value}" for name, value in shown.items()), 0)
         return writer, folder
 
     def _log(self, opened: tuple[Any, Path], rows: Sequence[Row]) -> None:
@@ -44,10 +44,10 @@ class TensorBoardTracker(Tracker[tuple[Any, Path]]):
         from tensorboardX.summary import hparams
 
         writer, _ = opened
-        told = flat(run.summary)
-        writer.add_text("summary", "\n".join(f"    {name} = {value}" for name, value in told.items()), 0)
-        if run.kind == "trial" and "val_loss" in told:
-            for part in hparams(flat(run.config), {"val_loss": told["val_loss"]}):
+        summary = flat(run.summary)
+        writer.add_text("summary", "\n".join(f"    {name} = {value}" for name, value in summary.items()), 0)
+        if run.kind == "trial" and "val_loss" in summary:
+            for part in hparams(flat(run.config), {"val_loss": summary["val_loss"]}):
                 writer.file_writer.add_summary(part)
         writer.flush()
 

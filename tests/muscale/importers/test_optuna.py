@@ -24,7 +24,7 @@ from muscale.importers.import_space import import_space
 from muscale.importers.results import describe_results, is_outside, outside_results, record_results
 from muscale.search.methods import resolve_searcher
 from muscale.search.optuna_export import export_optuna
-from muscale.search.prior_runs import lessons
+from muscale.search.prior_runs import usable_runs
 from muscale.search.sweep import Sweep
 from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger
@@ -148,13 +148,13 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
     assert not is_outside(Path(swept.ledger.storage.name)), "a ledger is no storage of Optuna's"
     space = swept.config.sweep.space
     taught = Sweep(config=swept.config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
-    table = taught.taught()
+    table = taught.prior_runs()
     assert len(table) == 8
     assert table["loss"].isna().sum() == 1, "what failed has no loss"
     assert set(table["n_params"]) == {swept.config.model.n_params}
     settings = swept.config.sweep.model_copy(update={"searcher": "auto"})
     assert resolve_searcher(settings, table) == "across_scales"
-    assert resolve_searcher(settings, swept.taught()) == "tpe"
+    assert resolve_searcher(settings, swept.prior_runs()) == "tpe"
     record_results(swept.ledger, swept.key, path, table)
     record_results(swept.ledger, swept.key, path, table)
     noted = swept.ledger.latest_result(ResultKind.OUTSIDE_RESULTS)
@@ -167,7 +167,7 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
         "sha256": "",
     }
     assert swept.ledger.runs().empty, "they are no rows that a law could be fitted from"
-    assert lessons([swept.ledger.runs()], swept.plan.defaults, space, swept.numerics).empty
+    assert usable_runs([swept.ledger.runs()], swept.plan.defaults, space, swept.numerics).empty
     assert "no fit of a law has them" in describe_results(path, table)
 
 

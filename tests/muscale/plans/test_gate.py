@@ -123,7 +123,7 @@ def test_what_no_rule_carries_must_be_stated() -> None:
     dropout = HyperparameterProvenance(name="mlp_dropout", value=0.1, rules=("fixed",), source="trial 3", searched=True)
     silent = carried_line([rate, dropout])
     assert silent.status == "failed"
-    assert silent.compared == "mlp_dropout = 0.1 from trial 3: nothing says that it holds at another size"
+    assert silent.compared == "mlp_dropout = 0.1 from trial 3: no transfer rule covers it"
     assert silent.advice == "state it: muscale plan --set plan.explicit.mlp_dropout=VALUE"
     foreign = HyperparameterProvenance(name="my_own", value=2.0, rules=("fixed",), source="trial 3")
     assert "my_own = 2.0" in carried_line([foreign]).compared

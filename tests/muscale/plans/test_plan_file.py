@@ -78,11 +78,11 @@ def test_the_file_says_the_plan_with_the_rule_and_the_source_of_each_value(plann
     assert values["learning_rate"]["value"] == plan.hyperparameters.learning_rate
     assert values["learning_rate"]["rules"] == ["muP width", "horizon law"]
     assert values["learning_rate"]["source"] == "trial 3 of the sweep and the grids of the transfer check"
-    assert values["init_scale"] | {"told": ""} == {
+    assert values["init_scale"] | {"rule": ""} == {
         "value": 1.0,
         "rules": ["muP width"],
         "source": "trial 3 of the sweep",
-        "told": "",
+        "rule": "",
     }
     assert (values["beta2"]["rules"], values["beta2"]["value"]) == (["explicit"], 0.9)
     assert (values["clip_norm"]["rules"], values["clip_norm"]["source"]) == (["fixed"], "the study file")

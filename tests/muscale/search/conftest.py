@@ -17,7 +17,7 @@ import pytest
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
-from muscale.search.methods import make_rule, make_sampler, resolve_searcher
+from muscale.search.methods import make_sampler, make_scheduler, resolve_searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.sweep_conclusion import make_result
 from muscale.search.sweep_result import SweepResult
@@ -69,7 +69,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
     if not record.rounds:
         record.begin_round(resolve_searcher(settings, pd.DataFrame()), settings.space)
     sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, taught=_nothing)
-    rule = make_rule(settings, settings.space)
+    rule = make_scheduler(settings, settings.space)
     return Engine(
         record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None, anneal_jobs=list
     )

@@ -23,13 +23,13 @@ class Told:
     pending: list[Config] = field(default_factory=list)
 
 
-def searcher(space: Space, lessons: pd.DataFrame | None = None) -> AcrossScales:
+def searcher(space: Space, known: pd.DataFrame | None = None) -> AcrossScales:
     empty = pd.DataFrame(columns=[*space.searched, "n_params", "n_tokens", "loss"])
-    taught = empty if lessons is None else lessons
-    return AcrossScales(space=space, seed=0, n_params=1000, n_tokens=8000, taught=lambda: taught)
+    prior_runs = empty if known is None else known
+    return AcrossScales(space=space, seed=0, n_params=1000, n_tokens=8000, prior_runs=lambda: prior_runs)
 
 
-def lessons(best: float) -> pd.DataFrame:
+def known_runs(best: float) -> pd.DataFrame:
     """A parabola in log rate at two smaller scales."""
     return pd.DataFrame(
         [
@@ -42,7 +42,7 @@ def lessons(best: float) -> pd.DataFrame:
 
 def test_the_first_suggestion_is_where_smaller_scales_have_their_optimum() -> None:
     space = Space({"learning_rate": RATE})
-    config = searcher(space, lessons(0.006)).propose(0, Told([]))
+    config = searcher(space, known_runs(0.006)).propose(0, Told([]))
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.006)) < 0.3
 
 
@@ -73,6 +73,6 @@ def test_what_is_expected_of_rate_and_batch_is_in_the_units_of_the_box() -> None
 
 def test_a_longer_run_is_first_tried_at_a_lower_rate() -> None:
     """One length is known; the horizon law's prior says what four times its tokens do to the best rate."""
-    known = lessons(0.02).query("n_params == 500").assign(n_params=1000, n_tokens=2000)
+    known = known_runs(0.02).query("n_params == 500").assign(n_params=1000, n_tokens=2000)
     config = searcher(Space({"learning_rate": RATE}), known).propose(0, Told([]))
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.02) + 0.2) < 0.15

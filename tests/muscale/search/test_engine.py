@@ -12,7 +12,7 @@ import pytest
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
 from muscale.search.jobs import AnnealJob, TrialSegment
-from muscale.search.methods import make_rule
+from muscale.search.methods import make_scheduler
 from muscale.search.record import Record, RungResult
 from muscale.search.samplers import Draws
 from muscale.settings.sweep import SweepSettings
@@ -208,7 +208,7 @@ def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
     wanted = [AnnealJob(trial=0, path=((0, {}),), rung=3, seed=None)]
     engine = Engine(
         record,
-        make_rule(chosen, SPACE),
+        make_scheduler(chosen, SPACE),
         Draws(space=SPACE, seed=0),
         unlimited,
         top=3,

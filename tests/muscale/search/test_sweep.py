@@ -104,7 +104,7 @@ def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy
 
     def learns(*settings: str) -> tuple[int, str]:
         study = Study.open(pupil.parent / "study.toml", [*settings, "sweep.searcher=auto"], quiet=True)
-        lessons = replace(Sweep.of(study.config, study.ledger, study.corpus), learn_from=(str(teacher),)).taught()
+        lessons = replace(Sweep.of(study.config, study.ledger, study.corpus), learn_from=(str(teacher),)).prior_runs()
         return len(lessons), resolve_searcher(study.config.sweep, lessons)
 
     assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")

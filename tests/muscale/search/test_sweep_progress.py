@@ -10,7 +10,7 @@ import pytest
 
 from muscale import StageError, StudyDirectoryError
 from muscale.search.sweep import Sweep
-from muscale.search.sweep_progress import taught
+from muscale.search.sweep_progress import describe_sources
 from muscale.store.ledger import Ledger
 from tests.muscale.planted_sweep import open_sweep
 
@@ -38,27 +38,29 @@ def begin(sweep: Sweep) -> None:
 
 def test_a_sweep_that_begins_looks_at_every_teacher(swept: Sweep, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"gone\.csv"):
-        list(taught(naming(swept, "gone.csv")))
+        list(describe_sources(naming(swept, "gone.csv")))
     (tmp_path / "notes").write_text("no ledger")
     with pytest.raises(StudyDirectoryError, match="notes"):
-        list(taught(naming(swept, str(tmp_path / "notes"))))
+        list(describe_sources(naming(swept, str(tmp_path / "notes"))))
 
 
 def test_a_teacher_of_the_study_file_may_be_gone_once_the_sweep_has_begun(swept: Sweep) -> None:
     sweep = naming(swept, "results.csv")
     results = swept.ledger.directory / "results.csv"
     results.write_text(RESULTS)
-    assert [line[:9] for line in taught(sweep)] == ["1 results"]
+    assert [line[:9] for line in describe_sources(sweep)] == ["1 results"]
     begin(sweep)
-    assert [line[:9] for line in taught(sweep)] == ["1 results"], "results that are still there may have grown"
+    assert [line[:9] for line in describe_sources(sweep)] == ["1 results"], (
+        "results that are still there may have grown"
+    )
     results.unlink()
-    assert list(taught(sweep)) == []
+    assert list(describe_sources(sweep)) == []
 
 
 def test_what_is_named_with_the_command_is_always_looked_at(swept: Sweep, tmp_path: Path) -> None:
     begin(swept)
     (tmp_path / "notes").write_text("no ledger")
     with pytest.raises(StudyDirectoryError, match="notes"):
-        list(taught(replace(swept, learn_from=(str(tmp_path / "notes"),))))
+        list(describe_sources(replace(swept, learn_from=(str(tmp_path / "notes"),))))
     with pytest.raises(StageError, match=r"gone\.csv"):
-        list(taught(replace(swept, learn_from=(str(tmp_path / "gone.csv"),))))
+        list(describe_sources(replace(swept, learn_from=(str(tmp_path / "gone.csv"),))))

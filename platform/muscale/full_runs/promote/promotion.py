@@ -44,7 +44,7 @@ class Promotion(Recorded):
         forced_lines: What any launch was forced past.
         goodput: Share of all wall time spent on steps that counted; None of an asserted run.
         incidents: Spikes, divergences and restarts of its workers, and what was done about each.
-        run_events: These and the alarms in order of time; told, and not recorded with it, as each has its place.
+        run_events: The run events and alarms in order of time; shown, but recorded in places of their own.
     """
 
     DERIVED = ("residual", "relative_error", "inside")

@@ -18,6 +18,7 @@ from muscale import StageError, Study, StudyFileError
 from muscale.full_runs.promote.prepared import prepare, read, train_here
 from muscale.full_runs.promote.promotion import begin, promote
 from muscale.layout import FULL_RUNS, RESULT
+from muscale.plans.gate import Gate
 from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_secrets import PLANTED, holding, telling
@@ -54,8 +55,8 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     path = make_study()
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
-    known = {"verdict": "pass", "forced": False, "gate": None}
-    begin(plan, study.config, study.ledger, **known)  # type: ignore[arg-type]
+    gate = Gate(plan=plan.key, lines=())
+    begin(plan, study.config, study.ledger, verdict="pass", gate=gate)
     directory = study.directory / FULL_RUNS / plan.key
     prepared = prepare(plan, study.config, study.config.numerics(study.corpus), directory)
     assert f"torchrun --nproc-per-node 2 -m muscale train {prepared.path}" in str(prepared)
@@ -70,7 +71,8 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     assert (result["environment"]["world_size"], single["environment"]["world_size"]) == (2, 1)
     assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
 
-    promotion = promote(plan, study.config, study.ledger, study.config.numerics(study.corpus), **known)  # type: ignore[arg-type]
+    numerics = study.config.numerics(study.corpus)
+    promotion = promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     assert (promotion.loss, promotion.world_size) == (result["loss"], 2)
     assert study.ledger.result(ResultKind.PROMOTION, plan.key) is not None
 
