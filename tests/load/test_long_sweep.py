@@ -64,7 +64,7 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
         record.begin_round(chosen.searcher, SPACE)
     nothing = pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
     part = replace(record.rounds[0], searcher=chosen.searcher)
-    sampler = make_sampler(part, chosen, n_params=10, n_tokens=RUNGS[-1], taught=lambda: nothing)
+    sampler = make_sampler(part, chosen, n_params=10, n_tokens=RUNGS[-1], prior_runs=lambda: nothing)
     rule = make_scheduler(chosen, SPACE)
     return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, anneal_jobs=list)
 

@@ -68,7 +68,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
     record = Record(ledger, name)
     if not record.rounds:
         record.begin_round(resolve_searcher(settings, pd.DataFrame()), settings.space)
-    sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, taught=_nothing)
+    sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, prior_runs=_nothing)
     rule = make_scheduler(settings, settings.space)
     return Engine(
         record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None, anneal_jobs=list

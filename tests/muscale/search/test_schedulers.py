@@ -15,7 +15,7 @@ from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
 from muscale.search.record import Record
 from muscale.search.record_view import RecordView
-from muscale.search.schedulers import MIN_PEERS, GoOn, Hyperband, Rule, Start
+from muscale.search.schedulers import MIN_PEERS, GoOn, Hyperband, Scheduler, Start
 from muscale.settings.sweep import SweepSettings
 from muscale.store.cancels import cancel_trial
 from muscale.store.ledger import Ledger
@@ -120,7 +120,7 @@ def test_the_median_rule_leaves_behind_who_is_worse_than_the_median_of_means(mak
 class Compared:
     """A rule whose every move is held against what one who looks at all trials would do."""
 
-    rule: Rule
+    rule: Scheduler
     wanted: Callable[[Record, bool], Start | GoOn | None]
 
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
@@ -147,7 +147,7 @@ def test_the_median_rule_finds_whom_a_look_at_all_trials_finds(
     make_engine: MakeEngine, fly: Fly, ledger: Ledger, workers: int
 ) -> None:
     engine = make_engine(settings(scheduler="median", trials=80))
-    engine._rule = Compared(engine._rule, by_the_median)
+    engine._scheduler = Compared(engine._scheduler, by_the_median)
     record = engine.record
 
     def loss_at(leg: TrialSegment, rung: int) -> float | None:
@@ -165,7 +165,7 @@ def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
     make_engine: MakeEngine, fly: Fly, ledger: Ledger, workers: int
 ) -> None:
     engine = make_engine(settings(scheduler="hyperband", trials=80))
-    rule, record = engine._rule, engine.record
+    rule, record = engine._scheduler, engine.record
 
     def anew(record: Record, may_start: bool) -> Start | GoOn | None:
         known, record.settled = record.settled, set()
@@ -179,7 +179,7 @@ def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
             cancel_trial(ledger, "s", record.ranking(0)[0][1], "it is in the way")
         return shuffled(leg, rung)
 
-    engine._rule = Compared(rule, anew)
+    engine._scheduler = Compared(rule, anew)
     fly(engine, loss_at, workers=workers)
     assert engine.is_finished
     assert record.settled

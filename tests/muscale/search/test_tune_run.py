@@ -143,7 +143,7 @@ def run(make_engine: MakeEngine, ledger: Ledger) -> Run:
     ) -> Engine:
         (ledger.directory / FAULT).write_text(fault)
         engine = make_engine(settings)
-        engine._rule = rule or engine._rule
+        engine._scheduler = rule or engine._scheduler
         pool = WorkerPool(ledger, resources, PlantedWorker)
         try:
             run_engine(engine, trainable, {"plan": PlantedPlan(), "rank_by": "averaged", **parameters}, pool)
