@@ -10,11 +10,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.muscale.gloo_ranks import GlooRanks
+
+if TYPE_CHECKING:
+    from muscale.actors.cluster import Cluster
 
 MICRO = """
 name = "micro"
@@ -99,13 +102,20 @@ def make_study(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One Ray on this machine for all tests that need one."""
+def ray_cluster() -> Iterator[Cluster]:
+    """One Ray on this machine for all tests that need one; it keeps the workers of the last study."""
     from muscale.actors.cluster import cluster
     from muscale.settings.tables import ResourceSettings
 
-    with cluster(ResourceSettings()):
-        yield
+    with cluster(ResourceSettings()) as joined:
+        yield joined
+
+
+@pytest.fixture
+def free_cluster(ray_cluster: Cluster) -> Cluster:
+    """The same without workers, for tests that start their own."""
+    ray_cluster.end_workers()
+    return ray_cluster
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from muscale.layout import LEDGER
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
 
 TWO = ResourceSettings(workers=2, cpus_per_worker=0.5)
 

@@ -36,7 +36,7 @@ ONE = ResourceSettings(workers=1)
 GRID = SweepSettings(trials=TRIALS, n_tokens=2000, rungs=RUNGS, space=SPACE, searcher="grid", scheduler="none")
 FAULT = "fault"  # the file that names it
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
 
 
 class PlantedPlan:
@@ -137,13 +137,13 @@ def run(make_engine: MakeEngine, ledger: Ledger) -> Run:
         fault: str,
         settings: SweepSettings = GRID,
         resources: ResourceSettings = ONE,
-        rule: Any = None,
+        scheduler: Any = None,
         trainable: type = SweepTrainable,
         **parameters: Any,
     ) -> Engine:
         (ledger.directory / FAULT).write_text(fault)
         engine = make_engine(settings)
-        engine._scheduler = rule or engine._scheduler
+        engine._scheduler = scheduler or engine._scheduler
         pool = WorkerPool(ledger, resources, PlantedWorker)
         try:
             run_engine(engine, trainable, {"plan": PlantedPlan(), "rank_by": "averaged", **parameters}, pool)
@@ -226,5 +226,5 @@ class FirstGoesOn:
 def test_a_job_is_not_lost_to_one_dead_worker_after_the_other(run: Run) -> None:
     """As where a node is lost on which workers were at rest: a job that three of them lose is given up."""
     resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)
-    engine = run("all others die at rest", resources=resources, rule=FirstGoesOn())
+    engine = run("all others die at rest", resources=resources, scheduler=FirstGoesOn())
     assert set(engine.record.arrivals) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}
