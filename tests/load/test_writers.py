@@ -21,6 +21,7 @@ from muscale.settings.tables import StorageSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_actor import ActorStorage
 from muscale.store.open_ledger import open_ledger
+from muscale.store.postgresql import URL_VARIABLE
 from muscale.store.tables import ResultKind
 
 N_ROWS = 10  # that a writer adds alone, and as many that all of them add
@@ -38,8 +39,9 @@ def write(ledger: Ledger, writer: int) -> None:
         ledger.record_result(ResultKind.GATE, f"{writer} {number}", {"by": writer})
 
 
-def write_alone(kind: str, directory: Path, writer: int) -> None:
-    """In a process of its own; ends with another code than 0 if anything is refused."""
+def write_alone(kind: str, directory: Path, writer: int, url: str) -> None:
+    """In a process of its own, whose server may be older than the URL; ends with another code than 0 if anything is refused."""
+    os.environ[URL_VARIABLE] = url
     ledger = open_ledger(StorageSettings.model_validate({"ledger": kind}), directory, "s")
     write(ledger, writer)
     ledger.close()
@@ -70,7 +72,10 @@ def processes() -> Iterator[Any]:
 def write_by_processes(processes: Any, kind: str, directory: Path, n_writers: int) -> None:
     ledger = open_ledger(StorageSettings.model_validate({"ledger": kind}), directory, "s")
     assert ledger.rungs("s") == []
-    writers = [processes.Process(target=write_alone, args=(kind, directory, n)) for n in range(n_writers)]
+    writers = [
+        processes.Process(target=write_alone, args=(kind, directory, n, os.environ[URL_VARIABLE]))
+        for n in range(n_writers)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:

@@ -186,7 +186,7 @@ def check_watch(study: Study, promotion: Promotion) -> None:
     assert (watch.promotion, watch.measured, watch.asserted) == (promotion, promotion.loss, False)
     assert watch.evaluations["tokens"].iloc[-1] == watch.n_tokens == study.plan().n_tokens
     assert watch.inside is promotion.inside
-    assert "steps or more under the plan's schedule" in watch.band.reason, "the micro-study's ladder is too short"
+    assert "at least 100 steps under the plan's schedule" in watch.band.reason, "the micro-study's ladder is too short"
     begun = {
         kind: (study.ledger.latest_result(kind) or {})["created_at"]
         for kind in (ResultKind.BAND, ResultKind.PROMOTION_STARTED)

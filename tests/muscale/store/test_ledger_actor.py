@@ -106,7 +106,7 @@ def test_a_ledger_that_lies_elsewhere_or_is_gone_is_told(ledger: Ledger, tmp_pat
         open_ledger(actor, lost, "s")
 
 
-@pytest.mark.usefixtures("postgres")
+@pytest.mark.usefixtures("postgres", "free_cluster")
 def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStudy) -> None:
     import ray
 
@@ -129,7 +129,9 @@ def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStu
         numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=512)
         recipe = Hyperparameters(learning_rate=0.01, batch_tokens=128).resolve(40 * 128)
         chain = Chain(numerics=numerics, segments=branch(recipe, 30 * 128, 40 * 128))
-        (first, told), (second, others) = ray.get([worker.reach.remote(ledger, chain) for worker in workers])
+        (first, told), (second, others) = ray.get(
+            [worker.reach.remote(ledger.for_worker(), chain) for worker in workers]
+        )
         assert first == second == ledger.outcome(chain)
         assert sorted(told + others) == [30 * 128, 40 * 128]
         if isinstance(ledger.storage, ActorStorage):

@@ -152,7 +152,7 @@ def test_a_failure_is_told_once_and_one_that_made_way_is_none(run: FullRun, capl
     assert [row["tokens"] // BATCH for row in recorded(run)] == [18, 32]
     assert pruned == [28]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"the evaluation of {run.directory}/checkpoints/tokens={BATCH * 20} failed, the training goes on: " in line
+    assert f"the evaluation of {run.directory}/checkpoints/tokens={BATCH * 20} failed, the training continues: " in line
     assert "StageError" in line
     assert "does not match the hashes of its manifest" in line
 

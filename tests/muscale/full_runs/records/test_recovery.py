@@ -214,7 +214,7 @@ def test_a_file_in_the_run_s_directory_is_a_notice_too_and_is_obeyed_once(run: F
     assert [row["tokens"] for row in rows(run)] == [BATCH * n for n in range(1, STEPS + 1)]
     (restart,) = outcome["incidents"]
     assert restart["action"] == "restart"
-    assert "told to leave the machine" in restart["reason"]
+    assert "preempted" in restart["reason"]
     assert 0 < outcome["goodput"]["steps"] < outcome["goodput"]["wall"]
 
 
