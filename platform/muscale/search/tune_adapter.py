@@ -16,6 +16,7 @@ from ray.tune.search import Searcher
 from muscale.errors import StageError
 from muscale.search.jobs import AnnealJob, TrialSegment, job_to_json
 from muscale.search.record import RungResult
+from muscale.search.tune_internals import keep_idle
 
 if TYPE_CHECKING:
     from muscale.actors.pool import PooledWorker, WorkerPool
@@ -124,9 +125,16 @@ class EngineSearcher(Searcher):
 class StopAtRung(FIFOScheduler):
     """Lets every job end where it is going, or at its next rung once the sweep is stopping or its trial is cancelled."""
 
-    def __init__(self, jobs: EngineSearcher) -> None:
+    def __init__(self, jobs: EngineSearcher, workers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._jobs = jobs
+        self._jobs, self._keep = jobs, workers
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Any:
+        """The trial that waits longest; before the first, a process for each worker is kept, however long it is idle."""
+        if self._keep and (trials := tune_controller.get_trials()):
+            keep_idle(tune_controller, trials[0], self._keep)
+            self._keep = 0
+        return super().choose_trial_to_run(tune_controller)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the job goes on."""

@@ -65,7 +65,7 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
                 metric=METRIC,
                 mode=MODE,
                 search_alg=jobs,
-                scheduler=StopAtRung(jobs),
+                scheduler=StopAtRung(jobs, pool.resources.workers),
                 num_samples=-1,
                 max_concurrent_trials=pool.resources.workers,
                 reuse_actors=True,

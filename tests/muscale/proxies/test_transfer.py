@@ -141,7 +141,7 @@ def test_rows_of_a_revised_study_are_its_own(make_study: MakeStudy) -> None:
 def test_the_quickstart_s_grid_is_of_rates_at_three_widths_and_two_further_lengths() -> None:
     config = StudyConfig.read(Path(str(resources.files("muscale") / "quickstart.toml")))
     costs = estimate(config).set_index("stage").loc["transfer"]
-    assert (costs["runs"], costs["n_tokens"]) == (5 * 5, 5 * (3 + 2 + 4) * 262_144)
+    assert (costs["runs"], costs["n_tokens"]) == (5 * 7, 7 * (3 + 2 + 4) * 262_144)
 
 
 @pytest.mark.cluster
