@@ -40,7 +40,7 @@ def _far_rows(residuals: pd.DataFrame) -> str:
 
 
 def _off_centre(law: Law, rows: pd.DataFrame) -> str:
-    """Caveat where the law's best D/N is beside the runs' at every compute: the form alone places the optimum."""
+    """Caveat where the law's best D/N lies outside the runs' at every compute: the form alone places the optimum."""
     if {*law.form.columns} != {"n_params", "n_tokens"}:
         return ""
     ratio, flops = rows["n_tokens"] / rows["n_params"], rows["compute_flops"]

@@ -68,7 +68,7 @@ class ScalingFit(JsonResult):
 
     @cached_property
     def caveats(self) -> tuple[str, ...]:
-        """Findings that stop no forecast: rows far off the law, best sizes beside the runs'."""
+        """Findings that stop no forecast: rows far off the law, best sizes outside the runs'."""
         return caveats(self.law, self.residuals())
 
     @property

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from muscale import StudyConfig
+from muscale import Promotion, StudyConfig
 from muscale.layout import CURVES
+from muscale.monitoring.band import Band
 from muscale.plans.planning import Plan, make_plan, register
 from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
+from muscale.store.spike_handling import Incident
 from muscale.store.tables import segments
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
@@ -101,3 +103,24 @@ def registered_plan(path: Path, ledger: Ledger, *overrides: str) -> Plan:
 
 
 MakePlanted = Callable[..., tuple[Ledger, Plan]]
+
+
+def planted_promotion(plan: str, band: Band, loss: float, incidents: tuple[Incident, ...] = ()) -> Promotion:
+    """The promotion of a run on two workers that ended with this loss."""
+    return Promotion(
+        plan=plan,
+        loss=loss,
+        source_losses={},
+        forecast=band.loss,
+        low=band.low,
+        high=band.high,
+        level=band.level,
+        registered_at="2026-01-01T00:00:00+00:00",
+        started_at="2026-01-01T00:00:01+00:00",
+        finished_at="2026-01-01T00:00:02+00:00",
+        verdict="pass",
+        forced=False,
+        world_size=2,
+        seconds=1.0,
+        incidents=incidents,
+    )

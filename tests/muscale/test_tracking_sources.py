@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from muscale import Promotion, Study, StudyConfig, StudyFileError
+from muscale import Study, StudyConfig, StudyFileError
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.monitoring.band import register_band
 from muscale.plans.planning import Plan
@@ -29,7 +29,7 @@ from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
 from tests.muscale.event_files import scalars
-from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
+from tests.muscale.planted_ladder import numerics_of, planted_promotion, registered_plan, write_ladder
 from tests.muscale.planted_sweep import open_sweep, plant
 
 MakeStudy = Callable[..., Path]
@@ -95,23 +95,7 @@ class Planted:
                 file.write(json.dumps(row) + "\n")
 
     def end(self, loss: float) -> None:
-        band = self.band
-        promotion = Promotion(
-            plan=self.plan.key,
-            loss=loss,
-            source_losses={},
-            forecast=band.loss,
-            low=band.low,
-            high=band.high,
-            level=band.level,
-            registered_at="2026-01-01T00:00:00+00:00",
-            started_at="2026-01-01T00:00:01+00:00",
-            finished_at="2026-01-01T00:00:02+00:00",
-            verdict="pass",
-            forced=False,
-            world_size=2,
-            seconds=1.0,
-        )
+        promotion = planted_promotion(self.plan.key, self.band, loss)
         self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from muscale import Promotion, StageError, StudyConfig
+from muscale import StageError, StudyConfig
 from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import raise_alarms
 from muscale.full_runs.records.events import run_events
@@ -31,7 +31,7 @@ from muscale.settings.promote import PromoteSettings
 from muscale.store.ledger import Ledger
 from muscale.store.spike_handling import Incident, record_incident
 from muscale.store.tables import ResultKind
-from tests.muscale.planted_ladder import numerics_of, registered_plan, write_ladder
+from tests.muscale.planted_ladder import numerics_of, planted_promotion, registered_plan, write_ladder
 
 MakeStudy = Callable[..., Path]
 SETTINGS = PromoteSettings()
@@ -68,24 +68,7 @@ class Run:
         return Monitor(self.ledger, alarm_after=3)
 
     def end(self, loss: float, incidents: tuple[Incident, ...] = ()) -> None:
-        band = self.band
-        promotion = Promotion(
-            plan=self.plan.key,
-            loss=loss,
-            source_losses={},
-            forecast=band.loss,
-            low=band.low,
-            high=band.high,
-            level=band.level,
-            registered_at="2026-01-01T00:00:00+00:00",
-            started_at="2026-01-01T00:00:01+00:00",
-            finished_at="2026-01-01T00:00:02+00:00",
-            verdict="pass",
-            forced=False,
-            world_size=2,
-            seconds=1.0,
-            incidents=incidents,
-        )
+        promotion = planted_promotion(self.plan.key, self.band, loss, incidents)
         self.ledger.record_result(ResultKind.PROMOTION, self.plan.key, promotion.to_dict())
 
 
