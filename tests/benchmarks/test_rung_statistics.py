@@ -76,7 +76,7 @@ def test_the_correction_finds_a_planted_offset_exactly() -> None:
         assert telling_error(values, FINAL, REACHED).rmse < 1e-12
 
 
-def test_the_other_ways_tell_what_they_say() -> None:
+def test_each_way_reports_its_values() -> None:
     as_it_is = told("rung", SIGNALS, FINAL, REACHED)
     np.testing.assert_allclose(np.exp(as_it_is), [1.0, 1.1, 1.3 * 1.2, 1.6 * 1.5])
     error = telling_error(as_it_is, FINAL, REACHED)

@@ -78,7 +78,7 @@ def test_the_shares_of_a_run_s_time_stay_shares(tmp_path: Path) -> None:
     assert found.rest == 0.0
 
 
-def test_a_study_goes_on_and_what_it_keeps_is_kept(study: Path, trained: Path) -> None:
+def test_a_study_continues_and_keeps_its_results(study: Path, trained: Path) -> None:
     set_back(study / LEDGER)
     before = lean.rows(study / LEDGER)
     lean.finish(study)

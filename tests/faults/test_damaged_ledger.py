@@ -38,7 +38,7 @@ def damaged(path: Path, table: str) -> bytes:
     return bytes(content)
 
 
-def test_a_damaged_page_is_told_with_what_to_do_and_nothing_is_written(study: Path) -> None:
+def test_a_damaged_page_is_reported_with_what_to_do_and_nothing_is_written(study: Path) -> None:
     path, key = study / LEDGER, chains(study)[0].key
     before = damaged(path, "segments")
     ledger = Ledger(path)

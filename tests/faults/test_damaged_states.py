@@ -42,7 +42,7 @@ def test_no_flipped_bit_of_a_state_goes_unnoticed_unless_nothing_hangs_on_it(stu
 
 
 @pytest.mark.parametrize("damage", [tear, flip_the_middle])
-def test_a_damaged_state_is_told_and_trained_again_to_the_recorded_loss(
+def test_a_damaged_state_is_reported_and_trained_again_to_the_recorded_loss(
     study: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, before = losses(study / LEDGER), rows(study / LEDGER)

@@ -41,7 +41,7 @@ def test_a_corpus_that_does_not_fit_is_written_again_once_there_is_room(small_di
     assert write_corpus(folder / CORPUS, str(folder / "text")).n_tokens > 10_000
 
 
-def test_a_worker_whose_disk_becomes_full_goes_on_once_there_is_room(small_disk: SmallDisk, trained: Path) -> None:
+def test_a_worker_whose_disk_becomes_full_continues_once_there_is_room(small_disk: SmallDisk, trained: Path) -> None:
     directory = begin(small_disk.folder / "study")
     wanted = chains(directory)
     worker = Worker(Ledger(directory / LEDGER), compiled=False)
@@ -60,7 +60,7 @@ def test_a_worker_whose_disk_becomes_full_goes_on_once_there_is_room(small_disk:
     assert worker.ledger.retrained() == []
 
 
-def test_a_ledger_without_room_or_on_a_read_only_disk_says_so_and_goes_on_afterwards(small_disk: SmallDisk) -> None:
+def test_a_ledger_without_room_or_on_a_read_only_disk_is_reported_and_usable_afterwards(small_disk: SmallDisk) -> None:
     ledger = Ledger(small_disk.folder / LEDGER)
     ledger.record_result(ResultKind.CHECK, "first", {"kept": True})
     small_disk.fill()
@@ -94,7 +94,7 @@ def test_a_line_that_a_full_disk_tore_costs_no_line_after_it(small_disk: SmallDi
     assert [record["step"] for record in json_lines.read(path)] == [1, 3]
 
 
-def test_a_disk_that_became_read_only_ends_a_training_with_its_name_and_it_goes_on_later(
+def test_a_disk_that_became_read_only_ends_a_training_with_its_name_and_it_resumes_later(
     small_disk: SmallDisk, trained: Path
 ) -> None:
     directory = begin(small_disk.folder / "study")
@@ -113,12 +113,12 @@ def test_a_disk_that_became_read_only_ends_a_training_with_its_name_and_it_goes_
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO, errno.ESTALE])
-def test_what_befalls_a_disk_is_no_fault_of_muscale_s(code: int) -> None:
+def test_disk_errors_are_not_bugs_of_muscale(code: int) -> None:
     assert "see to the disk" in _user_message(OSError(code, "told by a write, without a name"))
     assert _user_message(OSError(errno.EINVAL, "of a program")) == ""
 
 
-def test_storage_that_vanished_is_told_and_comes_back(tmp_path: Path, trained: Path) -> None:
+def test_vanished_storage_is_reported_and_usable_once_it_is_back(tmp_path: Path, trained: Path) -> None:
     directory = begin(tmp_path / "study")
     wanted = chains(directory)
     ledger = Ledger(directory / LEDGER)

@@ -44,7 +44,7 @@ def study(small_disk: SmallDisk) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_sweep_whose_states_do_not_fit_begins_no_more_trials_and_goes_on_once_there_is_room(
+def test_a_sweep_whose_states_do_not_fit_starts_no_more_trials_and_continues_once_there_is_room(
     study: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small_disk.fill(leave=300_000)  # for the ledger's rows; a state takes 350 kB
@@ -151,7 +151,7 @@ def muscale_run(study: Path, log: Path) -> int:
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(7200)
-def test_every_stage_on_a_disk_that_is_too_small_goes_on_once_it_is_larger(
+def test_every_stage_on_a_disk_that_is_too_small_continues_once_it_is_larger(
     study: Path, small_disk: SmallDisk, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Each time there is a little more room, so that another stage is the one to run out of it."""

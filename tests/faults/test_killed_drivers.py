@@ -30,14 +30,14 @@ def test_a_driver_killed_at_twenty_random_moments(
         killed_at_random(make_study, undisturbed, tally, times(20), lambda driver: driver.end(signal.SIGKILL))
 
 
-def test_a_driver_told_to_end_and_killed_after_a_second(
+def test_a_driver_terminated_and_killed_after_a_second(
     make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     with Tally("SIGTERM with a grace of 1 s", whole=undisturbed.tokens).kept_by(record_property) as tally:
         killed_at_random(make_study, undisturbed, tally, times(5), lambda driver: driver.end(signal.SIGTERM, grace=1.0))
 
 
-def test_a_driver_whose_ray_dies_ends_and_goes_on(
+def test_a_driver_whose_ray_dies_ends_and_a_rerun_continues(
     make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     def kill_the_head(driver: Driver) -> None:
@@ -73,7 +73,7 @@ def test_the_same_command_twice_at_once_is_one_study(
     Tally("two drivers on one study", 1, 1, in_vain, undisturbed.tokens).tell(record_property)
 
 
-def test_of_two_drivers_the_second_goes_on_where_the_first_was_killed(
+def test_of_two_drivers_the_second_continues_where_the_first_was_killed(
     make_study: MakeStudy, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     study = make_study()

@@ -145,7 +145,9 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_scheduler(tmp_path
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_a_leg_among_five_thousand_members_costs_at_most_twice_as_much_as_among_five_hundred(tmp_path: Path) -> None:
+def test_a_segment_among_five_thousand_members_costs_at_most_twice_as_much_as_among_five_hundred(
+    tmp_path: Path,
+) -> None:
     """A population has no stretches that are like each other: its members begin, then each generation goes on."""
     costs = []
     for members in (500, 5000):

@@ -103,7 +103,7 @@ def test_paths_may_have_anything_in_them(make_study: MakeStudy, capsys: Capture)
     assert muscale(capsys, *FIT, ladder).code == 0
 
 
-def test_an_imported_space_holds_no_line_that_its_names_smuggle_in(tmp_path: Path, capsys: Capture) -> None:
+def test_an_imported_space_contains_no_injected_line(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "a\n[storage]\nledger = 1\n.yaml"
     path.write_text('method: grid\nparameters: {"b\\n[storage]\\nx": {value: 1}}\n"c\\n[d]": 1')
     done = muscale(capsys, "import-space", path)

@@ -83,7 +83,7 @@ def test_init_writes_a_study_file_and_never_over_one(tmp_path: Path, capsys: pyt
     assert path.read_text() == "mine"
 
 
-def test_a_dry_run_tells_the_cost_and_writes_nothing(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_the_cost_and_writes_nothing(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_study()
     before = sorted(path.parent.rglob("*"))
     done = muscale(capsys, "run", path, "--dry-run", "--json")
@@ -94,7 +94,7 @@ def test_a_dry_run_tells_the_cost_and_writes_nothing(make_study: MakeStudy, caps
     assert sorted(path.parent.rglob("*")) == before
 
 
-def test_a_prospect_needs_a_plan_and_a_rehearsal_takes_no_gate(
+def test_a_dry_run_needs_a_plan_and_a_smoke_test_asks_no_gate(
     make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_study()
@@ -165,7 +165,7 @@ def test_runs_are_chosen_compared_and_exported(make_study: MakeStudy, capsys: py
     assert (path.parent / "runs.csv").read_text().startswith("purpose,key,")
 
 
-def test_a_command_says_what_comes_next(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_names_the_next_one(make_study: MakeStudy, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_study()
     done = muscale(capsys, "check", path)
     assert done.err.splitlines()[-1] == f"next: muscale sweep {path}"

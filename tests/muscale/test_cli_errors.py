@@ -61,7 +61,7 @@ def test_what_comes_after_two_hyphens_is_no_option(capsys: pytest.CaptureFixture
         (["watch", "study.toml", "--until", "tomorrow"], '"now", "alarm", "end"'),
     ],
 )
-def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
+def test_a_line_that_cannot_be_parsed_gets_the_reason_and_a_pointer_to_help(
     tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = muscale(capsys, *tokens)
@@ -85,7 +85,7 @@ def test_a_line_that_cannot_be_parsed_says_why_and_where_to_read(
         (("plan", "STUDY", "--export", "STUDY"), "study.toml"),
     ],
 )
-def test_wrong_paths_and_options_are_told_in_plain_words(
+def test_wrong_paths_and_options_get_a_readable_message(
     arguments: tuple[str, ...], message: str, make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(make_study())
@@ -96,7 +96,7 @@ def test_wrong_paths_and_options_are_told_in_plain_words(
 
 
 @pytest.mark.usefixtures("faulty")
-def test_a_fault_of_ours_is_told_as_such_and_its_trace_stands_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_reported_as_one_and_its_traceback_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     done = muscale(capsys, "check", "study.toml")
     assert done.code == EXIT_FAULT
     assert "internal error of muscale: ZeroDivisionError: nobody thought of this" in done.err
@@ -186,7 +186,7 @@ def test_a_terminal_gets_colours_unless_no_color_is_set() -> None:
     assert not COLOUR.search(plain)
 
 
-def test_a_summary_links_its_paths_in_a_terminal_and_is_plain_elsewhere(tmp_path: Path) -> None:
+def test_a_summary_links_its_paths_in_a_terminal_only(tmp_path: Path) -> None:
     shown = in_terminal(["init", str(tmp_path / "a b")])
     path = tmp_path / "a b" / "study.toml"
     assert f"wrote {path}" in shown

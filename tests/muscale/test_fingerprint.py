@@ -60,7 +60,7 @@ def test_a_study_in_rays_own_copy_of_a_working_directory_is_refused(tmp_path: Pa
     assert list(copied.iterdir()) == []
 
 
-def test_a_wheel_of_this_package_needs_nothing_else_and_tells_its_sources(tmp_path: Path) -> None:
+def test_a_wheel_of_this_package_needs_nothing_else_and_fingerprints_its_sources(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path / "dist")
     assert wheel.name == f"muscale-{package_fingerprint()}-py3-none-any.whl"
     content = wheel.read_bytes()
@@ -80,7 +80,7 @@ def test_a_wheel_of_this_package_needs_nothing_else_and_tells_its_sources(tmp_pa
     assert (tmp_path / "there" / "muscale" / "quickstart.toml").exists()
 
 
-def test_a_wheel_that_has_no_place_says_so(tmp_path: Path) -> None:
+def test_an_unwritable_place_for_a_wheel_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MuscaleError, match="file/dist: can't hold a wheel: Not a directory"):
         write_wheel(tmp_path / "file" / "dist")

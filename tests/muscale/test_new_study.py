@@ -39,7 +39,7 @@ def test_ones_own_text_and_name_stand_in_it_and_every_comment_stays(tmp_path: Pa
     assert len(same) >= len(set(quickstart)) - 3, "first line, name and source"
 
 
-def test_it_tells_what_the_budgets_take_of_the_text(tmp_path: Path) -> None:
+def test_it_shows_the_budgets_share_of_the_corpus(tmp_path: Path) -> None:
     little = write_study(tmp_path / "little", texts(tmp_path / "few"))
     assert (little.n_files, little.n_bytes) == (3, 3 * 15 * 6667)
     assert little.training_tokens == little.n_bytes - little.n_bytes // 10

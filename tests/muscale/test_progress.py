@@ -6,7 +6,7 @@ from muscale.formatting import format_duration
 from muscale.progress import Display, Pace
 
 
-def test_a_log_tells_every_tenth_of_each_way_that_a_stage_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_has_a_line_for_every_tenth_of_each_pass_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     with Display().stage("sweep") as update:
         for done in range(1, 41):
             update(done, 40, "trials")
@@ -27,7 +27,7 @@ def test_a_log_tells_every_tenth_of_each_way_that_a_stage_goes(capsys: pytest.Ca
     ]
 
 
-def test_a_quiet_display_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_display_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(quiet=True).stage("sweep") as update:
         update(1, 2, "trials")
     assert capsys.readouterr().err == ""
@@ -59,7 +59,7 @@ def test_the_time_left_follows_the_pace_of_each_way() -> None:
     assert pace.left is None, "another way has its own pace"
 
 
-def test_a_log_tells_the_time_left_where_it_is_worth_telling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_shows_the_time_left_where_it_is_long_enough(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with Display(clock=clock).stage("sweep") as update:
         for done in range(5):
@@ -84,7 +84,7 @@ def test_what_is_known_already_is_no_line(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.splitlines() == ["sweep     9 of 9  leaders repeated"]
 
 
-def test_durations_are_told_in_the_unit_that_suits_them() -> None:
+def test_durations_are_formatted_in_a_fitting_unit() -> None:
     assert [format_duration(seconds) for seconds in (3.4, 89, 91, 5300, 5401, 12_000)] == [
         "3 s",
         "89 s",

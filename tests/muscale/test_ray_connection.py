@@ -61,7 +61,7 @@ print("left")
         pytest.param("joined", 2, ["within"], "run the same command again to resume", marks=pytest.mark.soak),
     ],
 )
-def test_a_head_that_hangs_as_it_is_left_holds_nobody_up(
+def test_a_head_that_hangs_on_disconnect_blocks_nobody(
     tmp_path: Path, cluster: str, code: int, printed: list[str], told: str
 ) -> None:
     env = {**os.environ, "HOME": str(tmp_path)}

@@ -25,7 +25,7 @@ MakeStudy = Callable[..., Path]
 SMALL = ("ladder.stems=[{width=16, n_tokens=16384}]", "plan.compute_flops=2e9")
 
 
-def test_no_command_tells_a_secret_or_leaves_it_in_a_file(
+def test_no_command_prints_a_secret_or_writes_it_to_a_file(
     make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name, value in PLANTED.items():

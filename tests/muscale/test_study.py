@@ -51,7 +51,7 @@ def segments(ledger: Path) -> dict[str, str]:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_tpe_and_asha_search_within_the_budget_and_go_on_when_it_grows(make_study: MakeStudy) -> None:
+def test_tpe_and_asha_search_within_the_budget_and_continue_when_it_grows(make_study: MakeStudy) -> None:
     path = make_study()
     asha = [
         "sweep.searcher=tpe",
@@ -114,7 +114,7 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     assert undisturbed.plan().key == resumed.plan().key
 
     check_that_another_budget_is_another_plan(resumed, promotion)
-    check_that_a_divergence_is_told(undisturbed)
+    check_that_a_divergence_is_reported(undisturbed)
 
     trained = segments(ledger)
     again = Study.open(killed, quiet=True)
@@ -257,7 +257,7 @@ def check_that_a_run_may_be_prepared(study: Study, other: Plan) -> None:
         study.prepare(study.plan())
 
 
-def check_that_a_divergence_is_told(study: Study) -> None:
+def check_that_a_divergence_is_reported(study: Study) -> None:
     """By the full run's workers to the user, and without another attempt."""
     plan = study.plan()
     broken = replace(plan, key="broken", hyperparameters=replace(plan.hyperparameters, learning_rate=1e12))

@@ -63,7 +63,7 @@ def by_key(runs: list[OfflineRun]) -> dict[str, list[OfflineRun]]:
     return found
 
 
-def test_trials_are_runs_of_wandb_that_go_on_where_they_were(swept: Sweep, offline: None) -> None:
+def test_trials_are_wandb_runs_that_resume(swept: Sweep, offline: None) -> None:
     directory = swept.ledger.directory
     source, wanted = Trials(swept), {run.name: run for run in Trials(swept)()}
     with make_mirror(TrackingSettings(), directory).following(source):
@@ -152,9 +152,7 @@ def test_mlflow_has_the_same_in_a_file_of_the_study(swept: Sweep, monkeypatch: p
     assert runs["micro trial 2"].info.status == "FAILED"
 
 
-def test_a_place_that_can_not_be_written_is_told_and_the_work_goes_on(
-    swept: Sweep, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_place_is_reported_and_the_work_continues(swept: Sweep, caplog: pytest.LogCaptureFixture) -> None:
     directory = swept.ledger.directory
     (directory / "tracking").mkdir()
     (directory / "tracking" / "tensorboard").write_text("a file where a folder should be")
@@ -185,7 +183,7 @@ print("after it")
 """
 
 
-def test_a_server_that_is_not_there_ends_and_holds_up_nothing_and_the_key_is_written_nowhere(tmp_path: Path) -> None:
+def test_an_absent_server_ends_and_blocks_nothing_and_the_key_is_written_nowhere(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

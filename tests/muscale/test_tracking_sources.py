@@ -128,7 +128,7 @@ def test_a_long_curve_is_shown_as_means_of_stretches_the_same_at_every_reading(p
     assert rows[3].values["tokens_per_second"] == pytest.approx(planted.plan.n_tokens / 40, rel=1e-2)
 
 
-def test_the_forecast_is_a_line_beside_the_run(planted: Planted) -> None:
+def test_the_forecast_is_a_line_next_to_the_run(planted: Planted) -> None:
     planted.write(1, 400, 400, evaluated=(100, 200, 400))
     (run,) = planted.source()()
     lines = {f"forecast/{side}": getattr(planted.band, side) for side in ("loss", "low", "high")}
@@ -239,7 +239,7 @@ def test_late_evaluations_are_not_lost(planted: Planted, tmp_path: Path) -> None
     assert [row.values["val_loss"] for row in rows if "val_loss" in row.values] == [3.5]
 
 
-def test_a_failing_tracker_is_told_of_once_and_gets_everything_when_it_is_back(
+def test_a_failing_tracker_is_reported_once_and_gets_everything_when_it_is_back(
     planted: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)

@@ -55,7 +55,7 @@ def test_a_column_that_is_there_twice_is_refused() -> None:
         fit(twice, n_params_convention="total")
 
 
-def test_of_many_columns_the_first_are_told() -> None:
+def test_of_many_columns_the_first_are_listed() -> None:
     with pytest.raises(ValueError, match=r"missing column n_params.*, c29, and 9,970 more$"):
         fit(pd.DataFrame([range(10_000)], columns=[f"c{n}" for n in range(10_000)]), n_params_convention="total")
 
@@ -72,7 +72,7 @@ def test_whole_numbers_beyond_64_bits_and_beyond_floats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 100, bytes(1000)])
-def test_a_broken_parquet_file_is_told(content: bytes, tmp_path: Path) -> None:
+def test_a_broken_parquet_file_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"rows.parquet: can't be read as a table: "):

@@ -69,17 +69,17 @@ def results() -> dict[str, Any]:
     }
 
 
-def test_every_result_says_what_n_counts(results: dict[str, Any]) -> None:
+def test_every_result_states_what_n_counts(results: dict[str, Any]) -> None:
     assert [name for name, result in results.items() if COUNTS not in str(result)] == []
 
 
-def test_every_result_with_losses_says_their_unit(results: dict[str, Any]) -> None:
+def test_every_result_with_losses_states_their_unit(results: dict[str, Any]) -> None:
     told = {name: str(result) for name, result in results.items() if name not in ("isoflops", "envelope")}
     assert [name for name, text in told.items() if UNIT not in text or "nats" in text] == []
     assert results["isoflops"].loss_unit == results["envelope"].loss_unit == UNIT
 
 
-def test_every_figure_with_losses_says_their_unit(results: dict[str, Any]) -> None:
+def test_every_figure_with_losses_states_their_unit(results: dict[str, Any]) -> None:
     fitted, target = results["fit"], results["forecast"]
     figures = {
         "fit": fitted.plot(),

@@ -37,7 +37,7 @@ def test_every_name_of_every_ready_made_space_has_a_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name.startswith("mup")])
-def test_a_search_under_mup_holds_hyperparameters_that_may_be_carried_over(name: str) -> None:
+def test_a_search_under_mup_contains_transferable_hyperparameters(name: str) -> None:
     space = ready_made(name)
     assert {transferability(hyperparameter).transfer for hyperparameter in space} == {
         TransferClass.UNDER_MUP,

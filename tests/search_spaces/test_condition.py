@@ -71,7 +71,7 @@ def test_what_is_active_and_missing_is_named(space: Space) -> None:
         space.validate({"optimizer": "adamw", "n_layers": 1})
 
 
-def test_of_a_wrong_parent_s_child_nothing_is_said(space: Space) -> None:
+def test_only_the_wrong_parent_is_reported_and_not_its_child(space: Space) -> None:
     with pytest.raises(SpaceError, match="^optimizer = 'adam' is not in choice adamw \\| lion \\| sgd$"):
         space.validate({"optimizer": "adam", "n_layers": 1, "beta1": 0.9})
     with pytest.raises(SpaceError, match="^optimizer is missing$"):
@@ -92,7 +92,7 @@ def test_true_is_not_one_and_text_is_in_no_range() -> None:
     assert [str(r) for r in (Range(low=1), Range(high=2.5), Range(low=1, high=2))] == [">= 1", "<= 2.5", "in 1 … 2"]
 
 
-def test_str_tells_the_condition_and_the_prior() -> None:
+def test_str_shows_the_condition_and_the_prior() -> None:
     assert str(schedule()["final_fraction"]) == "0 … 0.2, if schedule = cosine"
     space = Space(
         {"n": Integer(low=1, high=4), "x": LogUniform(low=1, high=2, when=Condition.from_dict({"n": [1, 2]}))}

@@ -95,7 +95,7 @@ def test_a_broken_constraint_is_named_with_its_values(space: Space) -> None:
     ]
 
 
-def test_no_room_is_told_with_how_often_each_holds() -> None:
+def test_an_infeasible_space_is_reported_with_how_often_each_constraint_holds() -> None:
     table = {"a": UNIT, "b": UNIT, "constraints": {"up": {"less": ["a", "b"]}, "down": {"less": ["b", "a"]}}}
     with pytest.raises(SpaceError, match=r"1,000 draws of a, b .*: up by \d\d\.\d%, down"):
         Space.from_dict(table).sample(1, seed=0)

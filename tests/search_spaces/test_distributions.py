@@ -263,7 +263,7 @@ def test_a_distribution_is_frozen_and_hashable() -> None:
         distribution.values = ("c", "d")  # type: ignore[misc]
 
 
-def test_values_are_plain_python() -> None:
+def test_values_are_built_in_python_types() -> None:
     rng = np.random.default_rng(0)
     values: list[Value] = [distribution.sample(rng) for distribution in one_of_each]
     assert [type(value) for value in values] == [float, float, int, int, float, str, Weights, str]

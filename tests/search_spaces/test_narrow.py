@@ -124,7 +124,7 @@ def test_a_best_region_at_a_bound_is_flagged_and_the_bound_kept() -> None:
     assert "they reach the high bound, which is kept: search beyond it" in row["reason"]
 
 
-def test_divergence_counts_as_worst_and_is_told() -> None:
+def test_divergence_counts_as_worst_and_is_reported() -> None:
     space = Space({"learning_rate": LogUniform(low=1e-4, high=1)})
     results = trials(space, lambda c: math.nan if c["learning_rate"] > 0.02 else 3.0, 80, 0)
     result = narrow(space, results)
@@ -226,7 +226,7 @@ def test_a_prior_that_is_flat_over_what_is_left_goes(wide: Any, best: float) -> 
     [(3.0, "all 5 trials count as the best: too few, or equal"), (math.nan, "all 5 trials diverged")],
     ids=["equal", "diverged"],
 )
-def test_where_nothing_can_be_told_the_reason_is(loss: float, reason: str) -> None:
+def test_where_nothing_can_be_narrowed_the_reason_is_given(loss: float, reason: str) -> None:
     x = Uniform(low=0, high=1, when=Condition.from_dict({"kind": ["a"]}))
     space = Space({"kind": Choice(values=("a", "b")), "x": x})
     results = pd.DataFrame({"kind": ["a"] * 5 + ["b"] * 35, "x": [*np.linspace(0, 1, 5), *[math.nan] * 35]})
@@ -304,7 +304,7 @@ def test_trials_outside_the_space_are_left_out_and_counted() -> None:
     assert str(result).startswith("25 trials, ")
 
 
-def test_the_result_speaks() -> None:
+def test_the_result_has_a_readable_str() -> None:
     result = narrow(SPACE, trials(SPACE, bowl(MIDDLE), 128, 0))
     assert list(result.table["hyperparameter"]) == list(SPACE)
     row = result.table.iloc[0]

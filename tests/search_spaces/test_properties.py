@@ -165,7 +165,7 @@ gentle     = { sum_at_most = { names = ["dropout", "learning_rate"], bound = 0.3
 """
 
 
-def test_toml_describes_everything_a_space_can_hold() -> None:
+def test_toml_describes_everything_a_space_can_contain() -> None:
     space = Space.from_dict(tomllib.loads(STUDY)["sweep"]["space"])
     optimizers = OneOf(values=("adamw", "lion"))
     assert space == Space(

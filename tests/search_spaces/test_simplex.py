@@ -106,12 +106,12 @@ def test_other_mixtures_are_not_in_it(value: object) -> None:
         simplex.encode(value)
 
 
-def test_a_plain_table_is_a_value() -> None:
+def test_a_dict_is_a_value() -> None:
     simplex = Simplex(parts=PARTS[:3])
     assert simplex.contains({"books": 0.333333, "code": 0.333333, "web": 0.333333}), "rounded to six digits"
 
 
-def test_weights_are_a_plain_table_that_nothing_changes() -> None:
+def test_weights_are_an_immutable_dict() -> None:
     weights = Weights(web=0.75, code=0.25)
     assert weights == {"code": 0.25, "web": 0.75}
     assert hash(weights) == hash(Weights(code=0.25, web=0.75))

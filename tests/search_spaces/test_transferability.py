@@ -71,7 +71,7 @@ def test_every_hyperparameter_of_training_has_a_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*DROPPED, "label_smoothing", "z_loss"])
-def test_every_regularizer_of_the_model_is_never_carried_over(name: str) -> None:
+def test_no_regularizer_of_the_model_transfers(name: str) -> None:
     assert transferability(name).transfer is TransferClass.NEVER
 
 
@@ -94,7 +94,7 @@ def test_a_law_runs_over_axes_and_nothing_else_does(transfer: TransferClass, axe
         Transferability(name="x", transfer=transfer, axes=axes, reason="It is.", source="assumed")
 
 
-def test_str_says_it_in_one_line() -> None:
+def test_str_is_one_line() -> None:
     assert str(transferability("batch_tokens")) == (
         "batch_tokens: by_law over horizon. The optimal and the critical batch follow the tokens of the run, not the"
         " size of the model. [2505.13738]"

@@ -31,7 +31,7 @@ with ended_where_stalled(Path(sys.argv[1]), 1.0, "segment abc") as moves:
 """
 
 
-def test_a_process_that_hangs_is_ended_and_tells_where(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_ended_and_its_stack_is_kept(tmp_path: Path) -> None:
     began, path = time.time(), tmp_path / STALLS / "abc.txt"
     done = subprocess.run([sys.executable, "-c", HANGS, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
@@ -43,7 +43,7 @@ def test_a_process_that_hangs_is_ended_and_tells_where(tmp_path: Path) -> None:
     assert stalls.hint(tmp_path, time.time() + 1) == ""
 
 
-def test_a_process_that_hangs_is_ended_also_where_that_cannot_be_told(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_ended_also_where_its_stack_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / STALLS).write_text("in the way of the folder")
     command = [sys.executable, "-c", HANGS, str(tmp_path / STALLS / "abc.txt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -43,7 +43,7 @@ def test_what_is_known_is_not_trained_again(worker: Worker, numerics: Numerics) 
     assert rows == [worker.ledger.segment(run(numerics, 20).key)]
 
 
-def test_a_longer_run_goes_on_from_the_shorter_ones_stem_and_equals_an_undisturbed_one(
+def test_a_longer_run_continues_the_shorter_one_s_stem_and_equals_an_uninterrupted_one(
     worker: Worker, numerics: Numerics, make_study: Callable[..., Path]
 ) -> None:
     worker.reach(run(numerics, 10))
@@ -68,7 +68,7 @@ def test_a_worker_without_the_device_that_it_is_to_train_on_does_not_start(
         Worker(worker.ledger, compiled=False, device="cuda")
 
 
-def test_a_stem_may_end_within_the_averaged_stretch_of_a_longer_one(worker: Worker, numerics: Numerics) -> None:
+def test_a_stem_may_end_within_the_averaged_part_of_a_longer_one(worker: Worker, numerics: Numerics) -> None:
     for stable in (18, 20):
         assert worker.reach(run(numerics, stable)).loss is not None
     alone = worker.trainer.train(numerics, run(numerics, 20).segments[0], averaged=True)
@@ -105,7 +105,7 @@ def test_a_pruned_state_is_trained_again_to_the_same_loss(worker: Worker, numeri
     assert again["seconds"] > 0
 
 
-def test_a_cycle_goes_on_from_the_kept_end_of_the_one_before_it(worker: Worker, numerics: Numerics) -> None:
+def test_a_cycle_continues_from_the_kept_end_of_the_one_before_it(worker: Worker, numerics: Numerics) -> None:
     values = Hyperparameters(
         learning_rate=0.01, batch_tokens=BATCH, schedule="cosine_cycles", batch_doublings=1, batch_ramp_tokens=BATCH
     )
@@ -177,7 +177,7 @@ def test_a_divergence_is_a_result_of_the_run_and_of_every_longer_one(worker: Wor
     assert worker.reach(run(numerics, 20, learning_rate=1e30)).diverged
 
 
-def test_keys_tell_apart_what_differs_and_nothing_else(numerics: Numerics) -> None:
+def test_keys_differ_exactly_where_trainings_do(numerics: Numerics) -> None:
     chain = run(numerics, 20)
     assert chain.key == run(numerics, 20).key
     assert chain.stem == run(numerics, 10).stem

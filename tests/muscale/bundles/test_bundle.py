@@ -234,7 +234,7 @@ def test_the_facts_are_those_of_the_run(case: Case) -> None:
     assert bundle.read(parts.ENVIRONMENT)["run"] == json.loads((run.directory / RESULT).read_text())["environment"]
 
 
-def test_the_card_tells_forecast_residual_lineage_and_limits(case: Case) -> None:
+def test_the_card_shows_forecast_residual_lineage_and_limits(case: Case) -> None:
     card, loss = (case.bundle / parts.CARD).read_text(), case.run.promotion.loss
     assert "# a &lt;b&gt;study&lt;/b&gt;" in card
     assert f"| measured | {loss:.4f}, inside the interval |" in card
@@ -246,7 +246,7 @@ def test_the_card_tells_forecast_residual_lineage_and_limits(case: Case) -> None
     assert "{{" not in card
 
 
-def test_averages_are_fp32_means_beside_the_last_weights(case: Case) -> None:
+def test_averages_are_fp32_means_stored_with_the_last_weights(case: Case) -> None:
     run = case.run
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)
     newest = [tokens for tokens, _ in checkpoints.intact()][:2]

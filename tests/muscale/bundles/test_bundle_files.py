@@ -83,7 +83,7 @@ def test_links_and_pipes_are_no_files_of_a_bundle(folder: Path, tmp_path: Path) 
         MANIFEST,
     ],
 )
-def test_a_path_that_leaves_the_folder_or_is_not_plain_is_refused(folder: Path, name: str) -> None:
+def test_a_path_that_leaves_the_folder_or_is_not_normalized_is_refused(folder: Path, name: str) -> None:
     (folder.parent / "outside").write_text("1")
     entry = {"bytes": 1, "sha256": file_sha256(folder.parent / "outside")}
     rewrite(folder, lambda manifest: manifest["files"].update({name: entry}))

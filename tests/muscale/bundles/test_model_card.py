@@ -76,7 +76,7 @@ def card(corpus: Corpus, **known: Any) -> str:
     return model_card(values.pop("name", "study"), numerics=numerics, corpus=corpus, **values)
 
 
-def test_a_miss_is_told_with_its_residual_and_its_reasons(corpus: Corpus) -> None:
+def test_a_miss_is_shown_with_its_residual_and_its_reasons(corpus: Corpus) -> None:
     text = card(corpus)
     assert "| forecast | 1.0000, 80% interval 0.9000 to 1.1000 |" in text
     assert "| measured | 1.2500, OUTSIDE the interval |" in text
@@ -85,7 +85,7 @@ def test_a_miss_is_told_with_its_residual_and_its_reasons(corpus: Corpus) -> Non
     assert "inside the interval" in card(corpus, promotion=replace(PROMOTION, loss=1.05))
 
 
-def test_a_forced_promotion_and_doubts_stay_in_it_for_ever(corpus: Corpus) -> None:
+def test_a_forced_promotion_and_its_caveats_stay_in_it(corpus: Corpus) -> None:
     assert "FORCED" not in card(corpus)
     caveat = "the fit has changed"
     text = card(
@@ -110,7 +110,7 @@ def test_every_source_stands_with_its_loss_its_epochs_and_its_warning(corpus: Co
     assert "Warning: large" not in text
 
 
-def test_averages_stand_beside_the_last_weights(corpus: Corpus) -> None:
+def test_averages_are_listed_with_the_last_weights(corpus: Corpus) -> None:
     text = card(corpus, averaging={"checkpoints": [1, 2, 3], "averaged_loss": 1.2, "loss": 1.25})
     assert "| average of the last 3 checkpoints | 1.2000, beside 1.2500 of the last weights |" in text
     assert "average of" not in card(corpus)
@@ -138,7 +138,7 @@ def test_the_variants_that_are_on_are_named(corpus: Corpus) -> None:
     assert "positions rotary, norm of queries and keys, tied table |" in text
 
 
-def test_what_befell_the_run_is_told_where_anything_did(corpus: Corpus) -> None:
+def test_events_have_a_section_where_there_were_any(corpus: Corpus) -> None:
     assert "befell" not in card(corpus)
     event = Event(at="2026-01-01T00:00:05+00:00", kind="skip", message="step 9: skip: the loss\nis nan")
     text = card(corpus, promotion=replace(PROMOTION, run_events=(event,)))

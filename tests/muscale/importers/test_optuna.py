@@ -181,7 +181,7 @@ def test_a_command_takes_one_of_several_studies_by_its_name(
     assert (done.code, done.err) == (0, "")
 
 
-def test_a_suggestion_follows_what_outside_results_tell(swept: Sweep, tmp_path: Path) -> None:
+def test_a_suggestion_follows_imported_results(swept: Sweep, tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     rates = [0.004 * 1.09**k for k in range(24)]
     best = 0.0075

@@ -50,7 +50,7 @@ def test_the_command_prints_law_intervals_and_forecast(tmp_path: Path, capsys: p
     assert json.loads(capsys.readouterr().out)["decision"]["n_params"] > 0
 
 
-def test_losses_in_bits_are_told_by_a_column_that_knows(tmp_path: Path) -> None:
+def test_losses_in_bits_raise_a_warning_where_a_column_shows_it(tmp_path: Path) -> None:
     path = tmp_path / "ladder.csv"
     table = ladder()
     nats = table["loss"]

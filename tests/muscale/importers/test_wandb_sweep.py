@@ -100,7 +100,7 @@ def test_normals_are_priors_whose_draws_have_their_mean_and_spread(tmp_path: Pat
     assert "cut off" in str(found)
 
 
-def test_unknown_names_are_told_with_the_one_that_may_be_meant(tmp_path: Path) -> None:
+def test_unknown_names_are_reported_with_the_closest_known_one(tmp_path: Path) -> None:
     found = import_space(write(tmp_path, "method: random\nparameters: {learning_rte: {min: 0.1, max: 0.2}}"))
     assert found.unknown == ("learning_rte is no hyperparameter here: --rename learning_rte=learning_rate?",)
     nested = import_space(

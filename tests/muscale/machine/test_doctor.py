@@ -49,7 +49,7 @@ def test_a_machine_that_runs_the_tests_is_well(make_study: MakeStudy, capfd: pyt
     assert sorted(path.parent.rglob("*")) == before, "it leaves nothing behind"
 
 
-def test_workers_that_do_not_meet_are_ended_and_the_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_meet_are_ended_and_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
     late = shake_hands(patience=0.2)
     assert time.monotonic() - begun < 10
@@ -75,7 +75,7 @@ def test_devices_are_held_against_what_the_study_wants() -> None:
     assert eager["compiler"].status == "warning"
 
 
-def test_keys_and_tokens_are_found_and_never_told(alone: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_and_tokens_are_found_and_never_printed(alone: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "no key" in doctor._tracking().found
     assert doctor._token().status == "ok"
     alone.setenv("RAY_AUTH_MODE", "token")

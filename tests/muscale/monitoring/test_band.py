@@ -53,7 +53,7 @@ def band_of(generator: np.random.Generator, *, stems: int = 10, h: float = 0.02,
 
 
 @pytest.mark.parametrize("stems", [4, 12])
-def test_the_band_covers_planted_runs_about_as_often_as_it_says(stems: int) -> None:
+def test_the_band_s_coverage_is_near_its_level(stems: int) -> None:
     generator = np.random.default_rng(0)
     shares = np.array([0.15, 0.3, 0.6, 0.8499, 0.95])
     inside = []
@@ -95,12 +95,12 @@ def test_at_the_end_the_band_is_the_registered_interval_and_it_is_wider_before()
     assert drawn.notna().all(axis=None)
 
 
-def test_more_stems_tell_a_narrower_band() -> None:
+def test_more_stems_give_a_narrower_band() -> None:
     few, many = (band_of(np.random.default_rng(4), stems=stems) for stems in (MIN_STEMS, 30))
     assert np.mean(few.log_reach) > 1.3 * np.mean(many.log_reach)
 
 
-def test_too_few_stems_leave_the_end_alone_and_say_so() -> None:
+def test_too_few_stems_leave_the_end_alone_with_a_reason() -> None:
     band = band_of(np.random.default_rng(5), stems=MIN_STEMS - 1)
     assert "needs 3 ladder stems" in band.reason
     assert band.at([N_TOKENS // 2]).isna().all(axis=None)
@@ -145,7 +145,7 @@ def test_the_band_is_registered_once_and_before_the_run(make_study: MakeStudy, l
     assert ledger.result(ResultKind.BAND, "late") is None
 
 
-def test_runs_that_tell_no_law_tell_no_band(make_study: MakeStudy, ledger: Ledger) -> None:
+def test_runs_without_a_law_have_no_band(make_study: MakeStudy, ledger: Ledger) -> None:
     path = make_study()
     config = StudyConfig.read(path)
     rows = write_ladder(ledger, numerics_of(config), config, stems=5)

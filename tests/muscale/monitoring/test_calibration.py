@@ -45,7 +45,7 @@ def ledger_with(path: Path, *losses: float, asserted: bool = False, log_scale: f
     return ledger
 
 
-def test_residuals_are_told_in_units_of_the_forecast_s_scale(tmp_path: Path) -> None:
+def test_residuals_are_in_units_of_the_forecast_s_scale(tmp_path: Path) -> None:
     ledger = ledger_with(tmp_path / "a", 2.05, 2.2)
     table = calibrate(ledger).table
     assert list(table["residual"]) == pytest.approx([0.05, 0.2])
@@ -86,7 +86,7 @@ def test_a_ledger_that_was_merged_is_not_counted_twice(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_without_a_run_it_says_so(tmp_path: Path) -> None:
+def test_without_a_run_calibration_is_empty_and_explained(tmp_path: Path) -> None:
     ledger = ledger_with(tmp_path / "a")
     assert "no promoted run has ended" in str(calibrate(ledger))
     assert calibrate(ledger).coverage.empty

@@ -155,7 +155,7 @@ def test_training_losses_alone_are_held_against_the_band_by_the_ladder_s_offset(
     assert not status.ended, "the end wants a held-out loss"
 
 
-def test_a_loss_that_is_not_finite_is_a_failure_until_the_run_goes_on(elsewhere: Elsewhere) -> None:
+def test_a_loss_that_is_not_finite_is_a_failure_until_the_run_resumes(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, header=True)
     elsewhere.write(0.3, off=math.nan)
     status = elsewhere.watch()
@@ -238,7 +238,7 @@ def test_the_command_follows_a_growing_file_to_its_end(elsewhere: Elsewhere) -> 
     assert "1 of 1 runs trained elsewhere inside, nominal 90%: 100%" in history.stdout
 
 
-def test_the_command_line_tells_alarms_and_missing_runs_by_its_exit_code(elsewhere: Elsewhere) -> None:
+def test_exit_codes_report_alarms_and_missing_runs(elsewhere: Elsewhere) -> None:
     assert muscale("watch", elsewhere.study).returncode == 2
     elsewhere.write(0.2, header=True)
     elsewhere.write(0.3, 0.4, 0.5, off=2)

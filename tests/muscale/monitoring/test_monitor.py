@@ -123,7 +123,7 @@ def test_alarms_only_after_warmup_and_one_window(run: Run) -> None:
     assert not status.alarming, "it came back"
 
 
-def test_evaluations_beside_the_run_have_their_places_and_are_an_alarm_as_its_own(run: Run) -> None:
+def test_asynchronous_evaluations_are_placed_and_raise_alarms_like_the_run_s_own(run: Run) -> None:
     run.begin()
     run.evaluate(0.2)
     run.evaluate(0.3, 0.5, off=3, beside=True)
@@ -169,7 +169,7 @@ def test_the_end_is_the_recorded_residual_or_why_there_is_none(run: Run) -> None
     assert "OUTSIDE" in str(status)
 
 
-def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
+def test_events_of_a_run_are_shown_in_order_of_time(run: Run) -> None:
     run.begin()
     run.evaluate(0.2)
     restart = Incident(step=3, reason="killed", action="restart", back_to=256, at="2026-01-01T00:00:05+00:00")
@@ -196,7 +196,7 @@ def test_all_that_befell_a_run_is_told_in_order_of_time(run: Run) -> None:
     assert "step 3: restart" in out.getvalue()
 
 
-def test_what_befell_a_run_is_told_with_its_promotion_and_kept_once(run: Run) -> None:
+def test_events_of_a_run_are_shown_with_its_promotion_and_stored_once(run: Run) -> None:
     run.begin()
     run.evaluate(0.2, 0.3, 0.4, 0.5, off=2)
     raise_alarms(run.ledger, run.monitor().look().alarms, webhook=None)
@@ -319,7 +319,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return wait
 
 
-def test_an_alarm_stops_the_run_where_the_study_says_so_and_once(run: Run, looks: Callable[[], None]) -> None:
+def test_an_alarm_stops_the_run_once_where_the_study_asks_for_it(run: Run, looks: Callable[[], None]) -> None:
     settings = PromoteSettings(on_alarm="stop")
     run.begin()
     lines: list[str] = []
@@ -347,7 +347,7 @@ def test_an_alarm_is_only_logged_by_default(run: Run, looks: Callable[[], None])
     assert [line[:5] for line in lines] == ["alarm"]
 
 
-def test_idle_time_is_told(run: Run) -> None:
+def test_idle_time_is_reported(run: Run) -> None:
     run.begin()
     run.evaluate(0.5)
     os.utime(run.metrics, (0, 0))

@@ -119,7 +119,7 @@ def test_a_cancel_takes_a_confirmation_and_the_token(shown: Opened, served: tupl
     assert shown.complaints == []
 
 
-def test_a_server_that_is_gone_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_shown(browser: Browser, tmp_path: Path) -> None:
     write_text(tmp_path / "text", documents=2)
     (tmp_path / "study.toml").write_text(MICRO)
     study, _ = begun(tmp_path / "study.toml")

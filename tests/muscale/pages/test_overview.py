@@ -11,7 +11,7 @@ from muscale.plans.costs import estimate
 from scaling.presentation import Result
 
 
-def test_a_new_study_says_what_is_not_there_yet_and_what_it_would_cost(make_study: Callable[[], Path]) -> None:
+def test_a_new_study_lists_missing_stages_and_their_cost(make_study: Callable[[], Path]) -> None:
     path = make_study()
     study = Study.open(path, {"sweep.trials": 3}, quiet=True)
     assert str(study).splitlines() == [

@@ -38,13 +38,13 @@ def page(tmp_path: Path, **known: object) -> str:
     return write_report(ReportContents(**values), tmp_path / "report.html").read_text()
 
 
-def test_an_empty_report_says_which_command_fills_each_section(tmp_path: Path) -> None:
+def test_an_empty_report_names_the_command_for_each_section(tmp_path: Path) -> None:
     text = page(tmp_path)
     for command in ("check", "sweep", "transfer", "fit", "promote", "plan"):
         assert f"<code>muscale {command}</code>" in text
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_holds_plotly_once(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_contains_plotly_once(tmp_path: Path) -> None:
     text = page(tmp_path)
     assert not re.findall(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)\s*=""", text)
     assert text.count("plotly.js v") == 1
@@ -90,7 +90,7 @@ def promoted(loss: float, *, inside: bool, **source_losses: float) -> dict[str, 
 
 
 @pytest.mark.parametrize(("loss", "word"), [(1.05, "inside"), (1.3, "outside")])
-def test_the_summary_holds_the_measured_loss_against_the_forecast(tmp_path: Path, loss: float, word: str) -> None:
+def test_the_summary_compares_the_measured_loss_with_the_forecast(tmp_path: Path, loss: float, word: str) -> None:
     text = page(tmp_path, promotion=promoted(loss, inside=word == "inside"))
     assert f"forecast 1.0000, measured {loss:.4f}: {word}, error +5.00 %" in text
     assert "Registered 2026-01-02 03:04:05 UTC" in text
@@ -111,7 +111,7 @@ def planted_plan(study: Path) -> dict[str, Any]:
     return make_plan(config, config.hyperparameters, planted_horizon(), planted_fit()).to_dict()
 
 
-def test_the_plan_tells_values_of_every_kind(tmp_path: Path, make_study: MakeStudy) -> None:
+def test_the_plan_shows_values_of_every_kind(tmp_path: Path, make_study: MakeStudy) -> None:
     stages = [{"after": 0.4, "learning_rate": 0.5}, {"after": 0.8, "beta2": 0.98}]
     values = {"learning_rate": 0.0123456, "optimizer": "lion", "zero_readout": True, "stages": stages}
     plan = planted_plan(make_study()) | {"rules": dict.fromkeys(values, "as given"), "hyperparameters": values}
@@ -141,7 +141,7 @@ def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_lo
     assert "warning: large" not in text
 
 
-def test_the_law_s_figures_each_stand_alone_and_what_to_run_next_is_told(tmp_path: Path, make_study: MakeStudy) -> None:
+def test_the_law_s_figures_each_stand_alone_with_the_next_runs(tmp_path: Path, make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study(), ["plan.compute_flops=2e11"])
     law, source = planted_fit(noise=3e-3), Source(path=str(tmp_path / "study" / "text"))
     corpus = write_corpus(tmp_path / "corpus", source)

@@ -19,7 +19,7 @@ SPACE = Space(
 )
 
 
-def test_settings_given_from_python_are_told_as_a_shell_takes_them(make_study: Callable[[], Path]) -> None:
+def test_settings_from_python_are_quoted_for_a_shell(make_study: Callable[[], Path]) -> None:
     path = make_study()
     given = {"sweep.trials": 3, "transfer.horizons": [0.5, 1.0], "name": "it's mine", "sweep.space": SPACE}
     study = Study.open(path, given, quiet=True)

@@ -49,7 +49,7 @@ def test_all_places_lie_on_the_line_in_order(loss: float, inside: bool) -> None:
     assert all(0 < place < 100 for place in places.values())
 
 
-def test_a_forced_launch_is_told_for_ever() -> None:
+def test_a_forced_launch_stays_in_the_summary() -> None:
     forced = {**promoted(1.0, inside=True), "forced": True, "forced_lines": ["transfer"]}
     (tile,) = [tile for tile in tiles(contents(forecast=FORECAST, promotion=forced)) if tile.label == "gate"]
     assert (tile.value, tile.note, tile.state) == ("forced", "past transfer", "bad")

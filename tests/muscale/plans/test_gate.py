@@ -194,7 +194,7 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
         assert advice in line.advice
 
 
-def test_uneven_shares_of_a_batch_are_told_and_hold_nothing_up() -> None:
+def test_uneven_shares_of_a_batch_are_reported_and_do_not_block() -> None:
     line = layout_line({}, sequences=8, workers=3, parallelism=Parallelism())
     assert line.status == "passed"
     assert (

@@ -70,7 +70,7 @@ def test_candidates_are_runs_that_the_study_can_train_and_has_not(
         assert not (near & (new[1:] | new[:-1])).any(), "two runs of a width that tell the same"
 
 
-def test_the_runs_told_can_be_pasted_and_make_the_forecast_surer(
+def test_the_advised_runs_can_be_pasted_and_narrow_the_forecast(
     config: StudyConfig, law: ScalingFit, plan: Plan, corpus: Corpus
 ) -> None:
     found = choose(config, law, plan, corpus, affordable_flops=4e10, width=1e-4)
@@ -99,7 +99,7 @@ def test_a_narrow_interval_within_support_needs_no_more(
     assert "none: no candidate is left that can be paid for" in str(dear)
 
 
-def test_unless_told_it_spends_a_tenth_of_the_plan_or_the_largest_run(
+def test_by_default_it_spends_a_tenth_of_the_plan_or_the_largest_run(
     config: StudyConfig, law: ScalingFit, plan: Plan, corpus: Corpus
 ) -> None:
     found = choose(config, law, plan, corpus, width=1e-4)

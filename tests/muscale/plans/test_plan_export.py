@@ -32,7 +32,7 @@ def plan(make_study: MakeStudy, tmp_path: Path) -> Iterator[tuple[Plan, Any]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "output_multiplier": 2.0, "init_scale": 0.5}])
-def test_every_tensor_is_told_as_it_is_trained(plan: tuple[Plan, Any], changes: dict[str, Any]) -> None:
+def test_every_tensor_is_listed_as_it_is_trained(plan: tuple[Plan, Any], changes: dict[str, Any]) -> None:
     made, numerics = plan
     made = replace(made, hyperparameters=replace(made.hyperparameters, **changes))
     assert made.model.d_model != numerics.base.d_model
@@ -73,7 +73,7 @@ def test_the_schedule_has_every_step_with_its_factor(plan: tuple[Plan, Any]) -> 
     assert table["rate_factor"].max() == 1
 
 
-def test_a_long_schedule_is_thinned_and_a_changed_recipe_told_again(plan: tuple[Plan, Any]) -> None:
+def test_a_long_schedule_is_thinned_and_a_changed_recipe_is_listed_again(plan: tuple[Plan, Any]) -> None:
     made, numerics = plan
     staged = replace(made.hyperparameters, stages=(HyperparameterStage(after=0.5, learning_rate=0.5),))
     longer = replace(made, n_tokens=256 * 30_000, hyperparameters=staged)

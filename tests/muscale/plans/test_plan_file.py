@@ -65,7 +65,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(before.replace(old, new))
 
 
-def test_the_file_says_the_plan_with_the_rule_and_the_source_of_each_value(planned: MakePlan, ledger: Ledger) -> None:
+def test_the_file_states_the_rule_and_the_source_of_each_value(planned: MakePlan, ledger: Ledger) -> None:
     plan, config = planned('plan.accelerator="H100 SXM"', "plan.explicit.beta2=0.9", "hyperparameters.clip_norm=0.5")
     path = write(plan, config, ledger.directory)
     assert path == path_of(ledger.directory, plan.key)
@@ -206,7 +206,7 @@ def test_a_plan_of_another_study_or_a_missing_file_is_refused(
         read(tmp_path / "none.toml", ledger, config)
 
 
-def test_a_stated_value_makes_another_plan_that_says_so(planned: MakePlan, ledger: Ledger) -> None:
+def test_a_stated_value_makes_another_plan_that_records_it(planned: MakePlan, ledger: Ledger) -> None:
     plan, _ = planned()
     stated, config = planned("plan.explicit.mlp_dropout=0.1", "plan.explicit.learning_rate=0.004")
     assert stated.key != plan.key

@@ -78,7 +78,7 @@ def test_no_other_shape_of_the_family_does_better(
     assert plan.wanted_n_params == law.ensemble.law.allocate(2.5e10).n_params
 
 
-def test_how_far_the_horizon_law_is_carried_is_told_with_what_would_bring_it_nearer(planned: MakePlan) -> None:
+def test_extrapolation_of_the_horizon_law_is_reported_with_the_grid_that_would_shorten_it(planned: MakePlan) -> None:
     near, far = planned(), planned("plan.compute_flops=1e13")
     assert near.n_tokens / 32768 < 8 < far.n_tokens / 32768  # the longest of the planted grids
     assert near.rules["learning_rate"].endswith(f"{near.n_tokens / 32768:.3g}× beyond its grids")
@@ -86,7 +86,7 @@ def test_how_far_the_horizon_law_is_carried_is_told_with_what_would_bring_it_nea
     assert far.rules["learning_rate"].endswith(f": {further} among transfer.horizons would bring them within 8×")
 
 
-def test_shapes_may_be_named_and_a_depth_that_nothing_fitted_has_is_told(
+def test_shapes_may_be_named_and_a_depth_outside_the_fit_is_reported(
     planned: MakePlan, read: Callable[..., StudyConfig], law: ScalingFit
 ) -> None:
     family = read().family
@@ -107,7 +107,7 @@ def test_shapes_may_be_named_and_a_depth_that_nothing_fitted_has_is_told(
         read("plan.shapes=[{width=15}]")
 
 
-def test_a_plan_tells_its_reasons_and_is_read_back(planned: MakePlan) -> None:
+def test_a_plan_gives_its_reasons_and_is_read_back(planned: MakePlan) -> None:
     plan = planned('plan.accelerator="H100 SXM"', "plan.n_devices=2", "promote.precision=bf16")
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     decision = plan.decision
@@ -134,7 +134,7 @@ def test_what_the_space_fixes_is_from_the_study_file_and_was_not_searched(planne
     assert found["learning_rate"].searched
 
 
-def test_what_only_changes_what_is_told_keeps_the_key(planned: MakePlan, corpus: Corpus) -> None:
+def test_settings_that_only_change_messages_keep_the_key(planned: MakePlan, corpus: Corpus) -> None:
     plan = planned()
     assert planned('plan.accelerator="H200"', "plan.tolerance=0.01").key == plan.key
     assert planned("plan.compute_flops=3.5e10").key != plan.key
@@ -162,7 +162,7 @@ def test_a_corpus_seen_again_counts_for_less(planned: MakePlan, corpus: Corpus, 
     assert plan.forecast.loss == law.forecast(plan.n_params, plan.n_tokens).loss
 
 
-def test_epochs_may_be_limited_and_many_are_told(planned: MakePlan, corpus: Corpus) -> None:
+def test_epochs_may_be_limited_and_many_raise_a_warning(planned: MakePlan, corpus: Corpus) -> None:
     plan = planned("plan.max_epochs=1", corpus=corpus)
     assert plan.n_tokens <= corpus.n_tokens + 256 < planned(corpus=corpus).n_tokens
     assert "held by data: if every token were new," in str(plan)
@@ -184,7 +184,7 @@ def test_epochs_of_a_mixture_are_the_mean_over_its_tokens(tmp_path: Path) -> Non
     assert epochs(mixed, longest) <= 4 < epochs(mixed, longest + 100)
 
 
-def test_a_registered_plan_keeps_its_forecast_and_tells_today_s_prices(tmp_path: Path, planned: MakePlan) -> None:
+def test_a_registered_plan_keeps_its_forecast_and_shows_today_s_prices(tmp_path: Path, planned: MakePlan) -> None:
     with_price = planned('plan.accelerator="H200"')
     ledger = Ledger(tmp_path / "ledger.sqlite")
     try:

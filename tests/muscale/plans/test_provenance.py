@@ -58,7 +58,7 @@ def test_depth_is_a_rule_of_its_own_where_it_grows() -> None:
     assert by_name(model=BASE)["init_scale"].rules == ("muP width",)
 
 
-def test_every_value_says_where_it_is_from() -> None:
+def test_every_value_has_a_provenance() -> None:
     found = by_name(
         replace(TUNED, beta2=0.98, clip_norm=0.5, warmup_fraction=0.1),
         replace(BASE, z_loss=1e-4),

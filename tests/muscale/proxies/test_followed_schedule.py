@@ -126,7 +126,7 @@ def test_every_run_of_the_ladder_follows_it_at_its_own_length(
         assert first.recipe.learning_rate == job.hyperparameters.learning_rate != best.learning_rate
 
 
-def test_only_runs_of_the_same_schedule_tell_the_law(
+def test_only_runs_of_the_same_schedule_enter_the_law(
     config: StudyConfig, plan: TrialPlan, best: Hyperparameters, horizon: HorizonLaw
 ) -> None:
     members = {"winner": PATH, "another": path_of({"learning_rate": 0.02})}
@@ -158,7 +158,7 @@ def test_a_grid_of_what_the_schedule_sets_is_refused(
     assert transfer.members(over, numerics, replace(best, stages=()))
 
 
-def test_the_plan_says_whose_schedule_it_is_and_trains_it(
+def test_the_plan_names_the_source_of_its_schedule_and_trains_it(
     config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw
 ) -> None:
     sizes = [(n * 1e4, d * 1e5) for n in (1, 2, 4, 8) for d in (1, 2, 4, 8)]

@@ -132,7 +132,7 @@ def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(
     assert list(table["left_out"]) == ["its data are those of a run of 16384 tokens", ""]
 
 
-def test_another_depth_or_batch_of_the_transfer_check_tells_no_law(
+def test_another_depth_or_batch_of_the_transfer_check_enters_no_law(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     members = transfer.members(
@@ -155,7 +155,7 @@ def test_another_depth_or_batch_of_the_transfer_check_tells_no_law(
     }
 
 
-def test_a_row_that_can_not_tell_the_law_is_left_out_with_the_reason(
+def test_a_row_that_is_not_comparable_is_left_out_with_the_reason(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     h = config.hyperparameters
@@ -168,7 +168,7 @@ def test_a_row_that_can_not_tell_the_law_is_left_out_with_the_reason(
     assert reasons[8192] == "the regret of its searched hyperparameters is not known"
 
 
-def test_runs_of_an_earlier_revision_of_the_study_tell_no_law(
+def test_runs_of_an_earlier_revision_of_the_study_enter_no_law(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     h = config.hyperparameters
@@ -190,7 +190,7 @@ def test_runs_of_an_earlier_revision_of_the_study_tell_no_law(
     assert list(table["left_out"]) == [reason for *_, reason in settings]
 
 
-def test_a_sweep_tells_how_far_each_run_lies_from_the_policy(
+def test_a_sweep_gives_each_run_s_distance_from_the_policy(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
     """Losses planted as parabolas in the rate's octaves off the law and in log2 of the init scale."""
@@ -246,7 +246,7 @@ def as_run(job: Job) -> dict[str, object]:
     }
 
 
-def test_a_promotion_tells_the_loss_of_each_source_where_there_are_several() -> None:
+def test_a_promotion_reports_the_loss_of_each_source_where_there_are_several() -> None:
     values = {
         **dict.fromkeys(("plan", "registered_at", "started_at", "finished_at", "verdict"), ""),
         **dict.fromkeys(("loss", "forecast", "low", "high", "level", "seconds"), 1.0),

@@ -99,7 +99,7 @@ def test_batches_are_searched_around_a_rate_that_rises_with_them(make_study: Mak
     assert middle[1024] / middle[256] == pytest.approx(4**transfer.RATE_WITH_BATCH, rel=1e-4)
 
 
-def test_a_grid_widened_as_the_verdict_says_holds_the_runs_that_are_there(make_study: MakeStudy) -> None:
+def test_a_grid_widened_as_the_verdict_advises_contains_the_existing_runs(make_study: MakeStudy) -> None:
     """Rates on the same steps, and seeds: the options given are those that a study file takes."""
     config = StudyConfig.read(make_study())
     members = members_of(config)

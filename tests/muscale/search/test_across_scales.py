@@ -46,7 +46,7 @@ def test_the_first_suggestion_is_where_smaller_scales_have_their_optimum() -> No
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.006)) < 0.3
 
 
-def test_what_a_narrowed_space_does_not_know_any_more_tells_it_nothing() -> None:
+def test_runs_outside_a_narrowed_space_are_ignored() -> None:
     wide = [
         Observation(config={"learning_rate": 0.01, "optimizer": "lion", "batch_tokens": 512}, loss=1.0),
         Observation(config={"learning_rate": 0.01, "optimizer": "adamw", "batch_tokens": 4096}, loss=1.0),

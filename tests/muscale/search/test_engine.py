@@ -61,7 +61,7 @@ def test_every_pair_ends_within_its_trials_and_brings_one_to_the_end(
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("searcher", ["random", "tpe"])
-def test_a_sweep_left_anywhere_goes_on_to_the_same_end(
+def test_a_sweep_stopped_anywhere_resumes_to_the_same_result(
     make_engine: MakeEngine, fly: Fly, searcher: str, scheduler: str
 ) -> None:
     chosen = settings(searcher="random" if scheduler in ("pbt", "pb2") else searcher, scheduler=scheduler)
@@ -90,7 +90,7 @@ def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEng
         assert [again.ranking(rung) for rung in range(4)] == [engine.record.ranking(rung) for rung in range(4)]
 
 
-def test_more_trials_go_on_with_the_same_sweep(make_engine: MakeEngine, fly: Fly) -> None:
+def test_more_trials_extend_the_same_sweep(make_engine: MakeEngine, fly: Fly) -> None:
     fly(make_engine(settings(scheduler="asha")), loss_at)
     engine = make_engine(settings(scheduler="asha", trials=12))
     first = dict(engine.record.configs)
@@ -124,7 +124,7 @@ def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine,
         assert 8_000 < record.tokens + owed <= engine.budget.spent(record) <= limit
 
 
-def test_no_more_is_kept_for_leaders_than_there_are_trials(make_engine: MakeEngine, fly: Fly) -> None:
+def test_the_finalists_reserve_is_limited_by_the_number_of_trials(make_engine: MakeEngine, fly: Fly) -> None:
     engine = make_engine(settings(scheduler="none", trials=40, top_k=1, max_tokens=8000 + 5000))
     engine.budget = replace(engine.budget, n_finalists=5, repeat_tokens=5000, branch_tokens=(0, 0, 0, 0))
     fly(engine, loss_at, workers=1)
@@ -139,7 +139,7 @@ def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
     assert 0.05 < hours <= 0.1, "what is owed counts, at the speed of what has arrived"
 
 
-def test_a_leg_that_failed_is_flown_again_by_the_next_run_only(make_engine: MakeEngine, fly: Fly) -> None:
+def test_a_failed_segment_is_retried_by_the_next_run_only(make_engine: MakeEngine, fly: Fly) -> None:
     engine = make_engine(settings(scheduler="asha"))
     leg = engine.next()
     assert isinstance(leg, TrialSegment)
@@ -184,14 +184,14 @@ def test_nothing_is_begun_once_no_worker_can_train(make_engine: MakeEngine) -> N
     assert not engine.failures
 
 
-def test_once_it_is_stopping_no_leg_is_begun(make_engine: MakeEngine) -> None:
+def test_once_it_is_stopping_no_segment_is_started(make_engine: MakeEngine) -> None:
     engine = make_engine(settings())
     assert engine.next() is not None
     engine.interrupted = True
     assert engine.next() is None
 
 
-def test_the_endings_wait_for_a_leg_that_failed(ledger: Ledger) -> None:
+def test_anneal_jobs_wait_for_a_failed_segment(ledger: Ledger) -> None:
     chosen = settings(scheduler="none", trials=2)
     record = Record(ledger, "s")
     record.begin_round("random", SPACE)

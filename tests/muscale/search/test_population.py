@@ -48,7 +48,7 @@ def gain(leg: TrialSegment, rung: int) -> float | None:
 
 
 @pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
-def test_the_worst_go_on_from_the_best_and_nothing_but_what_may_changes(
+def test_the_worst_copy_the_best_and_only_mutable_values_change(
     make_engine: MakeEngine, fly: Fly, scheduler: str
 ) -> None:
     engine = make_engine(settings(scheduler))

@@ -183,7 +183,7 @@ def flatten(settings: list[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
 
-def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_goes_on(make_study: MakeStudy) -> None:
+def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(make_study: MakeStudy) -> None:
     settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=524288", "sweep.trials=3"]
     path = make_study()
     log = path.parent / "sweep.log"

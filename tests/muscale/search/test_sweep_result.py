@@ -25,7 +25,7 @@ Planted = Callable[..., Any]
 POPULATION = ("sweep.scheduler=pbt", "sweep.trials=8")
 
 
-def test_the_fitted_optimum_of_each_length_holds_the_planted_one(search: Search) -> None:
+def test_the_interval_of_each_length_s_optimum_contains_the_planted_one(search: Search) -> None:
     result = search()
     rates = result.optima.query("hyperparameter == 'learning_rate'")
     assert rates["n_tokens"].tolist() == [1000, 2000, 4000, 8000]
@@ -72,7 +72,7 @@ def test_tables_say_what_each_trial_had(search: Search) -> None:
     assert trials.loc[trials["status"] == "diverged", "expected_loss"].isna().all()
 
 
-def test_importance_finds_what_was_planted_or_says_what_is_missing(search: Search) -> None:
+def test_importance_finds_what_was_planted_or_names_what_is_missing(search: Search) -> None:
     found = search("sweep.trials=48").importance()
     assert found.table.index.tolist() == ["learning_rate", "init_scale", "zero_readout"]
     assert found.significant[0] == "learning_rate"
@@ -82,7 +82,7 @@ def test_importance_finds_what_was_planted_or_says_what_is_missing(search: Searc
     assert "finished trials can" in few._repr_html_()
 
 
-def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
+def test_everything_is_in_json_and_in_the_notebook_repr(search: Search) -> None:
     result = search("sweep.trials=12", "sweep.rungs=2")
     told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert [row["trial"] for row in told["trials"]] == result.trials["trial"].tolist()
@@ -99,7 +99,7 @@ def test_everything_is_told_as_json_and_in_a_notebook(search: Search) -> None:
         assert part in shown
 
 
-def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, planted: Planted) -> None:
+def test_a_near_tie_and_fewer_seeds_than_asked_raise_warnings(search: Search, planted: Planted) -> None:
     tie = search(losses=planted(noise=0.03))
     assert tie.finalists is not None
     assert tie.finalists.verdict == "near-tie"
@@ -117,7 +117,7 @@ def test_a_near_tie_and_fewer_repeats_than_asked_are_told(search: Search, plante
         never.plot_finalists()
 
 
-def test_an_optimum_at_a_bound_and_another_schedule_are_told(search: Search, planted: Planted) -> None:
+def test_an_optimum_at_a_bound_and_another_schedule_raise_warnings(search: Search, planted: Planted) -> None:
     beyond = search("sweep.schedule=wsd_linear", losses=planted(rate=1e-4, exponent=0))
     longest = beyond.fitted.longest().set_index("hyperparameter")
     assert longest["n_tokens"].eq(8000).all()
@@ -127,7 +127,7 @@ def test_an_optimum_at_a_bound_and_another_schedule_are_told(search: Search, pla
     assert "searched under schedule wsd_linear, but the full run follows wsd" in beyond.warnings[0]
 
 
-def test_a_winner_far_from_the_fitted_optimum_is_told() -> None:
+def test_a_winner_far_from_the_fitted_optimum_raises_a_warning() -> None:
     """Rates 2^-10 to 2^-3, and the run at the worst of them was lucky by 30 %."""
     space = Space({"learning_rate": LogUniform(low=2.0**-10, high=2.0**-3)})
     octaves = np.linspace(-9.5, -3.5, 13)
@@ -242,7 +242,7 @@ def test_the_best_rates_are_in_octaves_on_whatever_scale_they_were_searched(scal
     assert 0.01 < found["stderr"] < 0.3
 
 
-def test_a_rate_that_was_a_choice_tells_the_horizon_law_nothing(search: Search) -> None:
+def test_a_categorical_rate_does_not_enter_the_horizon_law(search: Search) -> None:
     choice = '{distribution="choice", values=[0.002, 0.005, 0.01, 0.02, 0.05]}'
     result = search(f"sweep.space.learning_rate={choice}")
     assert (result.optima["hyperparameter"] == "learning_rate").any()
@@ -256,7 +256,7 @@ def test_a_cost_aware_winner_needs_no_known_noise(search: Search) -> None:
     assert result.winner in result.finalists.trials.index
 
 
-def test_a_cost_aware_winner_is_not_said_to_tie_with_itself(search: Search, planted: Planted) -> None:
+def test_a_cost_aware_winner_is_not_in_a_near_tie_with_itself(search: Search, planted: Planted) -> None:
     result = search(losses=planted(noise=0.03))
     assert result.finalists is not None
     tied = (result.finalists.winner, *result.finalists.near_tie)
@@ -272,7 +272,7 @@ def test_without_an_annealed_end_there_is_no_result(search: Search, planted: Pla
         search(losses=planted(diverges_above=0))
 
 
-def test_a_member_that_diverged_and_then_copied_another_is_told(search: Search, planted: Planted) -> None:
+def test_a_member_that_diverged_and_then_copied_another_is_reported(search: Search, planted: Planted) -> None:
     result = search(*POPULATION, losses=planted(diverges_above=0.02))
     diverged = result.rungs[result.rungs["loss"].isna()]
     assert not diverged.empty

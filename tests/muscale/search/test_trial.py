@@ -59,7 +59,7 @@ def test_a_step_that_changes_nothing_begins_no_stage() -> None:
     assert plan.rung(path, 3).segments[:2] == plan.rung(path, 2).segments
 
 
-def test_stages_of_a_study_lie_at_shares_of_its_trials_and_a_shorter_branch_says_where_they_were() -> None:
+def test_stages_lie_at_shares_of_the_trials_and_a_shorter_branch_records_where() -> None:
     stages = (HyperparameterStage(after=0.33, learning_rate=0.5), HyperparameterStage(after=0.8, beta2=0.9))
     defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, stages=stages)
     rungs = (40 * BATCH, 85 * BATCH)

@@ -12,7 +12,7 @@ from ray.tune.utils.object_cache import _ObjectCache
 from muscale.search.tune_internals import keep_idle
 
 
-def test_tune_keeps_as_many_idle_processes_as_it_is_told() -> None:
+def test_tune_keeps_the_configured_number_of_idle_processes() -> None:
     assert ray.__version__.startswith("2.60."), "another Ray: see whether Tune still has this cache"
     assert "_actor_cache" in TuneController.__init__.__code__.co_names
     cache: _ObjectCache = _ObjectCache(may_keep_one=True)

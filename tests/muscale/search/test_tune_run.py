@@ -181,7 +181,7 @@ def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_p
         ("hangs", r"its worker was lost 3 times: .*; it was ended as it took no step, .*/stalls/it\.txt tells where"),
     ],
 )
-def test_a_trial_that_fails_holds_up_no_other(run: Run, make_engine: MakeEngine, fault: str, reason: str) -> None:
+def test_a_trial_that_fails_blocks_no_other(run: Run, make_engine: MakeEngine, fault: str, reason: str) -> None:
     with pytest.raises(StageError, match=rf"^sweep: 1 trial failed; trial 1: {reason}$"):
         run(fault)
     record = make_engine(GRID).record

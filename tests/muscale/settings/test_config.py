@@ -33,7 +33,7 @@ def test_the_quickstart_is_valid_and_spans_what_it_claims() -> None:
     assert 5 <= config.plan.budget.compute_flops / (6 * max(compute)) <= 10
 
 
-def test_the_resolved_config_is_plain_json(make_study: MakeStudy) -> None:
+def test_the_resolved_config_is_json(make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study())
     assert json.loads(json.dumps(config.to_dict()))["sweep"]["space"]["init_scale"]["high"] == 2.0
 
@@ -119,7 +119,7 @@ def test_overrides_may_be_values_and_a_space(make_study: MakeStudy) -> None:
         StudyConfig.read(make_study("b"), {"sweep.trials": "7"})
 
 
-def test_settings_from_python_are_told_as_set_takes_them() -> None:
+def test_settings_from_python_are_formatted_as_set_takes_them() -> None:
     assert as_set(["a.b=1"]) == ("a.b=1",)
     given = {"a.text": 'it"s', "a.list": [1, 2.5], "a.table": {"b": True}, "a.none": None}
     assert as_set(given) == ('a.text="it\\"s"', "a.list=[1, 2.5]", "a.table={b = true}", "a.none=None")

@@ -133,7 +133,7 @@ def test_too_little_held_out_text_names_the_source(mixed: Path) -> None:
         study.config.numerics(study.corpus)
 
 
-def test_the_identity_of_a_plain_corpus_names_three_things_only() -> None:
+def test_the_identity_of_a_single_source_corpus_has_three_fields() -> None:
     assert CorpusSettings(source="text").identity() == {
         "corpus.source": "text",
         "corpus.validation_fraction": 0.1,

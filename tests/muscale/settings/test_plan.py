@@ -38,7 +38,7 @@ def test_a_budget_in_any_unit_is_that_of_scaling(make_study: MakeStudy, table: s
     assert estimate(config).set_index("stage").loc["promote", "compute_flops"] == expected.compute_flops
 
 
-def test_a_device_is_as_the_file_says_where_it_says_so() -> None:
+def test_a_device_is_the_file_s_where_it_names_one() -> None:
     plain = PlanSettings(gpu_hours=1.0, accelerator="H100 SXM")
     assert plain.device == accelerator("H100 SXM")
     edited = PlanSettings(gpu_hours=1.0, accelerator="H100 SXM", mfu=0.5, peak_flops=1e15, dollars_per_hour=1.75)

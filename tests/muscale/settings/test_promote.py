@@ -22,7 +22,7 @@ def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
     assert StudyConfig.read(micro, uneven).promote.workers == 6
 
 
-def test_a_full_run_goes_on_with_fewer_workers_only_in_whole_groups(make_study: MakeStudy) -> None:
+def test_a_full_run_resumes_with_fewer_workers_only_in_whole_groups(make_study: MakeStudy) -> None:
     micro = make_study()
     groups = ["promote.workers=8", "promote.tensor_parallel=2"]
     assert StudyConfig.read(micro, [*groups, "promote.workers_min=4"]).promote.sizes == (4, 6, 8)
@@ -32,7 +32,7 @@ def test_a_full_run_goes_on_with_fewer_workers_only_in_whole_groups(make_study: 
     assert StudyConfig.read(micro, fours).promote.sizes == (4, 8)
 
 
-def test_a_run_evaluated_beside_evaluates_itself_at_its_end_alone(make_study: MakeStudy) -> None:
+def test_a_run_evaluated_asynchronously_evaluates_itself_only_at_its_end(make_study: MakeStudy) -> None:
     micro = make_study()
     assert StudyConfig.read(micro).promote.evaluates_every == 102_400
     beside = StudyConfig.read(

@@ -38,7 +38,7 @@ def test_a_clock_that_is_set_ends_no_owner(monkeypatch: pytest.MonkeyPatch) -> N
     assert leases.is_dead(f"{owner.rsplit('/', 2)[0]}/0.00/aa"), "another process that had its id"
 
 
-def test_a_second_owner_waits_for_the_first_tells_so_and_has_a_larger_token(
+def test_a_second_owner_waits_for_the_first_logs_it_and_has_a_larger_token(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(leases, "_REPORT_AFTER_SECONDS", 0.1)

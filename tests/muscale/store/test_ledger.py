@@ -91,7 +91,7 @@ def test_processes_that_write_at_once_lose_nothing_and_share_one_sequence(ledger
     assert [row["sequence"] for row in ledger.rungs("s")] == list(range(1, 41))
 
 
-def test_a_ledger_that_stays_busy_is_told_as_such(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_stays_busy_is_reported_as_busy(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muscale.store.storage._BUSY_SECONDS", 0.2)
     ledger.trials("s")
     with sqlite3.connect(ledger.directory / LEDGER) as holder:
@@ -104,7 +104,7 @@ def test_a_ledger_that_stays_busy_is_told_as_such(ledger: Ledger, monkeypatch: p
     assert ledger.result(ResultKind.CHECK, "k") == {}
 
 
-def test_a_ledger_that_can_t_be_opened_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_can_t_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muscale.store.storage._BUSY_SECONDS", 0.2)
     begun = Ledger(tmp_path / LEDGER)
     begun.trials("s")

@@ -88,7 +88,7 @@ def test_an_error_inside_the_actor_arrives_as_it_is(ledger: Ledger) -> None:
         ledger.write(check_token, "line", token - 1)
 
 
-def test_a_ledger_that_lies_elsewhere_or_is_gone_is_told(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_moved_or_missing_ledger_is_reported(ledger: Ledger, tmp_path: Path) -> None:
     actor = StorageSettings(ledger="actor")
     with pytest.raises(StudyDirectoryError, match="s.sqlite of .*, got storage.path = '/elsewhere'"):
         open_ledger(StorageSettings(ledger="actor", path="/elsewhere"), ledger.directory, "s")

@@ -57,7 +57,9 @@ def test_without_hard_links_one_is_the_first_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_hard_links")
-def test_a_process_that_ended_while_it_noted_the_place_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ended_while_it_noted_the_place_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(opening, "_MARK_SECONDS", 0.2)
     settings = StorageSettings(ledger="actor")
     mark = tmp_path / f"{LEDGER_PLACE}.begun"
@@ -95,7 +97,7 @@ def test_a_study_s_schema_is_not_dropped(tmp_path: Path, postgres: Any) -> None:
         '{"ledger": [], "schema": "s"}',
     ],
 )
-def test_a_note_that_says_no_place_is_refused_in_words(tmp_path: Path, content: str) -> None:
+def test_a_note_without_a_place_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / LEDGER_PLACE).write_text(content)
     with pytest.raises(StudyDirectoryError, match=rf"{LEDGER_PLACE}: does not say where the ledger lies"):
         open_ledger(StorageSettings(), tmp_path, "s")

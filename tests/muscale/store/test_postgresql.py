@@ -134,7 +134,7 @@ def test_a_server_that_stays_away_ends_in_a_clear_error(ledger: Ledger, postgres
     assert postgres.password not in str(told.value)
 
 
-def test_no_message_and_no_file_holds_the_password(
+def test_no_message_and_no_file_contains_the_password(
     ledger: Ledger, postgres: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -155,7 +155,7 @@ def test_no_message_and_no_file_holds_the_password(
         open_ledger(POSTGRESQL, ledger.directory / "new", "s")
 
 
-def test_a_missing_driver_is_told_with_how_to_install_it(postgres: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_missing_driver_is_reported_with_how_to_install_it(postgres: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(StudyDirectoryError, match=r"muscale\[postgresql\]"):
         open_ledger(POSTGRESQL, tmp_path, "s")

@@ -16,7 +16,7 @@ from tests.proxy_models.peak_memory import peak_bytes
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.1, 1e-2)])
-def test_loss_and_gradients_are_the_plain_ones(
+def test_loss_and_gradients_equal_the_unchunked_ones(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, smoothing: float, z_loss: float
 ) -> None:
     monkeypatch.setattr(memory, "CHUNK_ENTRIES", 7 * 50)  # 24 positions in chunks of 7, 7, 7 and 3

@@ -106,7 +106,7 @@ def plain_logits(weights: dict[str, Array], tokens: list[int]) -> Array:
     return np.stack([weights["readout.weight"] @ x * MULTIPLIERS.readout for x in final])
 
 
-def test_the_forward_pass_is_the_plain_statement_of_it(model: Decoder, tokens: Tensor) -> None:
+def test_the_forward_pass_equals_its_formula(model: Decoder, tokens: Tensor) -> None:
     weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     expected = np.stack([plain_logits(weights, row) for row in tokens.tolist()])
     # Float32 cosines and sines of torch and numpy differ in their last bit; all else is double.
@@ -244,7 +244,7 @@ def test_stochastic_depth_leaves_whole_sequences_as_they_are_and_keeps_the_mean(
     torch.testing.assert_close(dropped.mean(0), whole[0], atol=0.15, rtol=0)
 
 
-def test_label_smoothing_and_z_loss_are_their_plain_statements(tokens: Tensor) -> None:
+def test_label_smoothing_and_z_loss_equal_their_formulas(tokens: Tensor) -> None:
     model = variant_of({"label_smoothing": 0.1, "z_loss": 1e-2})
     logits = model(tokens[:, :-1]).detach().float().flatten(0, 1)
     target = nn.functional.one_hot(tokens[:, 1:].flatten(), 11) * 0.9 + 0.1 / 11

@@ -105,7 +105,7 @@ def test_it_stops_at_the_end_of_a_document_and_stays_within_the_tokenizer(decode
         ({"n_ids": 41}, "n_ids must lie in 1 to 40, got 41"),
     ],
 )
-def test_arguments_out_of_range_are_told(decoder: Decoder, changed: dict[str, Any], message: str) -> None:
+def test_arguments_out_of_range_are_refused(decoder: Decoder, changed: dict[str, Any], message: str) -> None:
     values: dict[str, Any] = {"prompt": [1], "n_tokens": 1, **changed}
     with pytest.raises(ValueError, match=message):
         generate(decoder, values.pop("prompt"), values.pop("n_tokens"), **values)

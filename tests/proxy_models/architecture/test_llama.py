@@ -138,7 +138,7 @@ def test_what_llama_has_no_place_for_is_refused_by_name(options: dict[str, Any],
     assert not (tmp_path / "llama").exists()
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("mine")
     with pytest.raises(FileExistsError, match="must not exist"):
         write_llama(Decoder(BASE), tmp_path, None)

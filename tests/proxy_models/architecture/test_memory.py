@@ -82,7 +82,7 @@ def test_weights_gradients_and_moments_are_those_of_a_real_step(name: OptimizerN
     assert estimate.gathered == 0
 
 
-def test_sharding_cuts_what_it_says() -> None:
+def test_sharding_divides_the_memory_that_it_shards() -> None:
     config = ModelConfig(d_model=64, n_layers=8)
     kinds: tuple[Sharding, ...] = ("none", "zero2", "full", "hybrid")
     whole, zero2, zero3, hybrid = (

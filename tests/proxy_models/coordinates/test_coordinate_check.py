@@ -343,7 +343,7 @@ def test_a_module_that_never_moves_or_is_not_finite_fails() -> None:
     assert not CoordinateCheck.from_dict(json.loads(json.dumps(nan.to_dict(), allow_nan=False))).passed
 
 
-def test_consequences_of_an_earlier_fault_are_not_told() -> None:
+def test_consequences_of_an_earlier_fault_are_not_reported() -> None:
     result = synthetic("hidden", {("size", 0): 0.5, ("change", 1): 0.9, ("size", 1): 0.8})
     assert [finding.fault for finding in result.findings] == ["init"]
 

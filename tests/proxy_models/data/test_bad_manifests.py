@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
         ("format", [2], "format must be 2, got [2]"),
     ],
 )
-def test_what_is_no_manifest_is_told_by_its_key(folder: Path, key: str, value: Any, rule: str) -> None:
+def test_an_invalid_manifest_is_reported_with_its_key(folder: Path, key: str, value: Any, rule: str) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**manifest, key: value}))
     with pytest.raises(CorpusError) as refusal:
@@ -49,7 +49,7 @@ def test_what_is_no_manifest_is_told_by_its_key(folder: Path, key: str, value: A
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'"x"', b"null", b"\xff"])
-def test_what_is_no_table_is_told(folder: Path, content: bytes) -> None:
+def test_a_manifest_that_is_no_table_is_refused(folder: Path, content: bytes) -> None:
     (folder / MANIFEST).write_bytes(content)
     with pytest.raises(CorpusError, match=r"manifest.json: not a corpus manifest"):
         Corpus.open(folder)
@@ -76,7 +76,7 @@ def test_a_saved_data_set_s_files_lie_in_its_folder(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "x", "end_of_document": 3}'])
-def test_a_tokenizer_s_manifest_that_is_none_is_told(folder: Path, content: str) -> None:
+def test_an_invalid_tokenizer_manifest_is_refused(folder: Path, content: str) -> None:
     (folder / "tokenizer.manifest.json").write_text(content)
     with pytest.raises(CorpusError, match=r"tokenizer.manifest.json: "):
         Corpus.open(folder).tokenizer()

@@ -371,9 +371,7 @@ def two_sources(source: Path, tmp_path: Path) -> dict[str, Source]:
 HALVES = Mixture.constant({"files": 0.5, "lines": 0.5})
 
 
-def test_a_mixture_holds_each_source_and_is_known_by_all_of_them(
-    two_sources: dict[str, Source], tmp_path: Path
-) -> None:
+def test_a_mixture_contains_each_source_and_its_key_all_of_them(two_sources: dict[str, Source], tmp_path: Path) -> None:
     corpus = write_mixture(tmp_path / "mixed", two_sources, HALVES)
     alone = {name: write_corpus(tmp_path / name, source) for name, source in two_sources.items()}
     for name, one in alone.items():

@@ -73,7 +73,7 @@ def test_every_record_is_read_once_and_split_by_its_text(kind: Kind, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_reading_tells_how_far_it_has_come_in_each_file(kind: Kind, tmp_path: Path) -> None:
+def test_reading_reports_its_progress_in_each_file(kind: Kind, tmp_path: Path) -> None:
     WRITERS[kind](tmp_path)
     for name in {piece.file for piece in pieces(Source(path=str(tmp_path), kind=kind), 0.3)}:
         done = [p.done_bytes for p in pieces(Source(path=str(tmp_path), kind=kind), 0.3) if p.file == name]
@@ -130,7 +130,7 @@ LINE = '{"text": "fine"}\n'
         ("parquet", "a.parquet", b"PAR1 no", r"a.parquet: can't be read as Parquet"),
     ],
 )
-def test_bad_data_is_told_with_file_place_rule_and_value(
+def test_bad_data_is_reported_with_file_place_rule_and_value(
     kind: Kind, name: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -157,13 +157,13 @@ def test_a_truncated_table_is_refused(kept: float, tmp_path: Path) -> None:
         ({"text": ["a", None]}, r"row 1: column 'text' must be a string, got None"),
     ],
 )
-def test_a_wrong_column_is_told(table: dict[str, list[object]], message: str, tmp_path: Path) -> None:
+def test_a_wrong_column_is_named(table: dict[str, list[object]], message: str, tmp_path: Path) -> None:
     parquet.write_table(pa.table(table), tmp_path / "a.parquet")
     with pytest.raises(CorpusError, match=f"a.parquet: {message}"):
         list(pieces(Source(path=str(tmp_path), kind="parquet"), 0.3))
 
 
-def test_a_folder_that_save_to_disk_did_not_write_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_save_to_disk_did_not_write_is_refused(tmp_path: Path) -> None:
     source = Source(path=str(tmp_path), kind="huggingface")
     with pytest.raises(CorpusError, match=r"state.json: can't be read .*save_to_disk writes one"):
         source.files()
@@ -190,7 +190,7 @@ def test_a_contradictory_source_is_refused(values: dict[str, object], message: s
         Source(**{"path": "x", **values})  # type: ignore[arg-type]
 
 
-def test_no_file_of_the_kind_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_readable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(CorpusError, match=re.escape(f"{tmp_path}: the corpus is empty, no file *.jsonl lies there")):
         Source(path=str(tmp_path), kind="jsonl").files()

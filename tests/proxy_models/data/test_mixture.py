@@ -48,7 +48,7 @@ def test_any_position_is_found_directly(at: int, seed: int) -> None:
         assert (one[0][0], one[1][0]) == (sources[offset], within[offset])
 
 
-def test_a_stage_ends_where_it_is_said() -> None:
+def test_a_stage_ends_where_it_is_set() -> None:
     sources, _ = two_stages(8 * 1000).interleave(8, 0).locate(np.arange(2000))
     assert np.bincount(sources[:1000], minlength=3).tolist() == pytest.approx([750, 250, 0], abs=4)
     assert np.bincount(sources[1000:], minlength=3).tolist() == pytest.approx([250, 250, 500], abs=4)

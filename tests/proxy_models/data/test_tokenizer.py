@@ -60,13 +60,13 @@ def test_ends_of_documents_are_ends_of_lines(bpe: FileTokenizer) -> None:
     assert BytesTokenizer().decode(np.frombuffer(b"one\0two", dtype=np.uint8)) == "one\ntwo"
 
 
-def test_too_little_text_for_a_vocabulary_is_told() -> None:
+def test_too_little_text_for_a_vocabulary_is_reported() -> None:
     with pytest.raises(CorpusError, match="has pairs for a vocabulary of 259 only, got vocab_size = 300"):
         train_bpe([b"abc"], 300)
 
 
 @given(vocab_size=st.integers(1, 2**32))
-def test_the_smallest_type_holds_the_vocabulary_and_the_next_smaller_does_not(vocab_size: int) -> None:
+def test_the_type_is_the_smallest_that_fits_the_vocabulary(vocab_size: int) -> None:
     bits = np.dtype(smallest_dtype(vocab_size)).itemsize * 8
     assert vocab_size <= 2**bits
     assert bits == 8 or vocab_size > 2 ** (bits // 2)

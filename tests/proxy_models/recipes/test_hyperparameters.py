@@ -31,7 +31,7 @@ def hyperparameters(**values: Any) -> Hyperparameters:
     return Hyperparameters(**{"learning_rate": 0.01, "batch_tokens": BATCH, **values})
 
 
-def test_decay_is_resolved_from_its_timescale_and_told_back() -> None:
+def test_decay_is_resolved_from_its_timescale_and_back() -> None:
     recipe = hyperparameters(weight_decay_tau=0.25).resolve(100 * BATCH)
     # tau = B / (eta·lambda·D), so lambda = 512 / (0.01 · 0.25 · 51200) = 4
     assert recipe.weight_decay == pytest.approx(4)

@@ -45,7 +45,7 @@ def test_a_schedule_with_stages_has_the_factors_of_the_one_without(schedule: Sch
     assert changed == plain
 
 
-def test_the_rate_s_course_is_carried_by_the_run_s_own_rate_and_length() -> None:
+def test_the_rate_s_course_scales_with_the_run_s_own_rate_and_length() -> None:
     short, long = chain(staged(), 100 * BATCH), chain(staged(learning_rate=0.004), 1000 * BATCH)
     assert [s.recipe.learning_rate / 0.01 for s in short] == [s.recipe.learning_rate / 0.004 for s in long]
     assert [s.end / 100 for s in short] == [s.end / 1000 for s in long]
@@ -59,7 +59,7 @@ def test_stages_survive_json_and_none_leave_the_keys_as_they_were() -> None:
     assert content_key(staged(stages=()).to_dict()) == "786e39a570df0f57"
 
 
-def test_a_stage_tells_what_it_changes() -> None:
+def test_a_stage_lists_its_changes() -> None:
     assert str(STAGES[0]) == "after 40%: learning_rate × 0.5, beta2 = 0.98"
     assert staged().set_by_stages == {"beta2", "weight_decay_tau"}
 

@@ -57,7 +57,7 @@ def test_the_last_checkpoints_are_counted_back_from_the_end() -> None:
     ],
     ids=str,
 )
-def test_an_average_tells_the_first_step_that_it_needs(average: Average, first: int) -> None:
+def test_an_average_gives_the_first_step_that_it_needs(average: Average, first: int) -> None:
     assert average.begins(20 * BATCH, BATCH) == first
     steps = range(0, 20 * BATCH, BATCH)
     values = [float(tokens < first) for tokens in steps]

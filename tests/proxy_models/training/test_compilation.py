@@ -70,7 +70,7 @@ def test_a_compiled_model_trains_like_an_eager_one_and_is_compiled_once_for_each
     assert (again.loss, again.averaged_loss) == (result.loss, result.averaged_loss)
 
 
-def test_without_a_compiler_the_reason_is_told_and_training_is_eager(
+def test_without_a_compiler_the_reason_is_logged_and_training_is_eager(
     monkeypatch: pytest.MonkeyPatch, corpus: Corpus
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)

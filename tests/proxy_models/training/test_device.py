@@ -74,7 +74,7 @@ def test_a_warm_model_is_on_its_device_as_a_whole(variant: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("fused", "where"), [(True, "meta"), (None, "cpu")])
-def test_moments_are_restored_beside_their_parameter_and_the_step_where_the_optimizer_counts_it(
+def test_moments_are_restored_on_their_parameter_s_device_and_the_step_where_the_optimizer_counts_it(
     fused: bool | None, where: str
 ) -> None:
     module = torch.nn.Linear(2, 1, bias=False, device="meta")
@@ -154,7 +154,7 @@ def test_resuming_from_disk_is_the_uninterrupted_run_under_deterministic_algorit
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "adafactor", "muon"])
 @pytest.mark.parametrize(("begins", "ends"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_a_state_of_one_device_goes_on_on_the_other(
+def test_a_state_of_one_device_resumes_on_the_other(
     corpus: Corpus, numerics: Numerics, optimizer: OptimizerName, begins: str, ends: str
 ) -> None:
     whole = twenty_steps(optimizer, learning_rate=0.003)

@@ -66,7 +66,7 @@ def test_what_is_not_finite_ends_the_run_from_the_first_step_on(value: float) ->
 
 
 @given(n=st.integers(0, 40))
-def test_a_guard_goes_on_from_its_memory(n: int) -> None:
+def test_a_guard_resumes_from_its_state(n: int) -> None:
     guard = Guard(SETTINGS)
     quiet(guard, range(n))
     guard.judge(n, 6.0, 1.0)

@@ -190,7 +190,7 @@ def few_steps(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_saved_state_goes_on_bit_for_bit(name: OptimizerName, recipe: Recipe) -> None:
+def test_a_saved_state_resumes_bit_for_bit(name: OptimizerName, recipe: Recipe) -> None:
     table = parametrize(WIDE, FAMILY.base, optimizer=name)
     model, again = Decoder(WIDE), Decoder(WIDE)
     initialize(model, table, recipe, seed=0)

@@ -19,7 +19,7 @@ def test_matrices_are_multiplied_in_the_precision(precision: Precision, dtype: t
         assert (matrix @ matrix).dtype == dtype
 
 
-def test_a_device_that_refuses_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_refuses_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_arguments: object, **_options: object) -> None:
         raise RuntimeError("no half precision on this device")
 

@@ -44,7 +44,7 @@ def weights(one: Stepper) -> dict[str, Tensor]:
     return capture(one.module, one.optimizer)
 
 
-def test_another_optimizer_goes_on_with_the_weights_and_without_moments_in_the_snapshot_too() -> None:
+def test_another_optimizer_continues_with_the_weights_and_without_moments() -> None:
     guard = GuardSettings(action="rewind", window=8, snapshot_every=2)
     one = stepper(replace(NUMERICS, guard=guard))
     for number in range(4):
@@ -167,7 +167,7 @@ def test_rewinding_puts_the_last_snapshot_back() -> None:
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
-def test_a_guarded_stepper_goes_on_from_what_it_remembers(action: str) -> None:
+def test_a_guarded_stepper_resumes_from_its_state(action: str) -> None:
     one, fault = guarded(action=action)
     other, other_fault = guarded(action=action)
     for number in range(3):  # what the other must forget

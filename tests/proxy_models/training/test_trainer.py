@@ -218,7 +218,7 @@ def test_a_batch_ramp_sees_every_sequence_once_in_order(
         trainer.train(numerics, stem(ramp.resolve(N_TOKENS), 6 * BATCH))
 
 
-def test_other_averages_are_evaluated_beside_the_last_weights(
+def test_other_averages_are_evaluated_as_well_as_the_last_weights(
     trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters, assert_same: AssertSame
 ) -> None:
     recipe = hyperparameters.resolve(N_TOKENS)

@@ -84,7 +84,7 @@ def test_a_budget_without_a_minimum_is_shown_without_a_parabola(runs: pd.DataFra
     )
 
 
-def test_the_bias_is_told_in_both_figures(runs: pd.DataFrame) -> None:
+def test_both_figures_show_the_bias(runs: pd.DataFrame) -> None:
     uneven = Chinchilla().law(E=1.7, A=4e4, B=900.0, alpha=0.62, beta=0.32)
     loss = uneven.loss(runs["n_params"], runs["n_tokens"])
     result = fit_isoflops(runs.assign(loss=loss), n_params_convention="total", n_bootstrap=20)

@@ -47,7 +47,7 @@ def test_centred_parabolas_of_an_even_surface_are_exact() -> None:
         (UNEVEN, 3.0, -1.0, "too small"),
     ],
 )
-def test_its_bias_is_estimated_and_told(law: Law, octaves: float, off: float, says: str) -> None:
+def test_its_bias_is_estimated_and_reported(law: Law, octaves: float, off: float, says: str) -> None:
     """The runs have no noise: what is missed is the parabola's, and is what the result says it is."""
     result = two(isoflops(law, octaves, off))
     exponent = law.params_exponent
@@ -87,7 +87,7 @@ def test_vertices_lie_in_their_intervals_as_often_as_they_say(name: str) -> None
     assert np.mean(covered) == pytest.approx(0.9, abs=0.05), "200 vertices: a standard error of .02"
 
 
-def test_a_parabola_that_is_told_from_no_line_has_no_interval() -> None:
+def test_a_parabola_indistinguishable_from_a_line_has_no_interval() -> None:
     """The ends are where the slope of the parabola is not told from none: with so much noise that is everywhere."""
     points = two(isoflops(EVEN, octaves=0.5, noise=0.005, seed=1), 2).points
     unknown = points["n_params_low"].isna()
@@ -120,7 +120,7 @@ def test_untuned_and_unannealed_rows_are_left_out() -> None:
     assert result.warnings[0].startswith("2 rows were left out, the first because: predicted regret 2.000% is above")
 
 
-def test_marins_parabolas_are_told_to_be_wide(public_table: Callable[[str], pd.DataFrame]) -> None:
+def test_marins_parabolas_are_reported_as_wide(public_table: Callable[[str], pd.DataFrame]) -> None:
     """Measured here: a .432 by parabolas, .368 by the law, of which .032 is the parabolas' own bias."""
     table = public_table("marin_dclm")
     table = table[table["outlier"] == 0].rename(columns={"flops": "compute_flops"})
@@ -166,7 +166,7 @@ def test_where_a_curve_ends_is_no_crossing() -> None:
         fit_envelope(curves(EVEN, 2), n_params_convention="total")
 
 
-def test_doubts_about_curves() -> None:
+def test_curves_raise_warnings() -> None:
     rows = curves(EVEN, 4).assign(annealed=False)
     warnings = "; ".join(fit_envelope(rows, n_params_convention="total", n_bootstrap=20).warnings)
     assert "3 crossings on the envelope: at least 4" in warnings

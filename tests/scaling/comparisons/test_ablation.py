@@ -33,7 +33,7 @@ def test_changes_are_those_planted_whatever_the_seeds_share() -> None:
     assert found.table["loss"].tolist() == pytest.approx(means[found.table["component"]].tolist())
 
 
-def test_intervals_hold_as_often_as_they_say() -> None:
+def test_intervals_cover_at_their_level() -> None:
     held = []
     for seed in range(150):
         table = compare_ablations(rows(seed), level=0.9).table
@@ -61,7 +61,7 @@ def test_a_diverged_run_is_counted_and_left_out_of_the_mean() -> None:
     assert Ablation.from_dict(json.loads(json.dumps(gone.to_dict()))).table.equals(gone.table)
 
 
-def test_one_seed_tells_no_interval() -> None:
+def test_one_seed_gives_no_interval() -> None:
     found = compare_ablations(rows(n_seeds=1))
     assert np.isinf(found.table["high"]).all()
     assert "unknown from one seed" in str(found)
@@ -75,7 +75,7 @@ def test_the_figure_shows_the_table() -> None:
     np.testing.assert_allclose(trace.x, 100 * np.expm1(found.table["change"].iloc[::-1]))
 
 
-def test_without_anything_to_compare_it_says_so() -> None:
+def test_a_comparison_without_two_sides_is_refused() -> None:
     table = rows()
     with pytest.raises(ScalingError, match="model as it is .*got none"):
         compare_ablations(table[table["component"] != ""])

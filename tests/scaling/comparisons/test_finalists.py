@@ -58,7 +58,7 @@ def test_probabilities_of_being_best_are_calibrated(judged: list[tuple[np.ndarra
         assert abs(best[here].mean() - mean) < 3 * error, (low, high, mean, best[here].mean(), here.sum())
 
 
-def test_the_winner_and_its_near_tie_hold_the_best_at_the_level(judged: list[tuple[np.ndarray, Finalists]]) -> None:
+def test_the_winner_and_its_near_tie_contain_the_best_at_the_level(judged: list[tuple[np.ndarray, Finalists]]) -> None:
     held = [effects.argmin() in (leaders.winner, *leaders.near_tie) for effects, leaders in judged]
     assert np.mean(held) >= 0.9
 
@@ -118,7 +118,7 @@ def test_trials_without_a_seed_in_common_are_refused() -> None:
         compare_finalists(rows[(rows["trial"] == 0) == (rows["seed"] < 2)])
 
 
-def test_one_seed_says_what_is_not_known_unless_the_noise_is() -> None:
+def test_one_seed_reports_what_is_unknown_unless_the_noise_is_given() -> None:
     rows = planted([0.0, 0.02], 1)
     leaders = compare_finalists(rows)
     assert (leaders.winner, leaders.verdict, leaders.near_tie, leaders.dof) == (0, "not known", (1,), 0)

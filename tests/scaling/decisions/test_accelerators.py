@@ -10,7 +10,7 @@ from scaling import ACCELERATORS, Accelerator, Budget, MemoryLimit, accelerator
 H100 = accelerator("H100 SXM")
 
 
-def test_every_accelerator_has_a_bf16_peak_and_says_what_it_is() -> None:
+def test_every_accelerator_has_a_bf16_peak_and_names_itself() -> None:
     for name, known in ACCELERATORS.items():
         assert known.name == name
         assert known.precision == "bf16"

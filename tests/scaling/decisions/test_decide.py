@@ -233,7 +233,7 @@ def test_a_law_of_repeats_decides_by_its_refits() -> None:
     assert "epochs: the runs end at 16" in "; ".join(found.warnings)
 
 
-def test_money_spent_on_a_plateau_is_doubted() -> None:
+def test_spending_on_a_plateau_raises_a_warning() -> None:
     law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
     found = decide(law, 1e27, unique_tokens=1e8)
     told = "; ".join(found.warnings)
@@ -248,7 +248,7 @@ def test_money_spent_on_a_plateau_is_doubted() -> None:
     assert not any("buys next to nothing" in doubt for doubt in shapes.warnings)
 
 
-def test_a_memory_that_is_large_enough_holds_nothing_back() -> None:
+def test_a_memory_that_is_large_enough_changes_nothing() -> None:
     large = decide(HOFFMANN, 1e21, memory=[MemoryLimit.serving("A100 40GB")])
     assert not large.limits
     assert large.n_params == pytest.approx(decide(HOFFMANN, 1e21).n_params, rel=1e-6)
@@ -256,7 +256,7 @@ def test_a_memory_that_is_large_enough_holds_nothing_back() -> None:
     assert not any("memory" in said for said in decide(HOFFMANN, 1e21).assumptions)
 
 
-def test_on_other_devices_the_old_price_is_not_told(fitted: ScalingFit) -> None:
+def test_on_other_devices_the_old_price_is_not_shown(fitted: ScalingFit) -> None:
     moved = decide(fitted, Budget.of_dollars(1e5, "H100 SXM", n_devices=64)).on("A100 80GB")
     assert "H100" not in str(moved)
     assert moved.cost.days is not None
@@ -331,6 +331,6 @@ def test_errors_name_the_rule_and_the_value(arguments: dict[str, Any], error: ty
         decide(HOFFMANN, **arguments)
 
 
-def test_the_planted_law_is_told_by_name(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:
+def test_the_planted_law_is_named(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:
     exact = fit(ladder(), n_params_convention="total", n_bootstrap=10)
     assert decide(exact, 1e21).n_params == pytest.approx(planted.allocate(1e21).n_params, rel=1e-4)

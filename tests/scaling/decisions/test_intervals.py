@@ -36,9 +36,7 @@ def test_sizes_are_as_sure_as_the_fits_and_the_runs_make_them(fitted: ScalingFit
     assert set(shapes.intervals.loc["n_params"]) <= {1e8, 1e9, 1e10, 1e11}
 
 
-def test_the_best_size_lies_in_its_interval_as_often_as_is_said(
-    planted: Law, ladder: Callable[..., pd.DataFrame]
-) -> None:
+def test_the_interval_of_the_best_size_covers_at_its_level(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:
     """Of ladders of twenty runs; with draws that are not drawn apart it was seven times in ten."""
     held = []
     for seed in range(30):

@@ -110,7 +110,7 @@ def test_the_first_run_is_the_best_of_all_that_can_be_paid_for(fitted: ScalingFi
     assert candidates["cost_flops"].max() <= 3e19
 
 
-def test_what_a_flop_tells_may_be_asked_for(fitted: ScalingFit, design: Design) -> None:
+def test_information_per_flop_may_be_maximized(fitted: ScalingFit, design: Design) -> None:
     candidates = candidate_runs(fitted, *TARGET, affordable_flops=3e19)
     size, tokens, cost = (candidates[name].to_numpy() for name in ("n_params", "n_tokens", "cost_flops"))
     (most, _), (each, _) = (

@@ -77,7 +77,7 @@ def test_a_refit_weighs_each_run_as_often_as_it_was_drawn() -> None:
 
 
 @pytest.mark.parametrize(("t", "falls"), [(3.1, True), (2.9, False)])
-def test_a_metric_falls_where_a_line_says_so_by_three_standard_errors(t: float, falls: bool) -> None:
+def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, falls: bool) -> None:
     """The scatter is made at right angles to the line and as large as the t value asks (Student)."""
     loss = np.linspace(2, 3, 20)
     line = (loss - loss.mean()) / np.linalg.norm(loss - loss.mean())
@@ -121,7 +121,7 @@ def test_rows_of_one_run_are_resampled_together() -> None:
     assert naive.draws[:, 2].std() < 0.65 * clustered.draws[:, 2].std()
 
 
-def test_doubts() -> None:
+def test_warnings() -> None:
     rng = np.random.default_rng(0)
     at_chance = rows(losses=(4.5, 6)).assign(accuracy=0.25 + 0.01 * rng.standard_normal(24))
     assert "may all be at chance" in "; ".join(fit_downstream(at_chance, chance=0.25, n_bootstrap=5).warnings)
@@ -139,7 +139,7 @@ def test_doubts() -> None:
         ({"accuracy": lambda t: 1 - t["accuracy"]}, "the metric falls as the loss falls"),
     ],
 )
-def test_what_the_rows_can_not_tell_is_doubted(change: dict[str, Any], doubt: str) -> None:
+def test_unidentified_parameters_raise_warnings(change: dict[str, Any], doubt: str) -> None:
     law = fit_downstream(rows(0.01).assign(**change), n_bootstrap=5)
     assert law.status == "doubtful"
     assert doubt in "; ".join(law.warnings)
@@ -198,7 +198,7 @@ def test_two_steps_reach_the_planted_accuracy_of_a_larger_run(ladder: Ladder, pl
     assert np.abs(off).mean() < 0.03
 
 
-def test_checkpoints_tell_the_second_step_and_results_survive_json(ladder: Ladder) -> None:
+def test_checkpoints_enter_the_second_step_and_results_survive_json(ladder: Ladder) -> None:
     runs = tasks(ladder, 0.002, 0)
     extra = rows(0.004).rename(columns={"loss": "task_loss"})
     both = fit_two_step(runs, n_params_convention="total", checkpoints=extra, chance=0.25, n_bootstrap=20)

@@ -20,7 +20,7 @@ def runs(ladder: Ladder) -> pd.DataFrame:
     return ladder(noise=0.004)
 
 
-def test_what_lies_above_the_cut_does_not_tell(runs: pd.DataFrame) -> None:
+def test_runs_above_the_cut_do_not_enter_the_fit(runs: pd.DataFrame) -> None:
     flops = runs["n_params"] * runs["n_tokens"]
     above = flops >= flops.max() / 10
     wild = runs.assign(loss=np.where(above, 3.0, runs["loss"]))
@@ -29,7 +29,7 @@ def test_what_lies_above_the_cut_does_not_tell(runs: pd.DataFrame) -> None:
     assert set(tables[0]["n_params"] * tables[0]["n_tokens"]) == set(flops[above])
 
 
-def test_it_says_what_the_fit_below_the_cut_would_have_said(runs: pd.DataFrame) -> None:
+def test_it_equals_the_forecast_of_a_fit_below_the_cut(runs: pd.DataFrame) -> None:
     found = backtest(runs, n_params_convention="total", cuts=[10], forms=[Chinchilla()])
     flops = runs["n_params"] * runs["n_tokens"]
     below = fit(runs[flops < flops.max() / 10], n_params_convention="total")
@@ -70,7 +70,7 @@ def test_the_table_counts(runs: pd.DataFrame) -> None:
     assert "kaplan" in str(found)
 
 
-def test_a_true_form_is_covered_about_as_often_as_it_says(ladder: Ladder, planted: Law) -> None:
+def test_a_true_form_is_covered_near_its_level(ladder: Ladder, planted: Law) -> None:
     found = [
         backtest(ladder(0.004, seed), n_params_convention="total", cuts=[10], forms=[Chinchilla()]).predictions
         for seed in range(8)
@@ -81,7 +81,7 @@ def test_a_true_form_is_covered_about_as_often_as_it_says(ladder: Ladder, plante
     assert covered["chinchilla"] > 0.7
 
 
-def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
+def test_a_cut_that_leaves_too_few_is_reported(runs: pd.DataFrame) -> None:
     found = backtest(runs, n_params_convention="total", cuts=[10, 1000])
     assert set(found.too_few) == {1000}
     assert "need at least" in found.too_few[1000]
@@ -90,7 +90,7 @@ def test_a_cut_that_leaves_too_few_says_so(runs: pd.DataFrame) -> None:
         backtest(runs, n_params_convention="total", cuts=[0.5])
 
 
-def test_a_form_that_depends_on_more_is_compared_where_the_runs_tell_it(runs: pd.DataFrame) -> None:
+def test_a_form_with_more_variables_is_compared_where_the_runs_have_them(runs: pd.DataFrame) -> None:
     with pytest.raises(ValueError, match="missing column unique_tokens"):
         backtest(runs, n_params_convention="total", cuts=[10], forms=[RepeatedData()])
     repeated = runs.assign(unique_tokens=runs["n_tokens"])

@@ -46,7 +46,7 @@ def test_of_many_far_rows_the_farthest_are_named_first(ladder: Ladder) -> None:
     assert f"half of all are within {usual:.2%}" in text
 
 
-def test_runs_beside_the_best_ratio_are_off_centre(ladder: Ladder, planted: Law) -> None:
+def test_runs_away_from_the_best_ratio_are_off_centre(ladder: Ladder, planted: Law) -> None:
     runs = ladder(noise=0.002).assign(n_tokens=lambda t: 60 * t["n_tokens"])
     runs["loss"] = planted.loss(runs["n_params"], runs["n_tokens"]) * (runs["loss"] / ladder()["loss"])
     assert "off-centre: the law's best D/N" in fitted(runs).caveats[0]

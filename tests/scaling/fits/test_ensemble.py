@@ -18,7 +18,7 @@ def with_stems(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(stem=range(len(runs)))
 
 
-def test_without_noise_every_variant_says_the_truth(ladder: Ladder, planted: Law) -> None:
+def test_without_noise_every_variant_recovers_the_truth(ladder: Ladder, planted: Law) -> None:
     found = fit_ensemble(with_stems(ladder()))
     truth = float(planted.loss(*TARGET))
     for name, law in found.variants.items():
@@ -114,7 +114,7 @@ def test_a_law_of_more_than_n_and_d_has_no_tested_forecast(ladder: Ladder) -> No
         result.forecast(*TARGET)
 
 
-def test_noisy_rows_weigh_less_where_their_noise_is_told(ladder: Ladder, planted: Law) -> None:
+def test_noisy_rows_weigh_less_where_their_noise_is_given(ladder: Ladder, planted: Law) -> None:
     """Half of the runs at .1 %, half at 5 %: told which, the forecast is nearer the truth and its interval narrower."""
     told, untold, widths = [], [], []
     truth = float(planted.loss(*TARGET))

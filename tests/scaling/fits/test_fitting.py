@@ -163,17 +163,17 @@ def warnings_of(runs: pd.DataFrame) -> str:
     return "; ".join(result.warnings)
 
 
-def test_few_runs_are_doubtful(ladder: Ladder) -> None:
+def test_few_runs_raise_a_warning(ladder: Ladder) -> None:
     assert "14 independent runs" in warnings_of(ladder(noise=0.002).iloc[:14])
     assert "4 independent runs" in warnings_of(ladder(noise=0.002).assign(stem=lambda t: t.index % 4))
 
 
-def test_a_narrow_span_is_doubtful(ladder: Ladder) -> None:
+def test_a_narrow_span_raises_a_warning(ladder: Ladder) -> None:
     runs = ladder(noise=0.002).query("2e16 < n_params * n_tokens < 1.9e17")
     assert "decades of compute" in warnings_of(runs)
 
 
-def test_n_and_d_in_proportion_are_doubtful(planted: Law) -> None:
+def test_n_and_d_in_proportion_raise_a_warning(planted: Law) -> None:
     n_params = np.geomspace(1e7, 1e9, 16)
     runs = pd.DataFrame(
         {"n_params": n_params, "n_tokens": 20 * n_params, "loss": planted.loss(n_params, 20 * n_params)}
@@ -181,13 +181,13 @@ def test_n_and_d_in_proportion_are_doubtful(planted: Law) -> None:
     assert "ill-conditioned" in warnings_of(runs)
 
 
-def test_a_parameter_on_its_bound_is_doubtful(ladder: Ladder) -> None:
+def test_a_parameter_on_its_bound_raises_a_warning(ladder: Ladder) -> None:
     runs = ladder()
     runs["loss"] = 20 * runs["n_params"] ** -0.05 + 300 * runs["n_tokens"] ** -0.3 - 1
     assert "E lies on its bound: the runs do not determine it" in warnings_of(runs)
 
 
-def test_a_ladder_is_told_how_many_runs_and_decades_of_compute_it_lacks() -> None:
+def test_warnings_count_the_runs_and_decades_of_compute_that_a_ladder_lacks() -> None:
     sizes = np.geomspace(1e7, 1e10, 12)
     rows = pd.DataFrame({"n_params": sizes, "n_tokens": 1e19 / sizes, "stem": np.arange(12)})
     few, narrow = row_warnings(rows)
@@ -198,7 +198,7 @@ def test_a_ladder_is_told_how_many_runs_and_decades_of_compute_it_lacks() -> Non
     ]
 
 
-def test_an_irreducible_loss_above_a_run_is_doubted(ladder: Ladder) -> None:
+def test_an_irreducible_loss_above_a_run_raises_a_warning(ladder: Ladder) -> None:
     """Where all but the smallest runs lie on the floor, noise takes some below the floor that fits best."""
     floor = Chinchilla().law(E=3.0, A=1e12, B=1e16, alpha=1.8, beta=1.8)
     runs = ladder(noise=0.01)
@@ -208,7 +208,7 @@ def test_an_irreducible_loss_above_a_run_is_doubted(ladder: Ladder) -> None:
     assert "of the least loss: larger runs cannot be forecast" in "; ".join(result.warnings)
 
 
-def test_a_floor_far_below_every_run_is_doubted(ladder: Ladder) -> None:
+def test_a_floor_far_below_every_run_raises_a_warning(ladder: Ladder) -> None:
     low = Chinchilla().law(E=0.3, A=30.0, B=50.0, alpha=0.15, beta=0.15)
     runs = ladder(noise=0.001)
     runs["loss"] *= low.loss(runs["n_params"], runs["n_tokens"]) / PLANTED.loss(runs["n_params"], runs["n_tokens"])

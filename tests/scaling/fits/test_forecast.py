@@ -75,7 +75,7 @@ def test_a_forecast_that_the_fitted_form_contradicts_is_not_supported(result: Sc
 
 
 @pytest.mark.parametrize("side", [1, -1])
-def test_the_fitted_form_may_lie_one_and_a_half_half_widths_beside_the_forecast(result: ScalingFit, side: int) -> None:
+def test_the_fitted_form_may_lie_one_and_a_half_half_widths_from_the_forecast(result: ScalingFit, side: int) -> None:
     target = 3e8, 6e9
     usual = result.forecast(*target)
     half_width = math.log(usual.high / usual.loss)
@@ -150,7 +150,7 @@ def test_the_declared_support_ends_twice_beyond_the_runs_tokens_per_parameter(
     assert [brought in reason for reason in reasons] == ([True] if brought else [])
 
 
-def test_what_is_below_the_smallest_run_is_told_and_the_smallest_run_is_not(result: ScalingFit) -> None:
+def test_targets_below_the_smallest_run_raise_a_warning_and_the_smallest_run_does_not(result: ScalingFit) -> None:
     low = result.compute_range[0]
     for flops, below in ((1.01 * low, False), (0.99 * low, True)):
         told = "; ".join(result.forecast(math.sqrt(flops / 120), math.sqrt(flops / 120) * 20).reasons)
@@ -163,7 +163,7 @@ def test_supported_inside(result: ScalingFit) -> None:
     assert "90% within" in str(forecast)
 
 
-def test_a_doubtful_fit_supports_nothing(ladder: Ladder) -> None:
+def test_a_fit_with_warnings_supports_no_forecast(ladder: Ladder) -> None:
     small = fit(ladder(noise=0.003).iloc[:14], n_params_convention="total", n_bootstrap=20)
     assert not small.forecast(1e8, 2e9).supported
 

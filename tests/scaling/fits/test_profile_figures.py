@@ -69,7 +69,7 @@ def test_it_is_drawn(profile: Profile) -> None:
     assert ("n_params 1e+09" in figure.layout.title.text) == (profile.name == "loss")
 
 
-def test_an_open_end_is_said_and_has_no_crossing(ladder: Callable[..., pd.DataFrame]) -> None:
+def test_an_open_end_is_reported_and_has_no_crossing(ladder: Callable[..., pd.DataFrame]) -> None:
     """With no irreducible loss in the runs E can be anything below the least loss."""
     runs = ladder()
     error = np.exp(0.003 * np.random.default_rng(0).standard_normal(len(runs)))

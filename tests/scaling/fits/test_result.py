@@ -62,7 +62,7 @@ def test_intervals(result: ScalingFit) -> None:
         result.intervals(90)
 
 
-def test_str_says_what_a_reader_must_know(result: ScalingFit) -> None:
+def test_str_contains_what_a_reader_must_know(result: ScalingFit) -> None:
     text = str(result)
     for part in (
         "nats per token",

@@ -181,7 +181,7 @@ def test_bits_per_token_become_nats(ladder: Ladder) -> None:
     np.testing.assert_allclose(tests[1].predictions["predicted"], tests[0].predictions["predicted"], rtol=1e-6)
 
 
-def test_another_unit_is_kept_and_told(ladder: Ladder) -> None:
+def test_another_unit_is_kept_and_shown(ladder: Ladder) -> None:
     result = fitted(ladder(noise=0.003), loss_unit="bits per byte")
     for told in (result, result.law, result.forecast(1e9, 2e10), result.law.allocate(1e20)):
         assert "bits per byte" in str(told)
@@ -209,7 +209,7 @@ def warnings_of(runs: pd.DataFrame) -> str:
     return "; ".join(fitted(runs).warnings)
 
 
-def test_sound_ladders_raise_no_doubt(ladder: Ladder) -> None:
+def test_sound_ladders_raise_no_warning(ladder: Ladder) -> None:
     runs = ladder(noise=0.003)
     seeds = pd.concat([runs, runs.assign(loss=runs["loss"] * 1.001)], ignore_index=True)
     flops = 1.5 * compute_flops(runs["n_params"], runs["n_tokens"])  # attention and the embeddings count for something
@@ -217,7 +217,7 @@ def test_sound_ladders_raise_no_doubt(ladder: Ladder) -> None:
         assert not [told for told in fitted(sound).warnings if "independent runs" not in told]
 
 
-def test_what_looks_like_another_unit_is_doubted(ladder: Ladder) -> None:
+def test_losses_that_look_like_another_unit_raise_a_warning(ladder: Ladder) -> None:
     runs = ladder(noise=0.003)
     assert "3e+05 tokens per parameter in the median" in warnings_of(runs.assign(n_params=runs["n_params"] / 1e4))
     flops = compute_flops(runs["n_params"], runs["n_tokens"])
@@ -234,13 +234,13 @@ def test_repeated_rows_are_counted(ladder: Ladder) -> None:
     assert "repeat" not in warnings_of(twice.assign(seed=range(23)))
 
 
-def test_rows_that_seem_to_share_a_run_are_doubted(ladder: Ladder) -> None:
+def test_rows_that_seem_to_share_a_run_raise_a_warning(ladder: Ladder) -> None:
     runs = ladder(noise=0.003).assign(run_name=[f"run {i // 2}" for i in range(20)])
     assert "rename run_name to stem" in warnings_of(runs)
     assert "rename" not in warnings_of(runs.assign(stem=runs["run_name"]))
 
 
-def test_what_no_column_says_is_told_as_assumed(ladder: Ladder) -> None:
+def test_assumptions_without_a_column_are_reported(ladder: Ladder) -> None:
     assert "every loss is that of an annealed run (no column annealed)" in str(fitted(ladder()))
     assert fitted(study_ladder(ladder)).assumptions == ()
     assert "assumed" not in str(fitted(study_ladder(ladder)))

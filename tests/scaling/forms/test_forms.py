@@ -212,7 +212,7 @@ def test_bounds_of_a_form_of_ones_own_are_held_to_their_rule(bounds: tuple[float
         type("Wrong", (Own,), {"parameters": {**Own.parameters, "E": bounds}})
 
 
-def test_a_form_of_ones_own_says_what_it_is() -> None:
+def test_a_custom_form_describes_itself() -> None:
     with pytest.raises(TypeError, match="form Half .*formula missing"):
         type("Half", (Form,), {"name": "half", "parameters": Own.parameters, "loss": Own.loss})
 

@@ -69,7 +69,7 @@ def test_what_is_asked_of_a_law_is_named_where_it_breaks_a_rule(planted: Law, as
         ask(planted)  # type: ignore[operator]
 
 
-def test_a_law_of_more_than_n_and_d_says_what_it_misses(planted: Law) -> None:
+def test_a_law_of_more_than_n_and_d_names_what_is_missing(planted: Law) -> None:
     law = RepeatedData().law(**planted.parameters, rd_star=15.0, rn_star=5.0)
     with pytest.raises(ValueError, match="unique_tokens missing"):
         law.loss(1e9, 1e10)

@@ -93,7 +93,7 @@ def test_what_has_no_best_rate_or_batch_inside_the_grid_is_listed_and_not_used()
         (grid(-0.5, noise=1e-4), r"contradicts the prior 0.48 ± 0.15: is the rate tuned for each batch?"),
     ],
 )
-def test_doubts(rows: pd.DataFrame, warning: str) -> None:
+def test_warnings(rows: pd.DataFrame, warning: str) -> None:
     law = fit_batch_law(rows)
     assert law.status == "doubtful"
     assert warning in "; ".join(law.warnings)

@@ -129,13 +129,13 @@ def test_optima_outside_their_grids_are_listed_and_not_used() -> None:
         (sweep(-0.7, budgets=(1e9, 4e9, 1.6e10)), "contradicts the prior 0.1 ± 0.2: is the batch fixed?"),
     ],
 )
-def test_doubts(rows: pd.DataFrame, warning: str) -> None:
+def test_warnings(rows: pd.DataFrame, warning: str) -> None:
     law = fit_horizon_law(rows)
     assert law.status == "doubtful"
     assert warning in "; ".join(law.warnings)
 
 
-def test_a_good_sweep_is_not_doubtful() -> None:
+def test_a_good_sweep_raises_no_warning() -> None:
     assert fit_horizon_law(sweep(noise=0.003)).status == "ok"
 
 
@@ -165,7 +165,7 @@ def rung_optima(exponent: float, seed: int, stderr: float = 0.1) -> pd.DataFrame
     return pd.DataFrame({"group": "sweep", "n_tokens": 4e9 * 2**octaves, "log2_rate": at, "stderr": stderr})
 
 
-def test_optima_fitted_elsewhere_tell_the_exponent_better_and_nothing_of_the_level() -> None:
+def test_optima_fitted_elsewhere_sharpen_the_exponent_and_not_the_level() -> None:
     """40 planted sets: two budgets over 4×, noise .3 % of the loss, every optimum with its scatter."""
     grids = [
         pd.concat(

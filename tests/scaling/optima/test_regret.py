@@ -53,7 +53,7 @@ def test_the_standard_error_covers_the_truth() -> None:
     assert 48 <= inside <= 60  # of 60 at 90 %: 54 ± 2.3
 
 
-def test_diverged_runs_and_lone_runs_tell_nothing() -> None:
+def test_diverged_runs_and_lone_runs_give_no_regret() -> None:
     rows, groups = planted()
     extra = pd.DataFrame([{"rate": 0.0, "init": 0.0, "loss": np.nan}, {"rate": 0.0, "init": 0.0, "loss": 99.0}])
     with_extra = fit_regret_surface(
@@ -65,7 +65,7 @@ def test_diverged_runs_and_lone_runs_tell_nothing() -> None:
 
 
 @pytest.mark.parametrize("n_runs", [9, 10])
-def test_five_degrees_of_freedom_tell_the_noise(n_runs: int) -> None:
+def test_five_degrees_of_freedom_estimate_the_noise(n_runs: int) -> None:
     """One level, two slopes and two curvatures of ten runs."""
     rows, _ = planted(n_runs)
     if n_runs == 10:

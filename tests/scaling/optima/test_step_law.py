@@ -97,7 +97,7 @@ def test_precise_cells_count_more() -> None:
     assert abs(weighted.params_exponent + 0.713) < 0.02 < abs(even.params_exponent + 0.713)
 
 
-def test_what_can_not_be_told() -> None:
+def test_unidentified_fits_are_refused() -> None:
     with pytest.raises(ScalingError, match="need at least 6 cells"):
         fit_step_law(cells().iloc[:5])
     with pytest.raises(ScalingError, match="n_params .*got one value"):
@@ -120,7 +120,7 @@ def test_what_can_not_be_told() -> None:
             fit_step_law(cells(0.1)).intervals(level)
 
 
-def test_it_speaks_and_survives_json() -> None:
+def test_its_str_is_readable_and_it_survives_json() -> None:
     law = fit_step_law(cells(0.1))
     restored = StepLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
     assert restored.to_dict() == law.to_dict()

@@ -47,7 +47,7 @@ def test_stable_optima_pass() -> None:
     assert transfer.regret_carried < 0.005
 
 
-def test_interval_covers_the_planted_drift_as_often_as_it_says() -> None:
+def test_the_interval_of_the_drift_covers_at_its_level() -> None:
     """Nominal 90 %: 200 draws have a standard error of 2 points."""
     drifts = [fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75], noise=0.006, rng=rng)) for rng in range(200)]
     covered = [t.interval[0] <= -0.15 <= t.interval[1] for t in drifts]
@@ -127,7 +127,7 @@ def test_the_half_width_is_student_s_with_welch_s_degrees_of_freedom() -> None:
         (sweep([-6.7] * 4, noise=0.012, gain=0.2, seeds=1, octaves=(-8, -7, -6, -5)), "the drift is known to"),
     ],
 )
-def test_too_little_evidence_says_what_is_missing(rows: pd.DataFrame, reason: str) -> None:
+def test_too_little_evidence_names_what_is_missing(rows: pd.DataFrame, reason: str) -> None:
     transfer = fit_transfer(rows)
     assert transfer.verdict == "not enough evidence"
     assert any(pd.Series(transfer.reasons).str.contains(reason))
@@ -177,7 +177,7 @@ def test_seed_column_is_optional_and_order_does_not_matter() -> None:
     assert fit_transfer(shuffled).drift_octaves == pytest.approx(fit_transfer(rows).drift_octaves, abs=1e-9)
 
 
-def test_result_speaks() -> None:
+def test_the_result_has_a_readable_str() -> None:
     transfer: Transfer = fit_transfer(sweep([-6.7] * 3, widths=(32, 64, 128)))
     assert "verdict  pass" in str(transfer)
     assert list(transfer.table().index) == [32, 64, 128]

@@ -84,13 +84,13 @@ def test_one_failure_fails_it_and_is_named() -> None:
     assert verdict.next_runs.empty
 
 
-def test_shorter_runs_tell_the_horizon_law_and_not_the_drift() -> None:
+def test_shorter_runs_enter_the_horizon_law_and_not_the_drift() -> None:
     """At the shorter horizons the optima are planted to drift by two octaves."""
     shorter = rows((-5.0, -6.0, -7.0), budgets=(1e6, 2e6))
     assert fit_verdict(pd.concat([shorter, rows(budgets=(4e6,))])).passed
 
 
-def test_a_horizon_of_one_size_alone_tells_the_horizon_law_and_judges_nothing() -> None:
+def test_a_horizon_of_one_size_enters_the_horizon_law_and_no_verdict() -> None:
     smallest = rows((-7.2, -7.3, -7.25), budgets=(16e6,))[lambda table: table["size"] == min(WIDTHS)]
     alone, further = fit_verdict(rows()), fit_verdict(pd.concat([rows(), smallest]))
     assert further.table().equals(alone.table())
@@ -138,7 +138,7 @@ def test_a_grid_that_diverged_everywhere_leaves_the_verdict_open_with_its_reason
     assert not alone.wider_is_better
 
 
-def test_one_horizon_gives_a_verdict_without_a_law_and_says_why() -> None:
+def test_one_horizon_gives_a_verdict_without_a_law_and_with_the_reason() -> None:
     verdict = fit_verdict(rows(budgets=(4e6,)))
     assert verdict.passed
     assert verdict.horizon is None

@@ -76,7 +76,7 @@ def test_jacobian_is_exact() -> None:
     np.testing.assert_allclose(jacobian, np.stack(differences, axis=1), atol=1e-8)
 
 
-def test_rows_without_a_loss_tell_the_rate() -> None:
+def test_rows_without_a_loss_define_the_rate() -> None:
     rows = curves()
     rows.loc[rows.index % 3 > 0, "loss"] = np.nan
     law = fit_schedule_law(rows, warmup_steps=WARMUP)
@@ -84,7 +84,7 @@ def test_rows_without_a_loss_tell_the_rate() -> None:
     assert law.score(curve("wsd")).loc["wsd", "worst_relative_error"] < 1e-3
 
 
-def test_what_can_not_be_told_is_refused_or_doubted() -> None:
+def test_an_unidentified_law_is_refused_or_raises_a_warning() -> None:
     with pytest.raises(ScalingError, match="fall by 10%"):
         fit_schedule_law(curve("constant"), warmup_steps=WARMUP)
     with pytest.raises(ScalingError, match="5 losses for 7 numbers"):
@@ -96,7 +96,7 @@ def test_what_can_not_be_told_is_refused_or_doubted() -> None:
         PLANTED.predict(schedule("wsd").drop(columns="lr"))
 
 
-def test_a_schedule_far_from_the_fitted_ones_is_told_of() -> None:
+def test_a_schedule_far_from_the_fitted_ones_raises_a_warning() -> None:
     """A peak a hundred times the fitted one answered with a loss like any other."""
     law = fit_schedule_law(curves(), warmup_steps=WARMUP)
     assert law.peaks == (PEAK, PEAK)
@@ -175,7 +175,7 @@ def test_runs_may_be_named_by_numbers_and_words() -> None:
     assert law.runs == ("3", "constant", "two stages")
 
 
-def test_it_speaks_and_survives_json() -> None:
+def test_its_str_is_readable_and_it_survives_json() -> None:
     law = fit_schedule_law(curves(0.002), warmup_steps=WARMUP)
     restored = ScheduleLaw.from_dict(json.loads(json.dumps(law.to_dict(), allow_nan=False)))
     assert restored == law

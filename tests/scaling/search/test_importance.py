@@ -62,7 +62,7 @@ def test_intervals_cover_the_planted_shares(found: list[Importance]) -> None:
     )  # 160 at 90 %; a bootstrap of 80 trials with 14 coefficients is a little short
 
 
-def test_what_means_nothing_is_not_told_from_noise(found: list[Importance]) -> None:
+def test_an_irrelevant_hyperparameter_is_not_significant(found: list[Importance]) -> None:
     assert all({"rate", "init", "activation"} <= set(one.significant) for one in found)
     assert sum("idle" in one.significant or "idler" in one.significant for one in found) <= 2
     one = found[0]
@@ -71,7 +71,7 @@ def test_what_means_nothing_is_not_told_from_noise(found: list[Importance]) -> N
     assert f"idle{' ' * 8}" in str(one)
 
 
-def test_nothing_is_told_from_losses_that_are_noise_alone() -> None:
+def test_losses_of_noise_alone_make_nothing_significant() -> None:
     told = []
     for seed in range(15):
         rows = planted(60, seed=seed)
@@ -80,7 +80,7 @@ def test_nothing_is_told_from_losses_that_are_noise_alone() -> None:
     assert len(told) <= 3  # of 90
 
 
-def test_a_wall_decides_the_plain_variance_and_not_the_good_region() -> None:
+def test_a_wall_dominates_the_whole_variance_and_not_the_good_region() -> None:
     rows = planted(120, noise=0.002)
     wall = np.exp(1.5 * np.maximum(rows["decay"] - 0.7, 0) / 0.3)
     rows["loss"] *= wall

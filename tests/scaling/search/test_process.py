@@ -104,7 +104,7 @@ def test_an_exact_observation_is_met_and_certain(data: Observations, layout: Lay
     assert process.predict(data.u[:3], data.s[:3], data.cell[:3])[1].min() > 1e-4
 
 
-def test_runs_under_way_leave_the_mean_and_take_the_doubt(data: Observations, layout: Layout) -> None:
+def test_pending_runs_keep_the_mean_and_lower_the_variance(data: Observations, layout: Layout) -> None:
     process = Process.fit(data, layout)
     at = (np.full((1, 5), 0.3), np.zeros((1, 2)), np.array([1]))
     (before, doubt), (after, rest) = process.predict(*at), process.and_exactly(*at).predict(*at)

@@ -63,7 +63,7 @@ def test_drift_and_optimum_beyond_the_runs_are_recovered() -> None:
     assert "per doubling of n_tokens" in str(surface)
 
 
-def test_intervals_hold_the_planted_optimum_about_as_often_as_they_say() -> None:
+def test_intervals_cover_the_planted_optimum_near_their_level() -> None:
     held = []
     for seed in range(12):
         optimum = fit_response(runs(SIZES[:4], 12, noise=2e-3, seed=seed), box=BOX).optimum(TARGET)
@@ -72,7 +72,7 @@ def test_intervals_hold_the_planted_optimum_about_as_often_as_they_say() -> None
     assert np.mean(held) > 0.7
 
 
-def test_an_untold_optimum_strays_however_much_is_told_elsewhere() -> None:
+def test_an_optimum_at_an_unobserved_scale_varies_however_much_is_observed_elsewhere() -> None:
     """Of the flat coordinate, whose optimum strays farthest; a neighbour's 40 runs tell its own and not this one's."""
     untold, told = {"n_params": 4e7, "n_tokens": 9e8}, {"n_params": 3e7, "n_tokens": 6e8}
     widths = []
@@ -110,7 +110,7 @@ def test_a_noisy_search_ends_near_the_planted_optimum() -> None:
         assert planted_loss(surface.optimum().point, 3e7, 1e9) / planted_loss(true, 3e7, 1e9) - 1 < 0.004
 
 
-def test_told_smaller_scales_the_first_suggestion_is_already_good() -> None:
+def test_given_smaller_scales_the_first_suggestion_is_already_good() -> None:
     surface = fit_response(runs(SIZES, 20, noise=5e-4), box=BOX)
     assert (
         planted_loss(surface.suggest(TARGET), **TARGET)
@@ -216,7 +216,7 @@ def test_a_large_drift_in_a_narrow_box() -> None:
     assert surface.suggest({"n_params": 8e8})["x"] == pytest.approx(0.95, abs=0.03)
 
 
-def test_a_stated_drift_tells_apart_what_one_ratio_of_scales_cannot() -> None:
+def test_a_stated_drift_separates_what_one_ratio_of_scales_cannot() -> None:
     """Two sizes at one ratio of tokens to parameters: what is stated of the drift decides which of the two it comes from."""
     ratio = [(2e7, 4e8), (4e7, 8e8)]
     rows, target = runs(ratio, 40, noise=5e-4), {"n_params": 2e7, "n_tokens": 8e9}
@@ -256,7 +256,7 @@ def test_ten_coordinates() -> None:
     assert 0.03 * (distance**2).sum() < 0.0015  # the middle of the box: .0068
 
 
-def test_two_thousand_rows_are_thinned_and_still_tell() -> None:
+def test_two_thousand_rows_are_thinned_and_still_find_the_optimum() -> None:
     rows = runs(SIZES, 400, noise=5e-4)
     surface = fit_response(rows, box=BOX)
     assert surface.n_runs == 2000
@@ -295,7 +295,7 @@ def test_rows_that_make_no_sense_are_refused() -> None:
         fit_response(pd.DataFrame({"optimizer": ["sgd"], "loss": [1.0]}), box=box)
 
 
-def test_on_the_public_grid_smaller_cells_tell_the_larger(public_table: Callable[[str], pd.DataFrame]) -> None:
+def test_on_the_public_grid_smaller_cells_predict_the_larger(public_table: Callable[[str], pd.DataFrame]) -> None:
     """Five of Step Law's cells with no run of their own: within .25 % of each one's best."""
     rows = public_table("steplaw_dense_all_lr_bs")
     rows = rows.assign(log2_rate=np.log2(rows["lr"]), log2_batch=np.log2(rows["bs"]))

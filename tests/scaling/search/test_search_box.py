@@ -44,6 +44,6 @@ def test_a_number_for_each_coordinate_places_a_point() -> None:
     )
 
 
-def test_a_box_of_nothing_says_so() -> None:
+def test_an_empty_box_is_refused() -> None:
     with pytest.raises(ValueError, match="a box needs coordinates, each name once, got none"):
         SearchBox()

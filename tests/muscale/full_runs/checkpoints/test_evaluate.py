@@ -86,7 +86,7 @@ def hold_anew(path: Path) -> None:
     write_manifest(path, {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
 
 
-def test_the_loss_beside_is_the_loss_within_of_every_source(trained: FullRun) -> None:
+def test_asynchronous_and_synchronous_evaluation_agree_on_every_source(trained: FullRun) -> None:
     measured = [row for row in rows(trained) if "val_loss" in row]
     assert [row["tokens"] // BATCH for row in measured] == [4, 8, 12, 16]
     for row in measured:
@@ -110,7 +110,7 @@ def test_two_sharded_ranks_measure_the_same_and_the_newest_is_taken(
     assert found.source_losses == pytest.approx(last["source_losses"], rel=1e-6)
 
 
-def test_samples_are_those_of_their_seed_and_a_result_is_plain_values(trained: FullRun) -> None:
+def test_samples_follow_their_seed_and_a_result_is_built_in_types(trained: FullRun) -> None:
     def written(**options: object) -> list[str]:
         found = evaluate_checkpoint(trained.directory, prompts=("abc", "vw"), sample_tokens=20, **options)  # type: ignore[arg-type]
         assert [sample.prompt for sample in found.samples] == ["abc", "vw"]
@@ -124,7 +124,7 @@ def test_samples_are_those_of_their_seed_and_a_result_is_plain_values(trained: F
     assert all(0 < len(text) <= 20 for text in written())
 
 
-def test_a_checkpoint_that_is_none_or_does_not_hold_is_refused(copied: Path) -> None:
+def test_a_missing_or_damaged_checkpoint_is_refused(copied: Path) -> None:
     torn = next(checkpoint(copied, 8).glob("*.distcp"))
     torn.write_bytes(torn.read_bytes()[:-1])
     with pytest.raises(StageError, match=r"tokens=2048: does not match the hashes of its manifest"):

@@ -131,7 +131,7 @@ def test_a_swapped_optimizer_and_a_later_stage_resume_in_their_middle_at_another
     np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-3)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
     further, write, taken = threading.Event(), checkpoint_folder.write_manifest, FullRunModule.training_step
     writing: list[int] = []
 

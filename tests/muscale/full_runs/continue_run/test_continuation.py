@@ -94,7 +94,7 @@ def last_evaluation(folder: Path) -> float:
     return float(rows[-1]["val_loss"])
 
 
-def test_the_same_corpus_is_read_on_behind_the_promoted_run_and_the_result_is_told_again(case: Case) -> None:
+def test_reading_continues_after_the_promoted_run_and_the_result_is_returned_again(case: Case) -> None:
     continuation = case.planned(CONTINUATION)
     assert (continuation.parent.run, continuation.parent.tokens, continuation.position) == (
         case.plan.key,
@@ -117,7 +117,7 @@ def test_the_same_corpus_is_read_on_behind_the_promoted_run_and_the_result_is_to
     assert case.ledger.runs().empty, "a continuation is no run that a law may be fitted from"
 
 
-def test_continuations_go_on_from_continuations_and_tell_what_they_forget_and_remember(case: Case) -> None:
+def test_continuations_continue_continuations_and_report_forgetting(case: Case) -> None:
     first = case.planned(CODE)
     assert first.position == 0
     assert (first.corpus.mixture is not None, first.corpus.key != case.corpus.key) == (True, True)
@@ -210,7 +210,9 @@ def test_the_key_is_of_the_parent_and_of_what_the_continuation_computes_and_not_
         ("[parent]\ntokens = 9999999", "parent.tokens: must be at most the 3072 of run"),
     ],
 )
-def test_what_can_t_go_on_so_is_refused_with_file_key_rule_and_value(case: Case, text: str, message: str) -> None:
+def test_an_impossible_continuation_is_refused_with_file_key_rule_and_value(
+    case: Case, text: str, message: str
+) -> None:
     if "other.json" in text:
         bpe = write_corpus(
             case.directory / "bpe",

@@ -118,7 +118,9 @@ def test_each_newest_checkpoint_is_evaluated_once_on_what_was_reserved(run: Full
     assert recorded(run)[1]["val_loss"] == row["val_loss"]
 
 
-def test_a_failure_is_told_once_and_one_that_made_way_is_none(run: FullRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_reported_once_and_a_pruned_checkpoint_is_none(
+    run: FullRun, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     reservation = _Reservation(settings(evaluator_cpus=0.5))
     pruned: list[int] = []
@@ -157,7 +159,7 @@ def test_a_failure_is_told_once_and_one_that_made_way_is_none(run: FullRun, capl
     assert "does not match the hashes of its manifest" in line
 
 
-def test_an_interruption_ends_what_goes_on_at_once(run: FullRun) -> None:
+def test_an_interruption_ends_running_evaluations_at_once(run: FullRun) -> None:
     given = settings(prompts=("abcd",) * 100_000)  # it would write for an hour
     began = time.monotonic()
     with all_free(), pytest.raises(KeyboardInterrupt), async_evaluation_of(longer(run), given, SMALL):
@@ -168,7 +170,7 @@ def test_an_interruption_ends_what_goes_on_at_once(run: FullRun) -> None:
     assert recorded(run) == []
 
 
-def test_a_cluster_without_room_says_so_before_training(run: FullRun) -> None:
+def test_a_cluster_without_room_is_reported_before_training(run: FullRun) -> None:
     all_of_them = int(all_cpus())
     whole = ResourceSettings()
     with all_free():

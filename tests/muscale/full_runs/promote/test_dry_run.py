@@ -46,7 +46,7 @@ def statuses(found: DryRun) -> dict[str, str]:
     return {line.name: line.status for line in found.gate.lines}
 
 
-def test_it_tells_the_gate_the_memory_of_a_worker_and_what_would_be_launched(look: Look) -> None:
+def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(look: Look) -> None:
     found = look("promote.workers=4")
     assert statuses(found) == {
         "transfer": "failed",

@@ -110,7 +110,7 @@ def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -
     assert cut[0].recipe.warmup_tokens == ramped.segments[0].recipe.warmup_tokens
 
 
-def test_what_is_too_short_or_did_not_resume_is_told(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, tmp_path: Path) -> None:
     run, scratch = whole(corpus), tmp_path / SMOKE_TEST
     schedule = Schedule.of(run.last.end, evaluate_every=1, save_every=1)
     given: dict[str, Any] = {"plan": "p", "schedule": schedule, "estimated_bytes": 1}
@@ -145,7 +145,7 @@ def planned(make_study: Callable[..., Path], ledger: Ledger) -> tuple[Plan, Stud
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_workers_of_the_cluster_rehearse_and_the_run_then_begins_at_its_beginning(
+def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     planned: tuple[Plan, StudyConfig, Numerics], ledger: Ledger
 ) -> None:
     plan, config, numerics = planned

@@ -87,7 +87,7 @@ def test_what_lies_before_the_band_is_no_alarm() -> None:
     assert alarms(*["before the band"] * 5, "above", "above") == ()
 
 
-def test_an_alarm_is_kept_and_told_once(ledger: Ledger, hook: Hook) -> None:
+def test_an_alarm_is_stored_and_sent_once(ledger: Ledger, hook: Hook) -> None:
     found = alarms("above", "above", "above")
     assert known_alarms(ledger, found) == set()
     lines = raise_alarms(ledger, found, webhook="WATCH_HOOK")
@@ -102,7 +102,7 @@ def test_an_alarm_is_kept_and_told_once(ledger: Ledger, hook: Hook) -> None:
 
 
 @pytest.mark.parametrize("kind", ["status", "nobody", "no url", "malformed", "no address", "unset"])
-def test_a_webhook_that_fails_is_told_without_its_url(
+def test_a_failing_webhook_is_reported_without_its_url(
     ledger: Ledger, hook: Hook, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     with socket.socket() as free:

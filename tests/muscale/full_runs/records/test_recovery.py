@@ -184,7 +184,7 @@ def takes_its_time(_rank: int) -> None:
     FullRunModule.training_step = step  # type: ignore[method-assign]
 
 
-def test_sigterm_on_one_rank_saves_on_all_and_the_run_goes_on_as_if_nothing_was(run: FullRun, tmp_path: Path) -> None:
+def test_sigterm_on_one_rank_saves_on_all_and_the_run_resumes_exactly(run: FullRun, tmp_path: Path) -> None:
     whole = replace(run, directory=tmp_path / "whole")
     train(whole)
     ranks = start(run, 2, fault=takes_its_time)
@@ -221,7 +221,7 @@ def test_a_file_in_the_run_s_directory_is_a_notice_too_and_is_obeyed_once(run: F
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_driver_that_is_told_to_end_saves_a_killed_worker_is_replaced_and_checkpoints_are_evaluated_beside(
+def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_are_evaluated_asynchronously(
     run: FullRun, tmp_path: Path
 ) -> None:
     long = chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * 400)

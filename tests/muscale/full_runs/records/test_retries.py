@@ -52,9 +52,7 @@ GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by pe
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "unknown"),
     ],
 )
-def test_an_error_tells_what_it_is_of_and_only_the_program_s_own_is_not_tried_again(
-    error: Exception, kind: str
-) -> None:
+def test_errors_are_classified_and_only_the_program_s_own_is_not_retried(error: Exception, kind: str) -> None:
     assert kind_of(error) == kind
     assert is_retryable(error) == (kind != "program")
 
@@ -99,7 +97,7 @@ def ending(directory: Path, *ends: tuple[int, Exception] | None) -> Callable[[],
     return attempt
 
 
-def test_attempts_go_on_while_they_are_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_continue_while_attempts_make_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muscale.full_runs.records.recovery.time.sleep", lambda seconds: None)
 
     def outcome(name: str, *ends: tuple[int, Exception] | None) -> str:

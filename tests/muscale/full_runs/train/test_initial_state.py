@@ -119,7 +119,7 @@ def test_with_nothing_changed_it_is_the_uninterrupted_run_resumed_or_not(parent:
         assert [row["tokens"] // BATCH for row in rows(run)] == [0, 1, 2, 3, 4]
 
 
-def test_two_sharded_ranks_go_on_as_one_process_does(parent: FullRun, tmp_path: Path, gloo_ranks: GlooRanks) -> None:
+def test_two_sharded_ranks_continue_as_one_process_does(parent: FullRun, tmp_path: Path, gloo_ranks: GlooRanks) -> None:
     model, base = (replace(one, mlp_dropout=0.0) for one in (parent.numerics.model, parent.numerics.base))
     smooth = replace(parent, numerics=replace(parent.numerics, model=model, base=base))  # as each rank draws its own
     earlier = {"earlier": {"before": HeldOut(corpus=parent.corpus, n_tokens=1120)}}
@@ -135,7 +135,7 @@ def test_two_sharded_ranks_go_on_as_one_process_does(parent: FullRun, tmp_path: 
             assert row["earlier_losses"]["before"] == row["val_loss"], "it is the same text"
 
 
-def test_another_rate_and_corpus_are_taken_up_and_the_earlier_text_is_evaluated_beside_its_own(
+def test_another_rate_and_corpus_apply_and_the_parent_s_corpus_is_evaluated_too(
     parent: FullRun, tmp_path: Path
 ) -> None:
     other = written(tmp_path, "stuvwxyz")
@@ -158,9 +158,7 @@ def test_another_rate_and_corpus_are_taken_up_and_the_earlier_text_is_evaluated_
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "lion"])
-def test_an_optimizer_that_takes_over_goes_on_from_the_weights_alone(
-    parent: FullRun, tmp_path: Path, optimizer: Any
-) -> None:
+def test_a_new_optimizer_starts_from_the_weights_alone(parent: FullRun, tmp_path: Path, optimizer: Any) -> None:
     run = onward(
         parent, tmp_path / optimizer, optimizer=optimizer, learning_rate=0.003, rewarm_tokens=BATCH, schedule="constant"
     )

@@ -69,7 +69,7 @@ def ended(ledger: Ledger, plan: Plan, config: StudyConfig, *incidents: Incident)
     return row
 
 
-def test_a_plan_is_of_one_way_to_mend_and_keeps_its_key_without_one(
+def test_a_plan_s_key_contains_its_spike_handling_only_where_it_has_one(
     study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]
 ) -> None:
     def key(*overrides: str) -> str:
@@ -127,7 +127,7 @@ def test_an_intervention_belongs_to_the_segment_in_which_its_effect_begins(
     assert after(late).key != after().key
 
 
-def test_a_run_goes_on_as_it_was_planned(study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]) -> None:
+def test_a_run_resumes_as_it_was_planned(study: Path, ledger: Ledger, laws: tuple[ScalingFit, HorizonLaw]) -> None:
     plan, config = planned(study, ledger, laws, *ROLLBACK)
     more = StudyConfig.read(study, [*ROLLBACK, "promote.max_interventions=9"])
     ended(ledger, plan, config)
