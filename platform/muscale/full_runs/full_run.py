@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
@@ -106,22 +107,30 @@ class FullRun:
         Raises:
             ValueError: If the settings don't fit the model, or the segments don't fit the numerics.
         """
-        settings = config.promote
+        settings, resources = config.promote, config.resources
+        cadence = Cadence.of(
+            settings,
+            numerics.model,
+            optimizer=segments[0].recipe.optimizer,
+            n_tokens=segments[-1].end,
+            evaluation_tokens=numerics.evaluation_tokens,
+        )
+        compile_by_default = resources.compile or ("auto" if resources.gpus_per_worker else False)
         return cls(
             numerics=numerics,
             segments=segments,
             directory=directory,
             corpus=corpus,
             initial_state=initial_state,
-            checkpoint_every_tokens=settings.checkpoint_every_tokens,
-            checkpoint_every_minutes=settings.checkpoint_every_minutes,
+            checkpoint_every_tokens=cadence.checkpoint_every_tokens,
+            checkpoint_every_minutes=cadence.checkpoint_every_minutes,
             keep_last=settings.keep_last,
             keep_every_tokens=settings.keep_every_tokens,
-            evaluate_every_tokens=settings.evaluates_every,
+            evaluate_every_tokens=cadence.evaluate_every_tokens,
             on_spike=settings.spike_policy,
             micro_batch=settings.micro_batch,
             parallelism=settings.parallelism,
-            compile=config.resources.compile,
+            compile=compile_by_default if settings.compile is None else settings.compile,
         )
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from muscale.errors import StageError
+from muscale.plans.cadence import Cadence
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.serialization import Recorded
 from muscale.settings.parallelism import Parallelism
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "unknown"]
 _WIDTH = 132
+MOST_SHARE = 0.1
+"""Of a run: saves, and evaluations, may each take so much (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +293,36 @@ def layout_line(
         text += f", {least + 1} for {more} of them and {least} for the others, which wait: {waits:.0%} of the speed"
         advice.append(f"{near} workers would share it evenly")
     return GateLine(name="layout", status="passed", compared=", ".join([text, *parts]), advice="; ".join(advice))
+
+
+def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
+    """Whether saves and evaluations each take at most a tenth of the run.
+
+    Args:
+        cadence: The run's intervals.
+        run_seconds: Duration of its steps; None where it is unknown, and then only minutes bound the saves.
+    """
+    saving, evaluating = cadence.save_share(run_seconds), cadence.evaluation_share
+    saves = (
+        "of unknown share of the time"
+        if saving is None
+        else f"{saving:.2%} of the time at {cadence.save_seconds:.3g} s"
+    )
+    compared = (
+        f"{cadence.checkpoints} checkpoints by tokens, {saves}; {cadence.evaluations} evaluations, {evaluating:.2%} of the "
+        f"FLOPs; at most {MOST_SHARE:.0%} each"
+    )
+    shares = {
+        "checkpoint_every_tokens and checkpoint_every_minutes": saving or 0.0,
+        "evaluate_every_tokens": evaluating,
+    }
+    over = [f"promote.{key}" for key, share in shares.items() if share > MOST_SHARE]
+    return GateLine(
+        name="cadence",
+        status="failed" if over else "passed",
+        compared=compared,
+        advice=f"raise or leave out {' and '.join(over)}; by default they follow the run" if over else "",
+    )
 
 
 def disk_line(needed: int, free: int, *, kept: int, place: str) -> GateLine:

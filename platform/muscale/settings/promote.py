@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
+from proxy_models.training.compilation import Compile
 from proxy_models.training.guard import GuardSettings
 
 
@@ -48,11 +49,11 @@ class PromoteSettings(StrictTable):
         None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
     )
     precision: Precision = "fp32"
-    checkpoint_every_tokens: PositiveInt = 500_000
-    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first
+    checkpoint_every_tokens: PositiveInt | None = None  # none, as for evaluations: it follows from the run
+    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none beside tokens: not by time
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # and for ever one for each so many tokens
-    evaluate_every_tokens: PositiveInt = 200_000
+    evaluate_every_tokens: PositiveInt | None = None
     evaluation: Literal["sync", "async"] = "sync"  # training stops for it; or each newest checkpoint, as a task of Ray
     evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async", before the workers take theirs
     evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -70,6 +71,7 @@ class PromoteSettings(StrictTable):
     tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
     activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
     micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
+    compile: Compile | None = None  # of each block; none: resources.compile, on GPUs "auto"
     bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
     alarm_after: PositiveInt = 3  # evaluations in a row outside the band
     on_alarm: Literal["log", "stop"] = "log"
@@ -97,11 +99,6 @@ class PromoteSettings(StrictTable):
                 if value := getattr(self, name):
                     raise ValueError(f'promote.{name} is for promote.evaluation = "async", got {value} with "sync"')
         return self
-
-    @property
-    def evaluates_every(self) -> int | None:
-        """Tokens between evaluations within the training; None: only the end is evaluated."""
-        return self.evaluate_every_tokens if self.evaluation == "sync" else None
 
     @property
     def spike_handling(self) -> dict[str, Any]:

@@ -30,12 +30,3 @@ def test_a_full_run_resumes_with_fewer_workers_only_in_whole_groups(make_study: 
     hybrid = ["promote.workers=8", "promote.sharding=hybrid"]
     fours = [*hybrid, "promote.shard_ranks=4", "promote.workers_min=4"]
     assert StudyConfig.read(micro, fours).promote.sizes == (4, 8)
-
-
-def test_a_run_evaluated_asynchronously_evaluates_itself_only_at_its_end(make_study: MakeStudy) -> None:
-    micro = make_study()
-    assert StudyConfig.read(micro).promote.evaluates_every == 102_400
-    beside = StudyConfig.read(
-        micro, ["promote.evaluation=async", 'promote.prompts=["a"]', "promote.evaluator_gpus=0.5"]
-    )
-    assert beside.promote.evaluates_every is None

@@ -13,8 +13,10 @@ import psutil
 from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.layout import FULL_RUNS
+from muscale.plans.cadence import Cadence
 from muscale.plans.gate import (
     Gate,
+    cadence_line,
     carried_line,
     check_line,
     data_line,
@@ -62,6 +64,7 @@ class Launch:
         sharding: Layout over the workers.
         micro_batch: Sequences per pass on a worker.
         n_steps, n_tokens: Of the run.
+        cadence: Its saves and evaluations.
         resumed_from: Tokens of the newest checkpoint; 0: a new run.
         checkpoint_bytes: Of one checkpoint.
         directory: Of the run.
@@ -75,6 +78,7 @@ class Launch:
     micro_batch: int
     n_steps: int
     n_tokens: int
+    cadence: str
     resumed_from: int
     checkpoint_bytes: int
     directory: str
@@ -88,7 +92,8 @@ class Launch:
             f"launch: {self.workers} workers with {parts} each on {self.device}, sharding {self.sharding}, "
             f"{self.micro_batch} sequences a pass\n"
             f"  {self.n_steps:,} steps to {self.n_tokens:,} tokens, {begins}; checkpoints of "
-            f"{self.checkpoint_bytes / 2**30:.3g} GiB in {self.directory}"
+            f"{self.checkpoint_bytes / 2**30:.3g} GiB in {self.directory}\n"
+            f"  {self.cadence}"
         )
 
 
@@ -136,6 +141,13 @@ def dry_run(
     memory = memory_of(plan, config)
     whole = training_memory(model, micro_batch=1, optimizer=h.optimizer)
     checkpoint = whole.parameters + whole.optimizer
+    cadence = Cadence.of(
+        settings,
+        model,
+        optimizer=h.optimizer,
+        n_tokens=plan.n_tokens,
+        evaluation_tokens=config.corpus.evaluation_tokens,
+    )
     device = device_of(config)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
@@ -161,6 +173,7 @@ def dry_run(
                 workers=settings.workers,
                 parallelism=settings.parallelism,
             ),
+            cadence_line(cadence, run_seconds=run_seconds(plan, config)),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
         ),
     )
@@ -173,11 +186,20 @@ def dry_run(
         micro_batch=_micro_batch(plan, config),
         n_steps=h.resolve(plan.n_tokens).ramp.n_steps(plan.n_tokens),
         n_tokens=plan.n_tokens,
+        cadence=str(cadence),
         resumed_from=max(CheckpointFolder(folder / CHECKPOINTS).kept(), default=0),
         checkpoint_bytes=checkpoint,
         directory=str(folder),
     )
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
+
+
+def run_seconds(plan: Plan, config: StudyConfig) -> float | None:
+    """Duration of the run's steps at the accelerator's share of the peak; None where no accelerator is named."""
+    if (device := config.plan.device) is None or not config.resources.gpus_per_worker:
+        return None
+    flops = plan.model.train_flops_per_token * plan.n_tokens
+    return flops / device.flops_per_second / config.promote.workers
 
 
 def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:

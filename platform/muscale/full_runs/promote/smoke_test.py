@@ -155,8 +155,8 @@ def smoke_test_on_cluster(
 
     schedule = Schedule.of(
         plan.n_tokens,
-        evaluate_every=config.promote.evaluates_every or plan.n_tokens,
-        save_every=config.promote.checkpoint_every_tokens,
+        evaluate_every=run.evaluate_every_tokens or plan.n_tokens,
+        save_every=run.checkpoint_every_tokens,
     )
     with cluster(config.resources):
         found = smoke_test(

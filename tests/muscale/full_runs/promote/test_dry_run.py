@@ -55,6 +55,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "carried over": "passed",
         "memory": "passed",
         "layout": "passed",
+        "cadence": "passed",
         "disk": "passed",
     }
     assert not found.passed
@@ -68,6 +69,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
     for told in (
         "gate CLOSED",
         "for 3 checkpoints",
+        "saves each 20,480 tokens",
         "launch: 4 workers with 1 CPUs each on this machine",
     ):
         assert told in str(found)

@@ -1,0 +1,116 @@
+"""How often a full run saves and evaluates itself: plain numbers, no part of the run's key or of its forecast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from muscale.settings.promote import PromoteSettings
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import training_memory
+
+DEVICE_HOURS_PER_FAULT = 50_700.0
+"""Device-hours for each unexpected interruption: 419 in 54 days of 16,384 H100s (Grattafiori et al., arXiv 2407.21783,
+section 3.3.4)."""
+SAVE_SECONDS, SAVE_BYTES_PER_SECOND = 2.0, 1e9
+"""Time of a checkpoint without its bytes, and the rate at which each worker's part of these is written (assumed)."""
+SAVE_SHARE = 0.01
+"""Largest share of the time that saving takes by default."""
+MAX_MINUTES = 60.0
+"""Longest default interval; preemptions and time limits of a job come oftener than faults of a device (assumed)."""
+MIN_CHECKPOINTS, MIN_EVALUATIONS, MAX_EVALUATIONS = 20, 20, 100
+"""Counts over a run by default: a short run is saved and watched at least 20 times, and no band needs more than 100 points."""
+EVALUATION_SHARE, MOST_EVALUATION_SHARE = 0.02, 0.1
+"""Shares of a run's FLOPs that evaluations take by default: above `MIN_EVALUATIONS` of them, and of a short run below these."""
+_TRAINING_PER_FORWARD = 3  # FLOPs of a training step for those of its forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """The intervals of one run.
+
+    Attributes:
+        n_tokens: Of the run.
+        checkpoint_every_tokens: At the first step that passes a multiple.
+        checkpoint_every_minutes: Also this long after the last checkpoint was started; None: not by time.
+        evaluate_every_tokens: As for checkpoints; None: at the end only.
+        evaluation_tokens: Held-out tokens of one evaluation.
+        save_seconds: Estimated for one checkpoint.
+    """
+
+    n_tokens: int
+    checkpoint_every_tokens: int
+    checkpoint_every_minutes: float | None
+    evaluate_every_tokens: int | None
+    evaluation_tokens: int
+    save_seconds: float
+
+    @classmethod
+    def of(
+        cls, settings: PromoteSettings, model: ModelConfig, *, optimizer: str, n_tokens: int, evaluation_tokens: int
+    ) -> Self:
+        """The intervals of [promote]; those that it leaves open follow the run.
+
+        Checkpoints are then Young's interval apart, the root of 2 · save time · time between faults (CACM 17(9), 1974), and
+        evaluations take at most 2 % of the FLOPs; a run too short for either is saved and evaluated 20 times.
+        """
+        memory = training_memory(model, micro_batch=1, optimizer=optimizer)
+        n_bytes = memory.parameters + memory.optimizer
+        save_seconds = SAVE_SECONDS + n_bytes / settings.workers / SAVE_BYTES_PER_SECOND
+        minutes = settings.checkpoint_every_minutes
+        if minutes is None and settings.checkpoint_every_tokens is None:
+            minutes = _minutes_between_saves(save_seconds, settings.workers)
+        evaluations = _evaluations(n_tokens / evaluation_tokens)
+        evaluates = settings.evaluate_every_tokens or -(-n_tokens // evaluations)
+        return cls(
+            n_tokens=n_tokens,
+            checkpoint_every_tokens=settings.checkpoint_every_tokens or -(-n_tokens // MIN_CHECKPOINTS),
+            checkpoint_every_minutes=minutes,
+            evaluate_every_tokens=evaluates if settings.evaluation == "sync" else None,
+            evaluation_tokens=evaluation_tokens,
+            save_seconds=save_seconds,
+        )
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations of the run, that at its end among them."""
+        return -(-self.n_tokens // (self.evaluate_every_tokens or self.n_tokens))
+
+    @property
+    def checkpoints(self) -> int:
+        """Checkpoints of the run by tokens; more are written where the minutes come first."""
+        return -(-self.n_tokens // self.checkpoint_every_tokens)
+
+    @property
+    def evaluation_share(self) -> float:
+        """FLOPs of the evaluations for each of the training's: a forward pass is a third of a step."""
+        return self.evaluations * self.evaluation_tokens / (_TRAINING_PER_FORWARD * self.n_tokens)
+
+    def save_share(self, run_seconds: float | None) -> float | None:
+        """Share of the run's time that saves would take; None where its duration is unknown and minutes do not bound it."""
+        by_time = self.save_seconds / 60 / self.checkpoint_every_minutes if self.checkpoint_every_minutes else 0.0
+        if run_seconds is None:
+            return by_time or None
+        return max(by_time, self.checkpoints * self.save_seconds / run_seconds)
+
+    def __str__(self) -> str:
+        """A line: both intervals and their counts."""
+        saves = f"saves each {self.checkpoint_every_tokens:,} tokens ({self.checkpoints})"
+        if self.checkpoint_every_minutes:
+            saves += f" or {self.checkpoint_every_minutes:.3g} minutes"
+        if self.evaluate_every_tokens is None:
+            return f"{saves}, evaluates itself at the end only"
+        return f"{saves}, evaluates itself each {self.evaluate_every_tokens:,} tokens ({self.evaluations})"
+
+
+def _minutes_between_saves(save_seconds: float, workers: int) -> float:
+    """Young's interval, at most an hour, and so long that saves take at most their share of the time."""
+    young = math.sqrt(2 * save_seconds * DEVICE_HOURS_PER_FAULT * 3600 / workers) / 60
+    return max(min(young, MAX_MINUTES), save_seconds / 60 / SAVE_SHARE)
+
+
+def _evaluations(ratio: float) -> int:
+    """Default number of evaluations where the run has `ratio` times the tokens of one."""
+    affordable, most = (_TRAINING_PER_FORWARD * share * ratio for share in (EVALUATION_SHARE, MOST_EVALUATION_SHARE))
+    return max(1, int(min(MAX_EVALUATIONS, max(affordable, min(MIN_EVALUATIONS, most)))))

@@ -1,0 +1,33 @@
+"""A full run's specification takes what [promote] and [resources] say, and by default what follows from the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muscale import StudyConfig
+from muscale.full_runs.full_run import FullRun
+from proxy_models.recipes.segments import chain
+from proxy_models.training.numerics import Numerics
+
+
+@pytest.mark.parametrize(
+    ("settings", "compile"),
+    [
+        ([], False),
+        (["resources.gpus_per_worker=1"], "auto"),
+        (["resources.gpus_per_worker=1", "promote.compile=false"], False),
+        (["resources.compile=true"], True),
+    ],
+)
+def test_blocks_are_compiled_by_default_on_gpus_where_it_pays(
+    make_study: Callable[..., Path], settings: list[str], compile: object
+) -> None:
+    path = make_study()
+    config = StudyConfig.read(path, settings)
+    numerics = Numerics(model=config.model, base=config.model, corpus_key="", seed=0, evaluation_tokens=1024)
+    segments = chain(config.hyperparameters, 1 << 18)
+    run = FullRun.of(config, numerics=numerics, segments=segments, directory=path.parent, corpus=path.parent)
+    assert run.compile == compile
