@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
@@ -19,6 +20,8 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 PARAMETRIZATION = "parametrization.json"
 _NEEDED = {".metadata", PARAMETRIZATION}  # required to resume
+_SHARD = re.compile(r"__(\d{1,9})_\d+\.distcp")  # the rank that wrote it, as torch names it
+_MOST_NAMES = 5  # in a message
 
 
 class CheckpointFolder:
@@ -34,10 +37,10 @@ class CheckpointFolder:
     def intact(self) -> Iterator[tuple[int, Path]]:
         """Tokens and path of each checkpoint whose hashes match, newest first; hashed one at a time."""
         for tokens, path in self.found():
-            if is_intact(path):
-                yield tokens, path
+            if damaged := find_damage(path):
+                warn_of_damage(path, damaged)
             else:
-                logging.getLogger(__name__).warning("%s does not match the hashes of its manifest: skipped", path)
+                yield tokens, path
 
     def kept(self) -> tuple[int, ...]:
         """Tokens of every checkpoint, intact or not, newest first."""
@@ -58,7 +61,7 @@ class CheckpointFolder:
 
 def manifest_hash(checkpoint: Path) -> str | None:
     """SHA-256 of a checkpoint's manifest, which identifies it; None if the checkpoint is not intact."""
-    return file_sha256(checkpoint / MANIFEST) if is_intact(checkpoint) else None
+    return None if find_damage(checkpoint) else file_sha256(checkpoint / MANIFEST)
 
 
 def tokens_of(checkpoint: Path) -> int:
@@ -82,8 +85,8 @@ def require_intact(checkpoint: Path) -> None:
     tokens_of(checkpoint)
     if not checkpoint.is_dir():
         raise StageError(f"{checkpoint}: no such checkpoint")
-    if not is_intact(checkpoint):
-        raise StageError(f"{checkpoint}: does not match the hashes of its manifest")
+    if damaged := find_damage(checkpoint):
+        raise StageError(f"{checkpoint}: does not match the hashes of its manifest: {format_names(damaged)}")
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
@@ -97,19 +100,46 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     unfinished.rename(path)
 
 
-def is_intact(checkpoint: Path) -> bool:
-    """Whether every file exists and matches the manifest."""
+def find_damage(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> list[str]:
+    """Names of files that are gone or do not match the manifest; only the manifest's own if it can't be used.
+
+    Args:
+        checkpoint: Its folder.
+        rank, ranks: Of `ranks` that share the hashing, `rank` takes the shards that it wrote, and those of the ranks that are
+            no more; what is not a shard is rank 0's.
+    """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         if not isinstance(manifest, dict) or not manifest.keys() >= _NEEDED:
-            return False
-        # A name with a path separator could point outside the checkpoint.
-        plain = all(Path(name).name == name and _is_plain(checkpoint / name) for name in manifest)
-        return plain and all(file_sha256(checkpoint / name) == digest for name, digest in manifest.items())
+            return [MANIFEST]
     except (OSError, ValueError, RecursionError):
+        return [MANIFEST]
+    share = (name for name in manifest if _writer(name) % ranks == rank)
+    return [name for name in share if not _matches(checkpoint, name, manifest[name])]
+
+
+def warn_of_damage(checkpoint: Path, damaged: Sequence[str]) -> None:
+    """Log that a checkpoint is skipped, and the files for which it is."""
+    logging.getLogger(__name__).warning(
+        "%s does not match the hashes of its manifest: %s; skipped", checkpoint, format_names(damaged)
+    )
+
+
+def format_names(names: Sequence[str]) -> str:
+    """The first few of the names."""
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if (more := len(names) - _MOST_NAMES) > 0 else "")
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file."""
+    shard = _SHARD.fullmatch(name)
+    return int(shard[1]) if shard else 0
+
+
+def _matches(checkpoint: Path, name: str, digest: object) -> bool:
+    """Whether a file of the checkpoint itself, and no pipe that would wait for a writer, has this hash."""
+    path = checkpoint / name
+    try:
+        return path.parent == checkpoint and stat.S_ISREG(path.lstat().st_mode) and file_sha256(path) == digest
+    except (OSError, ValueError):
         return False
-
-
-def _is_plain(path: Path) -> bool:
-    """Whether it is a regular file: reading a pipe would wait for a writer."""
-    return stat.S_ISREG(path.lstat().st_mode)

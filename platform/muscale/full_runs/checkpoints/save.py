@@ -11,7 +11,7 @@ import json
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,7 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from muscale.errors import StageError
-from muscale.full_runs.checkpoints.folder import PARAMETRIZATION, CheckpointFolder, put_in_place, write_manifest
+from muscale.full_runs.checkpoints.folder import (
+    MANIFEST,
+    PARAMETRIZATION,
+    CheckpointFolder,
+    find_damage,
+    put_in_place,
+    warn_of_damage,
+    write_manifest,
+)
 from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, describe
 from muscale.full_runs.distributed import barrier, broadcast_from_rank0, rank, side_group
 from proxy_models.architecture.parametrization import Parametrization
@@ -31,6 +39,7 @@ from proxy_models.training.step import GOOD, Stepper
 
 _MEMORY = "memory"  # of the stepper, in a checkpoint
 _UNFINISHED = ".unfinished"
+T = TypeVar("T")
 
 
 class Checkpoints(CheckpointFolder):
@@ -49,9 +58,14 @@ class Checkpoints(CheckpointFolder):
         self._write: Future[None] | None = None
 
     def latest(self) -> tuple[int, Path] | None:
-        """Tokens and path of the newest intact checkpoint, or None; rank 0 checks it and broadcasts."""
+        """Tokens and path of the newest intact checkpoint, or None, the same on every rank; each hashes the files it wrote."""
         self.finish()
-        return broadcast_from_rank0(lambda: next(self.intact(), None))
+        for tokens, path in broadcast_from_rank0(self.found):
+            if not (damaged := _damage_found_by_ranks(path)):
+                return tokens, path
+            if rank() == 0:
+                warn_of_damage(path, damaged)
+        return None
 
     def save(self, stepper: Stepper, tokens: int) -> None:
         """Copy the state of all ranks and write it in the background, after the previous write has ended.
@@ -91,9 +105,10 @@ class Checkpoints(CheckpointFolder):
     def _complete(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
         """After the shards are written: each rank hashes its own; rank 0 writes the manifest, renames the folder, deletes old ones."""
         shards.result()
-        hashes = _gathered({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
+        of_ranks = _of_all_ranks({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
         if rank() != 0:
             return
+        hashes = {name: digest for hashes in of_ranks for name, digest in hashes.items()}
         (unfinished / PARAMETRIZATION).write_text(json.dumps(table.to_dict(), indent=1))
         for file in sorted(unfinished.iterdir()):
             if file.name not in hashes:
@@ -135,7 +150,9 @@ class Checkpoints(CheckpointFolder):
         weights, moments = get_state_dict(module, optimizer)
         reader = RecordReader(path)
         saved = reader.names()
-        places = stepper.memory() | {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
+        places = stepper.memory()
+        if any(name.startswith(f"{_MEMORY}.{GOOD}") for name in saved):
+            places |= {f"{GOOD}{name}": tensor for name, tensor in capture(module, optimizer).items()}
         remembered = {name: tensor for name, tensor in places.items() if memory and f"{_MEMORY}.{name}" in saved}
         state: dict[str, Any] = {"model": weights, "optimizer": moments, _MEMORY: remembered}
         try:
@@ -154,11 +171,23 @@ def _table(path: Path) -> Parametrization:
         raise StageError(f"{path}: can't be read as a parametrization's table ({error})") from error
 
 
-def _gathered(hashes: dict[str, str]) -> dict[str, str]:
-    """The hashes of all ranks, on rank 0."""
+def manifest_hash_by_ranks(checkpoint: Path) -> str | None:
+    """`folder.manifest_hash` on every rank, each of which hashes the files it wrote."""
+    damaged = _damage_found_by_ranks(checkpoint)
+    return None if damaged else broadcast_from_rank0(lambda: file_sha256(checkpoint / MANIFEST))
+
+
+def _damage_found_by_ranks(checkpoint: Path) -> list[str]:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    found = _of_all_ranks(find_damage(checkpoint, rank=rank(), ranks=ranks))
+    return sorted({name for names in found for name in names})
+
+
+def _of_all_ranks(value: T) -> list[T]:
+    """The values of all ranks, on each of them."""
     group = side_group()
     if group is None:
-        return hashes
-    of_ranks: list[dict[str, str]] | None = [{}] * dist.get_world_size() if rank() == 0 else None
-    dist.gather_object(hashes, of_ranks, dst=0, group=group)
-    return {name: digest for hashes in of_ranks or [] for name, digest in hashes.items()}
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return cast(list[T], values)

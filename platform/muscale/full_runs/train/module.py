@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from muscale import json_lines
 from muscale.environment import environment
 from muscale.errors import PreemptedError, StageError
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS, manifest_hash
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
 from muscale.full_runs.checkpoints.run_description import RunDescription
-from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
 from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.lightning_import import import_lightning
@@ -82,7 +82,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._agreement = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
 
     def configure_model(self) -> None:
-        """Build the decoder sharded over the ranks, with initial values that do not depend on the sharding."""
+        """Build the decoder sharded over the ranks; without a checkpoint, with initial values that do not depend on the sharding."""
         if self.model is not None:
             return
         run, device = self.run, self.trainer.strategy.root_device
@@ -97,6 +97,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             mesh=self._device_mesh,
             min_unit_params=run.min_unit_params,
             compiled=self.compiled,
+            initial_values=self.resume is None,
         )
 
     @property
@@ -424,7 +425,7 @@ def _origin(run: FullRun) -> tuple[int, Path | None]:
         StageError: On every rank, if the checkpoint has changed.
     """
     state = run.initial_state
-    if state and broadcast_from_rank0(lambda: manifest_hash(state.checkpoint)) != state.manifest_hash:
+    if state and manifest_hash_by_ranks(state.checkpoint) != state.manifest_hash:
         raise StageError(
             f"{state.checkpoint}: must be the checkpoint from which the run was started; it is gone, damaged or changed"
         )

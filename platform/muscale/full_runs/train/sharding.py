@@ -33,7 +33,7 @@ from proxy_models.architecture.decoder import Block, Decoder
 from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import initialize
+from proxy_models.training.optimizer import initialize, multipliers_of
 
 import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
@@ -106,6 +106,7 @@ def build_decoder(
     mesh: DeviceMesh | None,
     min_unit_params: int = 0,
     compiled: bool = False,
+    initial_values: bool = True,
 ) -> Decoder:
     """The decoder with initial values that do not depend on the layout; on a mesh each rank creates only its own part.
 
@@ -116,6 +117,7 @@ def build_decoder(
         mesh: From `mesh_of`; None in one process.
         min_unit_params: Blocks with fewer parameters are sharded together with the rest of the model.
         compiled: Whether each block is compiled.
+        initial_values: Whether to write any; a checkpoint would replace them at once, and drawing those of 70B takes minutes.
 
     Raises:
         ValueError: If the layout does not fit the model.
@@ -142,7 +144,11 @@ def build_decoder(
         model.logit_bias = model.logit_bias.chunk(tensor.size())[
             tensor.get_local_rank()
         ].clone()  # of a rank's own heads
-    initialize(model, numerics.parametrization(recipe.optimizer), recipe, seed=numerics.seed)
+    parametrization = numerics.parametrization(recipe.optimizer)
+    if initial_values:
+        initialize(model, parametrization, recipe, seed=numerics.seed)
+    else:
+        model.set_multipliers(multipliers_of(parametrization, recipe))
     return model
 
 

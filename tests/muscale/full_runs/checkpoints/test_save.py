@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muscale.errors import StageError
 from muscale.full_runs.checkpoints import folder as checkpoint_folder
 from muscale.full_runs.checkpoints import save as checkpoints
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST
@@ -19,8 +20,10 @@ from muscale.full_runs.records import attempts
 from muscale.full_runs.train.module import FullRunModule, train
 from muscale.layout import RESULT
 from proxy_models.data.corpus import Corpus
+from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
+from proxy_models.training import optimizer
 from proxy_models.training.guard import GuardSettings
 from tests.muscale.forked_ranks import (
     BATCH,
@@ -186,16 +189,43 @@ def test_checkpoints_by_time_are_made_between_those_by_tokens(run: FullRun, monk
     assert standing(run) == [4, 6, 10, 12, 16]
 
 
-def test_hashes_are_read_by_the_first_rank_alone(run: FullRun) -> None:
-    train(run)
+def test_every_rank_hashes_what_it_wrote_and_draws_no_values_for_a_checkpoint_to_replace(run: FullRun) -> None:
+    train_on(run, 2)
     (run.directory / RESULT).unlink()
-    assert ended(start(run, 2, fault=only_the_first_reads)) == [0, 0]
-    assert result(run)["resumed_from"] == run.n_tokens
+    newest, before = Checkpoints(run.directory / CHECKPOINTS).found()
+    (newest[1] / "__1_0.distcp").write_bytes(b"torn")
+    assert ended(start(run, 2, fault=hash_their_own_and_draw_nothing)) == [0, 0]
+    assert result(run)["resumed_from"] == before[0]
 
 
-def only_the_first_reads(rank: int) -> None:
-    if rank:
-        checkpoint_folder.is_intact = die  # type: ignore[assignment]
+def hash_their_own_and_draw_nothing(rank: int) -> None:
+    """Each process ends where it reads another's shard, or draws an initial value."""
+
+    def only_own(path: Path) -> str:
+        if path.name == f"__{1 - rank}_0.distcp":
+            die()
+        return file_sha256(path)
+
+    checkpoint_folder.file_sha256 = checkpoints.file_sha256 = only_own  # type: ignore[attr-defined]
+    optimizer.torch.randn = die  # type: ignore[attr-defined]
+
+
+def test_damage_is_named_by_file_and_shares_are_every_file_once(run: FullRun, caplog: pytest.LogCaptureFixture) -> None:
+    train_on(run, 3)
+    newest = Checkpoints(run.directory / CHECKPOINTS).found()[0][1]
+    files = sorted(json.loads((newest / MANIFEST).read_text()))
+    for name in files:
+        (newest / name).write_bytes(b"torn")
+    for ranks in (1, 2, 3, 8):
+        shares = [checkpoint_folder.find_damage(newest, rank=rank, ranks=ranks) for rank in range(ranks)]
+        assert sorted(name for share in shares for name in share) == files
+        assert len(shares) <= 3 or not any(shares[3:])
+    with pytest.raises(StageError, match=r"manifest: \.metadata, __0_0\.distcp, .*parametrization\.json$"):
+        checkpoint_folder.require_intact(newest)
+    latest = Checkpoints(run.directory / CHECKPOINTS).latest()
+    assert latest is not None
+    assert latest[1] != newest
+    assert "__2_0.distcp" in caplog.text
 
 
 def test_a_manifest_names_every_file_with_its_hash(run: FullRun) -> None:
