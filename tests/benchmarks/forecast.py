@@ -30,13 +30,13 @@ def measure(ladder: Ladder, cuts: list[float]) -> tuple[pd.DataFrame, pd.DataFra
     began = time.process_time()
     found = backtest(ladder.runs, n_params_convention="as the table has it", cuts=cuts)
     seconds = (time.process_time() - began) / max(len(cuts), 1)
-    told = {"ladder": ladder.name, "family": ladder.family, "annealed": ladder.annealed}
+    labels = {"ladder": ladder.name, "family": ladder.family, "annealed": ladder.annealed}
     best = [
         {"cut": cut, "method": "hindsight", "mean_error": hindsight(ladder.runs, cut)}
         for cut in found.predictions["cut"].unique()
     ]
     table = pd.concat([found.table(), pd.DataFrame(best)], ignore_index=True)
-    return table.assign(**told, seconds=seconds), found.predictions.assign(**told)
+    return table.assign(**labels, seconds=seconds), found.predictions.assign(**labels)
 
 
 def hindsight(runs: pd.DataFrame, cut: float) -> float:

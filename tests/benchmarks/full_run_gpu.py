@@ -114,7 +114,7 @@ def measure(case: Case, corpus: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def told(case: Case, found: dict[str, Any]) -> str:
+def described(case: Case, found: dict[str, Any]) -> str:
     """A line of the table."""
     head = f"{case.size:<6}{'compiled' if case.compile else 'eager':<10}{case.checkpointing:<11}"
     if "failed" in found:
@@ -158,7 +158,7 @@ def main() -> None:
                         micro_batch=options.micro_batch,
                         steps=options.steps,
                     )
-                    print(told(case, measure(case, corpus)), flush=True)
+                    print(described(case, measure(case, corpus)), flush=True)
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ def main() -> None:
         print("share of the pool's FLOPs to an error of so many times the whole pool's")
         reached = pd.concat([spent_to_reach(part, wanted) for wanted in WANTED])
         print(summary(reached, "wanted", "share").round(3).to_string())
-    told = pd.DataFrame(expected)
-    for name, part in (("all pools", told), ("annealed", told[told["annealed"]])):
+    batches = pd.DataFrame(expected)
+    for name, part in (("all pools", batches), ("annealed", batches[batches["annealed"]])):
         print(f"\n{name}: width of the interval after a batch of four, {len(part)} batches")
         print(part.drop(columns=["pool", "annealed"]).quantile([0.1, 0.25, 0.5, 0.75, 0.9]).round(2).to_string())
     by_pool = table.assign(value=np.log(table["relative"]))

@@ -206,8 +206,10 @@ def report(case: str, study: Study, plan: Plan, rows: pd.DataFrame, spread: floa
     print(f" ({len(found)} seeds)" if len(found) > 1 else " (one seed; error from the seeds of the first)")
     standard = float(rows[rows["kind"] == "standard"]["loss"].iloc[0])
     beside = float(losses.iloc[0])
-    told = "diverged" if math.isnan(standard) else f"{standard:.4f}, {standard / beside - 1:+.2%} of the promoted run's"
-    print(f"  standard        {told}")
+    shown = (
+        "diverged" if math.isnan(standard) else f"{standard:.4f}, {standard / beside - 1:+.2%} of the promoted run's"
+    )
+    print(f"  standard        {shown}")
 
 
 def simulated(study: Study, plan: Plan) -> None:

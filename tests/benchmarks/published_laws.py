@@ -44,9 +44,9 @@ def repeated_data() -> None:
     }
     for name, chosen in choices.items():
         result = fit(runs[chosen], n_params_convention="total", form=RepeatedData(), n_bootstrap=60)
-        told = result.intervals()
+        intervals = result.intervals()
         print(
-            f"repeated, {name}: {result.n_rows} rows, R*_D {ends(told.loc['rd_star'])}, R*_N {ends(told.loc['rn_star'])}, "
+            f"repeated, {name}: {result.n_rows} rows, R*_D {ends(intervals.loc['rd_star'])}, R*_N {ends(intervals.loc['rn_star'])}, "
             f"median |residual| {result.residuals()['log_residual'].abs().median():.2%}; {result.status}"
         )
 
@@ -80,8 +80,8 @@ def step_law() -> None:
     for name, cells in (("best points", best), ("fitted optima", optima_table)):
         for of in ("rate", "batch"):
             law = fit_step_law(cells, of=of)
-            told = "; ".join(f"{key} {ends(row)}" for key, row in law.intervals().iterrows())
-            print(f"step law, {name}, {of}: {told}; scatter {law.scatter:.2f} octaves")
+            ends_of = "; ".join(f"{key} {ends(row)}" for key, row in law.intervals().iterrows())
+            print(f"step law, {name}, {of}: {ends_of}; scatter {law.scatter:.2f} octaves")
 
 
 def approaches() -> None:

@@ -1,4 +1,4 @@
-"""What a searcher suggests next, after it was told of a sweep, and how good that is on a surface through all true finals."""
+"""A searcher's next suggestion after a sweep, and how good it is on a surface through all true finals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _spline(points: Array, values: Array, smoothing: float, weight: float) -> RB
 
 
 def quadratic_minimum(points: Array, log_losses: Array) -> Array:
-    """Where a quadratic surface of what was told is least in the unit cube, [d]; of a NaN it knows nothing.
+    """Minimum of a quadratic surface through the reported losses in the unit cube, [d]; NaNs are left out.
 
     Slopes in every coordinate, curvature and interaction of the first two (rate and weight-decay timescale), a little
     ridge, and as in `scaling.fit_optimum` little weight for what lies far above the best.
@@ -105,7 +105,7 @@ def _cube(d: int) -> Array:
 
 Sampler = Callable[[int], optuna.samplers.BaseSampler]
 SAMPLERS: Mapping[str, Sampler] = {
-    # Modelled from the first on: a sampler that isn't told of the stopped would else wait for more, and draw at random.
+    # Modelled from the first on: a sampler without the stopped trials would otherwise wait for more, and draw at random.
     "TPE": lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=4),
     "GP": lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=4, deterministic_objective=False),
 }
@@ -114,7 +114,7 @@ SAMPLERS: Mapping[str, Sampler] = {
 def suggestions(
     space: Space, sampler: optuna.samplers.BaseSampler, configs: Sequence[Config], log_losses: Array, n: int
 ) -> list[Config]:
-    """What Optuna would try next, `n` times, after it was told; of a NaN it hears nothing."""
+    """Optuna's next suggestions, `n` times, after the reported trials; NaNs are left out."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # each study would else announce itself
     study = optuna.create_study(sampler=sampler)
     distributions = {name: _distribution(space, name) for name in space}

@@ -19,9 +19,9 @@ from tests.benchmarks.rung_statistics import (
     Replay,
     random_search_regret,
     rank_correlation,
+    reported,
     successive_halving,
     telling_error,
-    told,
 )
 
 RUNGS = ("T/8", "T/4", "T/2", "T(1-f)")
@@ -243,7 +243,7 @@ def telling(seeds: list[SeedTable], space: Space, configs: Sequence[Config]) -> 
         final, known = table.final("annealed"), [configs[number] for number in table.configs]
         for number, replay in enumerate(_replays(table, "averaged", 2, (0, 1, 2))):
             for way in WAYS:
-                values = told(way, table.signals["averaged"][:, :3], final, replay.reached)
+                values = reported(way, table.signals["averaged"][:, :3], final, replay.reached)
                 row: dict[str, Any] = {"way": way, **asdict(telling_error(values, final, replay.reached))}
                 suggested = {"quadratic": quadratic_minimum(points, values)[None]}
                 for name, sampler in SAMPLERS.items():

@@ -24,10 +24,10 @@ WAYS: dict[Way, str] = {
     "corrected": "rung's loss + median of (final - rung) of the trials that ended",
     "chained": "rung's loss + sum of the medians from rung to rung",
     "rung": "rung's loss as it is",
-    "nothing": "not told",
+    "nothing": "not reported",
     "worst": "1.01 x the worst final loss",
 }
-_WORSE = 1.01  # as a divergence is told
+_WORSE = 1.01  # as a divergence is reported
 
 
 def rank_correlation(signal: Array, final: Array) -> float:
@@ -128,10 +128,10 @@ def random_search_regret(final: Array, n: float) -> float:
     return float(np.dot(chances, losses) - losses[0])
 
 
-def told(way: Way, signals: Array, final: Array, reached: Integers) -> Array:
-    """Log loss that a searcher is told of each trial, [n]; NaN where nothing is told.
+def reported(way: Way, signals: Array, final: Array, reached: Integers) -> Array:
+    """Log loss that a searcher is given for each trial, [n]; NaN where nothing is reported.
 
-    A trial that ended is told with its final loss. The offsets are medians over the trials that went on: to the end, or
+    A trial that ended is reported with its final loss. The offsets are medians over the trials that went on: to the end, or
     for "chained" to the next rung.
 
     Args:
@@ -163,12 +163,12 @@ def told(way: Way, signals: Array, final: Array, reached: Integers) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Of what was told about the stopped trials.
+    """Errors of the values reported for the stopped trials.
 
     Attributes:
-        bias: Mean of told - true log loss, over the stopped.
+        bias: Mean of reported - true log loss, over the stopped.
         rmse: Root of their mean square.
-        correlation: Spearman's of told and true over all that were told.
+        correlation: Spearman's of reported and true over all that were reported.
     """
 
     bias: float
@@ -177,7 +177,7 @@ class Error:
 
 
 def telling_error(values: Array, final: Array, reached: Integers) -> Error:
-    """Compare what was told with the truth, which was never seen."""
+    """Compare the reported values with the truth, which was never seen."""
     truth = np.log(final)
     stopped = ~np.isnan(values) & ~np.isnan(truth) & (reached < reached.max())
     known = ~np.isnan(values)

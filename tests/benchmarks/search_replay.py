@@ -2,7 +2,7 @@
 
     python tests/benchmarks/search_replay.py [--seeds 50] [--quick] [--json FILE]
 
-A suggestion is snapped to the nearest untried point in (log2 rate, log2 batch) and the searcher is told that point and its
+A suggestion is snapped to the nearest untried point in (log2 rate, log2 batch) and the searcher is given that point and its
 loss. All searchers look in one box, that of all cells together: each cell's own is centred on its optimum and would leak
 it. Cells are ordered by compute. A search ends within .1 % of its cell's best loss. That is partly luck, as run noise is
 about .06 %: within .25 % is the robust tolerance.
@@ -10,7 +10,7 @@ about .06 %: within .25 % is the robust tolerance.
     cold        nothing is known. TPE and the Gaussian process are Optuna's; the latter's losses are clipped at 1.1 × the best
     zero-shot   the surface's optimum at a cell from every run of the smaller ones; and what copying or a power law gives;
                 and the same with the cells in other orders, drawn at random
-    warm        the surface told every run of the smaller cells, then searching
+    warm        the surface given every run of the smaller cells, then searching
     campaign    all cells one after another, from its own trials only
 
 The table is read from ../shared/data beside the project, or from $MUSCALE_REFERENCE_DATA (steplaw_dense_all_lr_bs.csv).
@@ -52,7 +52,7 @@ EXPECTED_DRIFT = {
     "log2_rate": {"n_params": (-0.36, 0.15)},
     "log2_batch": {"n_params": (0.0, 0.15), "n_tokens": (0.47, 0.15)},
 }
-"""What is told of the drift beforehand, octaves per doubling, from other sources than this table and Step Law's fits to it;
+"""The drift that is given beforehand, octaves per doubling, from other sources than this table and Step Law's fits to it;
 all spreads are assumed. The table's models are of standard parametrization.
 
 Rate with size: the mean of -.23 (arXiv 2409.19913, fixed batch), -.36 (2406.19146, at 20 tokens a parameter) and -.48 (fitted
@@ -129,7 +129,7 @@ def random_search(seed: int, box: SearchBox, number: int) -> Suggest:
 
 
 def optuna_search(sampler: str) -> Callable[[int, SearchBox, int], Suggest]:
-    """Optuna's, told the snapped points as trials of their own."""
+    """Optuna's, given the snapped points as trials of their own."""
 
     def build(seed: int, box: SearchBox, number: int) -> Suggest:
         import optuna
@@ -141,12 +141,12 @@ def optuna_search(sampler: str) -> Callable[[int, SearchBox, int], Suggest]:
             name: optuna.distributions.FloatDistribution(*bounds) for name, bounds in box.bounds.items()
         }
 
-        def suggest(told: pd.DataFrame) -> tuple[float, float]:
-            if len(told):
-                last = told.iloc[-1]
+        def suggest(tried: pd.DataFrame) -> tuple[float, float]:
+            if len(tried):
+                last = tried.iloc[-1]
                 loss = float(last["loss"])
                 if sampler == "gp":
-                    loss = min(loss, 1.1 * float(told["loss"].min()))
+                    loss = min(loss, 1.1 * float(tried["loss"].min()))
                 params = {name: float(last[name]) for name in COORDINATES}
                 study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
             asked = study.ask(distributions)
@@ -159,11 +159,11 @@ def optuna_search(sampler: str) -> Callable[[int, SearchBox, int], Suggest]:
 
 
 def surface_search(seed: int, box: SearchBox, number: int, known: pd.DataFrame | None = None) -> Suggest:
-    """Ours, told `known` beforehand."""
+    """Ours, given `known` beforehand."""
     scale = {name: float(grid().cells[number][name].iloc[0]) for name in SCALES}
 
-    def suggest(told: pd.DataFrame) -> tuple[float, float]:
-        rows = told if known is None else pd.concat([known, told])
+    def suggest(tried: pd.DataFrame) -> tuple[float, float]:
+        rows = tried if known is None else pd.concat([known, tried])
         point = fit_response(rows, box=box).suggest(scale, seed=seed)
         return point["log2_rate"], point["log2_batch"]
 
@@ -189,7 +189,7 @@ def cold(task: tuple[str, int, int]) -> dict[str, Any]:
 
 
 def warm(task: tuple[int, int]) -> dict[str, Any]:
-    """Evaluations that ours needs in one cell, told every run of the smaller ones."""
+    """Evaluations that ours needs in one cell, given every run of the smaller ones."""
     number, seed = task
     cell, known, began = grid().cells[number], pd.concat(grid().cells[:number]), time.perf_counter()
     tried = replay(cell, surface_search(seed, grid().box, number, known))
@@ -208,14 +208,14 @@ def zero_shot(number: int) -> dict[str, Any]:
     cell, smaller = cells[number], cells[:number]
     scale = {name: float(cell[name].iloc[0]) for name in SCALES}
     optimum = fit_response(pd.concat(smaller), box=grid().box).optimum(scale)
-    untold = fit_response(pd.concat(smaller), box=replace(grid().box, drift={})).suggest(scale)
+    cold = fit_response(pd.concat(smaller), box=replace(grid().box, drift={})).suggest(scale)
     best = [one.loc[one["loss"].idxmin()] for one in smaller]
     logs = np.array([[1.0, *np.log2([float(b[name]) for name in SCALES])] for b in best])
     argmins = np.array([[float(b[name]) for name in COORDINATES] for b in best])
     law, *_ = np.linalg.lstsq(logs, argmins, rcond=None)
     points = {
         "ours": [optimum.point[name] for name in COORDINATES],
-        "ours, nothing stated of the drift": [untold[name] for name in COORDINATES],
+        "ours, nothing stated of the drift": [cold[name] for name in COORDINATES],
         "the previous cell's best": argmins[-1],
         "power law on the best of each cell": np.array([1.0, *np.log2(list(scale.values()))]) @ law,
     }
@@ -319,7 +319,7 @@ def main() -> None:
         show_other_orders(console, table("other_orders", other_order, places))
         warms = table("warm", warm, [(i, seed) for seed in range(min(seeds, WARM_SEEDS)) for i in range(1, n)])
         group = pd.Series(np.where(warms["cell"] >= ENOUGH, f"{ENOUGH} or more", f"1 to {ENOUGH - 1}"))
-        show(console, "warm: told all runs of the smaller cells", summary(warms, group.rename("smaller cells")))
+        show(console, "warm: given all runs of the smaller cells", summary(warms, group.rename("smaller cells")))
         campaigns = table("campaign", campaign, [(total, seed) for total in ALLOCATIONS for seed in range(seeds)])
         show_campaigns(console, campaigns)
         colds = table("cold", cold, tasks, 4)

@@ -8,9 +8,9 @@ import pytest
 from tests.benchmarks.rung_statistics import (
     random_search_regret,
     rank_correlation,
+    reported,
     successive_halving,
     telling_error,
-    told,
 )
 
 FINAL = np.array([1.0, 1.1, 1.3, 1.6])
@@ -71,24 +71,24 @@ REACHED = np.array([2, 2, 1, 0])
 def test_the_correction_finds_a_planted_offset_exactly() -> None:
     unseen = np.where(REACHED == 2, FINAL, np.nan)  # what the sweep doesn't know can't be used
     for way in ("corrected", "chained"):
-        values = told(way, SIGNALS, unseen, REACHED)
+        values = reported(way, SIGNALS, unseen, REACHED)
         np.testing.assert_allclose(values, np.log(FINAL), rtol=1e-12)
         assert telling_error(values, FINAL, REACHED).rmse < 1e-12
 
 
 def test_each_way_reports_its_values() -> None:
-    as_it_is = told("rung", SIGNALS, FINAL, REACHED)
+    as_it_is = reported("rung", SIGNALS, FINAL, REACHED)
     np.testing.assert_allclose(np.exp(as_it_is), [1.0, 1.1, 1.3 * 1.2, 1.6 * 1.5])
     error = telling_error(as_it_is, FINAL, REACHED)
     assert error.bias == pytest.approx((np.log(1.2) + np.log(1.5)) / 2)
-    assert np.isnan(told("nothing", SIGNALS, FINAL, REACHED)).tolist() == [False, False, True, True]
-    np.testing.assert_allclose(np.exp(told("worst", SIGNALS, FINAL, REACHED))[2:], 1.1 * 1.01)
+    assert np.isnan(reported("nothing", SIGNALS, FINAL, REACHED)).tolist() == [False, False, True, True]
+    np.testing.assert_allclose(np.exp(reported("worst", SIGNALS, FINAL, REACHED))[2:], 1.1 * 1.01)
 
 
 def test_the_chain_takes_its_first_step_from_all_that_went_on() -> None:
     signals = SIGNALS.copy()
     signals[0, 0] *= 1.1  # between 0, 1 and 2 the median of the first step stays
-    values = told("chained", signals, FINAL, REACHED)
+    values = reported("chained", signals, FINAL, REACHED)
     assert np.exp(values[3]) == pytest.approx(1.6)
-    direct = told("corrected", signals, FINAL, REACHED)
+    direct = reported("corrected", signals, FINAL, REACHED)
     assert np.exp(direct[3]) == pytest.approx(1.6 / np.sqrt(1.1))  # two that ended: their mean

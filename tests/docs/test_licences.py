@@ -25,8 +25,8 @@ def licences() -> ModuleType:
 
 def test_each_locked_package_states_its_licence_and_copyleft_ones_are_known(licences: ModuleType) -> None:
     names = licences.locked((ROOT / "requirements.lock").read_text())
-    found = {name: told for name in names if (told := licences.licence(name)) != "not installed"}
+    found = {name: licence for name in names if (licence := licences.licence(name)) != "not installed"}
     assert len(found) > len(names) / 2
     assert "not stated" not in found.values()
-    copyleft = {name for name, told in found.items() if licences.COPYLEFT.search(told)}
+    copyleft = {name for name, licence in found.items() if licences.COPYLEFT.search(licence)}
     assert copyleft == WEAK & set(found)

@@ -28,7 +28,7 @@ from tests.muscale.gloo_ranks import processes
 BATCH = 128
 RATES = (0.003, 0.01, 0.03)
 STEPS = 60
-PROGRESS = "progress"  # a line for each segment that was begun or told of itself: its key and tokens
+PROGRESS = "progress"  # lines of each segment's start and progress: its key and tokens
 
 Rows = dict[str, set[tuple[Any, ...]]]
 
@@ -58,9 +58,9 @@ def train(directory: Path) -> None:
     torch.set_num_threads(1)
     wanted = chains(directory)
     worker = Worker(Ledger(directory / LEDGER), compiled=False)
-    with (directory / PROGRESS).open("a", buffering=1) as told:
+    with (directory / PROGRESS).open("a", buffering=1) as progress:
         for chain in wanted:
-            worker.reach(chain, lambda tokens, _loss: print(tokens, file=told))
+            worker.reach(chain, lambda tokens, _loss: print(tokens, file=progress))
 
 
 def started(directory: Path, target: Any = train, *args: Any) -> BaseProcess:
@@ -122,9 +122,9 @@ class Tally:
 
     def tell(self, record_property: Callable[[str, object], None]) -> None:
         """Into pytest's report (--junit-xml), and the log that -o log_cli=true shows."""
-        told = (
+        summary = (
             f"injected {self.injected}, survived {self.survived}, "
             f"work lost {self.lost:,} tokens, of studies of {self.whole:,}"
         )
-        record_property(self.kind, told)
-        logging.getLogger(__name__).warning("%s: %s", self.kind, told)
+        record_property(self.kind, summary)
+        logging.getLogger(__name__).warning("%s: %s", self.kind, summary)

@@ -54,13 +54,13 @@ def test_a_damaged_curve_is_named_and_its_run_left_out(
 def test_a_worker_s_curve_carries_checksums_of_its_pages(study: Path) -> None:
     path = sorted((study / CURVES).glob("*.parquet"))[0]
     whole, curve = path.read_bytes(), pd.read_parquet(path, columns=["tokens", "train_loss"])
-    chance, told = random.Random(0), Counter[str]()
+    chance, counts = random.Random(0), Counter[str]()
     for _ in range(150):
         flip(path, chance.randrange(len(whole)), chance.randrange(8))
         try:
             read = pd.read_parquet(path, columns=["tokens", "train_loss"], page_checksum_verification=True)
-            told["harmless" if read.equals(curve) else "altered"] += 1
+            counts["harmless" if read.equals(curve) else "altered"] += 1
         except Exception:  # whatever layer notices
-            told["noticed"] += 1
+            counts["noticed"] += 1
         path.write_bytes(whole)
-    assert told["altered"] <= 3, f"the footer alone has no checksum: {told}"
+    assert counts["altered"] <= 3, f"the footer alone has no checksum: {counts}"

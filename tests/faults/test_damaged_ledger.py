@@ -1,4 +1,4 @@
-"""A damaged page of an SQLite ledger: told with what to do, and nothing is written."""
+"""A damaged page of an SQLite ledger: reported with what to do, and nothing is written."""
 
 from __future__ import annotations
 

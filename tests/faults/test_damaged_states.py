@@ -1,4 +1,4 @@
-"""A training state that was torn or in which a bit flipped is noticed, told by name, and trained again to the recorded loss."""
+"""A training state that was torn or in which a bit flipped is noticed, reported by name, and trained again to the recorded loss."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def same(one: TrainState, other: TrainState) -> bool:
 
 def test_no_flipped_bit_of_a_state_goes_unnoticed_unless_nothing_hangs_on_it(study: Path) -> None:
     path = sorted((study / STATES).glob("*.pt"))[0]
-    whole, state, chance, told = path.read_bytes(), TrainState.load(path), random.Random(0), Counter[str]()
+    whole, state, chance, counts = path.read_bytes(), TrainState.load(path), random.Random(0), Counter[str]()
     for _ in range(150):
         flip(path, chance.randrange(len(whole)), chance.randrange(8))
         try:
-            told["harmless" if same(TrainState.load(path), state) else "altered"] += 1
+            counts["harmless" if same(TrainState.load(path), state) else "altered"] += 1
         except StateError:
-            told["noticed"] += 1
+            counts["noticed"] += 1
         path.write_bytes(whole)
-    assert told["altered"] == 0, told
-    assert told["noticed"] > 100, told
+    assert counts["altered"] == 0, counts
+    assert counts["noticed"] > 100, counts
     with pytest.raises(FileNotFoundError):
         TrainState.load(study / "none.pt")
 

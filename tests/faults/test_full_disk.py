@@ -24,7 +24,7 @@ def leftovers(folder: Path) -> list[Path]:
     return list(folder.rglob("*.unfinished"))
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     assert isinstance(error, Exception)
     return _user_message(error)
 
@@ -35,8 +35,8 @@ def test_a_corpus_that_does_not_fit_is_written_again_once_there_is_room(small_di
     small_disk.fill(leave=40_000)
     with pytest.raises(OSError, match="No space left") as full:
         write_corpus(folder / CORPUS, str(folder / "text"))
-    assert told(full.value).startswith(f"{folder / CORPUS}")
-    assert "see to the disk and run the same command again" in told(full.value)
+    assert message_of(full.value).startswith(f"{folder / CORPUS}")
+    assert "see to the disk and run the same command again" in message_of(full.value)
     small_disk.empty()
     assert write_corpus(folder / CORPUS, str(folder / "text")).n_tokens > 10_000
 
@@ -50,7 +50,7 @@ def test_a_worker_whose_disk_becomes_full_continues_once_there_is_room(small_dis
     small_disk.fill(leave=20_000)  # less than a state
     with pytest.raises(OSError, match="No space left") as full:
         worker.reach(wanted[2])
-    assert f"{directory / STATES}" in told(full.value)
+    assert f"{directory / STATES}" in message_of(full.value)
     assert leftovers(directory) == []
     small_disk.empty()
     assert_kept(before, rows(directory / LEDGER))
@@ -114,7 +114,7 @@ def test_a_disk_that_became_read_only_ends_a_training_with_its_name_and_it_resum
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO, errno.ESTALE])
 def test_disk_errors_are_not_bugs_of_muscale(code: int) -> None:
-    assert "see to the disk" in _user_message(OSError(code, "told by a write, without a name"))
+    assert "see to the disk" in _user_message(OSError(code, "raised by a write, without a name"))
     assert _user_message(OSError(errno.EINVAL, "of a program")) == ""
 
 

@@ -136,8 +136,8 @@ def test_output_into_a_file_on_a_full_disk_is_no_fault_of_muscale_s(
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert done.returncode == 2
-    told = "" if unbuffered else "the output: "  # else it is a print that fails, whose error has no name
-    assert done.stderr == f"error: {told}no space left on device; see to the disk {GO_ON}\n"
+    prefix = "" if unbuffered else "the output: "  # else it is a print that fails, whose error has no name
+    assert done.stderr == f"error: {prefix}no space left on device; see to the disk {GO_ON}\n"
 
 
 def muscale_run(study: Path, log: Path) -> int:

@@ -1,4 +1,4 @@
-"""A driver is killed, told to end with little grace, doubled, or loses its Ray or its database: the same command goes on.
+"""A driver is killed, terminated with little grace, doubled, or loses its Ray or its database: the same command goes on.
 
 `tests/muscale/test_study.py` has the bounded version: a driver killed in three stages and interrupted in one.
 """

@@ -27,13 +27,13 @@ def undisturbed(trained: Path) -> tuple[dict[str, float], float]:
 
 
 def under_way(directory: Path, seen: int) -> int:
-    """Tokens of the training that was at work, as far as it told of itself since the last line that was seen."""
-    told = (directory / PROGRESS).read_text().split()[seen:] if (directory / PROGRESS).exists() else []
-    if not told:
+    """Tokens of the running training, from its progress lines after the first `seen`."""
+    progress = (directory / PROGRESS).read_text().split()[seen:] if (directory / PROGRESS).exists() else []
+    if not progress:
         return 0
     with closing(sqlite3.connect(directory / LEDGER)) as ledger:
         ended = {tokens for (tokens,) in ledger.execute("SELECT tokens FROM segments")}
-    return 0 if int(told[-1]) in ended else int(told[-1])
+    return 0 if int(progress[-1]) in ended else int(progress[-1])
 
 
 def kills(folder: Path, undisturbed: tuple[dict[str, float], float], times: int) -> Tally:

@@ -150,8 +150,8 @@ def counted() -> Iterator[list[str]]:
     """The statements that are executed in the block."""
     statements: list[str] = []
 
-    def note(*told: Any) -> None:
-        statements.append(told[2])
+    def note(*arguments: Any) -> None:
+        statements.append(arguments[2])
 
     sa.event.listen(sa.Engine, "before_cursor_execute", note)
     try:
@@ -178,7 +178,7 @@ def vacuum(server: PostgresServer) -> None:
         connection.execute("VACUUM ANALYZE")
 
 
-def told(small: dict[str, Cost], large: dict[str, Cost]) -> str:
+def table(small: dict[str, Cost], large: dict[str, Cost]) -> str:
     """A line for each operation."""
     rows = [
         f"{name}: {1e6 * small[name].seconds:.1f} -> {1e6 * cost.seconds:.1f} µs, "
@@ -191,8 +191,8 @@ def told(small: dict[str, Cost], large: dict[str, Cost]) -> str:
 def test_ten_times_as_many_rows_take_no_more_statements(measured: Callable[[int], dict[str, Cost]]) -> None:
     small, large = measured(100), measured(1000)
     batches = 20 * 1000 // KEYS_AT_ONCE  # of keys: ten branches of each trial, by key and by line, twice
-    assert all(large[name].statements <= small[name].statements + batches for name in OPERATIONS), told(small, large)
-    assert large["results at rungs"].seconds <= MOST * small["results at rungs"].seconds, told(small, large)
+    assert all(large[name].statements <= small[name].statements + batches for name in OPERATIONS), table(small, large)
+    assert large["results at rungs"].seconds <= MOST * small["results at rungs"].seconds, table(small, large)
 
 
 @pytest.mark.soak
@@ -201,6 +201,6 @@ def test_a_row_among_a_hundred_thousand_runs_and_a_million_rungs_costs_as_much_a
     measured: Callable[[int], dict[str, Cost]],
 ) -> None:
     small, large = measured(10_000), measured(100_000)
-    print(told(small, large))
+    print(table(small, large))
     slower = {name: cost.seconds / small[name].seconds for name, cost in large.items()}
-    assert max(slower.values()) <= MOST, told(small, large)
+    assert max(slower.values()) <= MOST, table(small, large)

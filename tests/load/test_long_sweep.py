@@ -113,10 +113,10 @@ def resident(process: psutil.Process) -> int:
 
 def require_flat(stretches: list[Window], *, beside: int = 1) -> None:
     """Compare the last stretch with an early one, by default the second: the first pays for what is made once."""
-    told = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
-    print(told)
-    assert np.mean([s.growth for s in stretches[1:]]) <= MOST_BYTES, told
-    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[beside].seconds, told
+    summary = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
+    print(summary)
+    assert np.mean([s.growth for s in stretches[1:]]) <= MOST_BYTES, summary
+    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[beside].seconds, summary
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "median", "hyperband"])
@@ -133,7 +133,7 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a
     stretches = flown(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher=searcher, scheduler="asha")
     require_flat(
         stretches, beside=2 if searcher == "cma_es" else 1
-    )  # which is told of more trials up to `MAX_OBSERVATIONS`
+    )  # which observes more trials up to `MAX_OBSERVATIONS`
 
 
 @pytest.mark.soak
@@ -166,7 +166,7 @@ def test_a_segment_among_five_thousand_members_costs_at_most_twice_as_much_as_am
 def test_a_suggestion_after_five_thousand_trials_costs_at_most_twice_that_after_a_thousand(
     tmp_path: Path, searcher: str
 ) -> None:
-    """A model is told at most `MAX_OBSERVATIONS`, so from there on only our own part grows; the trials before are random ones."""
+    """A model observes at most `MAX_OBSERVATIONS`, so from there on only our own part grows; the trials before are random ones."""
     ledger, costs = Ledger(tmp_path / "s.sqlite"), []
     for n_trials in (500, 1000, 5000):
         for _ in fly(make_engine(ledger, n_trials, searcher="random", scheduler="asha")):

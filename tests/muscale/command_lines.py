@@ -45,8 +45,8 @@ def muscale(capture: pytest.CaptureFixture[str], *arguments: str | Path) -> Done
         code = run([str(argument) for argument in arguments])
     except SystemExit as end:  # help, and what can't be parsed
         code = int(end.code or 0)
-    told = capture.readouterr()
-    return Done(code=code, out=told.out, err=told.err)
+    output = capture.readouterr()
+    return Done(code=code, out=output.out, err=output.err)
 
 
 def json_output(capture: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> Any:
@@ -72,12 +72,12 @@ def example_of(command: Any) -> list[str]:
 def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str], study: Path, spare: Path) -> set[str]:
     """Run every command that a promoted study answers without training, and return their names."""
     one = str(study)
-    told = {name: json_output(capture, name, one) for name in ("sweep", "ladder", "fit", "plan", "bundle", "report")}
-    told |= {name: json_output(capture, name, one) for name in ("runs", "calibration")}
+    results = {name: json_output(capture, name, one) for name in ("sweep", "ladder", "fit", "plan", "bundle", "report")}
+    results |= {name: json_output(capture, name, one) for name in ("runs", "calibration")}
     assert json_output(capture, "gc", one, "--dry-run")["dry_run"]
-    assert told["sweep"]
-    assert [row["key"] for row in told["runs"]]
-    assert Path(told["report"]["report"]).exists()
+    assert results["sweep"]
+    assert [row["key"] for row in results["runs"]]
+    assert Path(results["report"]["report"]).exists()
     verdict = muscale(capture, "transfer", one, "--json")
     assert json.loads(verdict.out)["verdict"]
     promotion = muscale(capture, "promote", one, "--force", "--json")
@@ -93,4 +93,4 @@ def check_that_a_promoted_study_speaks_json(capture: pytest.CaptureFixture[str],
     assert json_output(capture, "sync", one)
     assert json_output(capture, "export-optuna", one, spare / "sweep.db")
     others = ("transfer", "promote", "run", "watch", "verify", "generate", "export", "sync", "export-optuna")
-    return {*told, "gc", *others}
+    return {*results, "gc", *others}

@@ -35,16 +35,16 @@ def _serve(runs: Connection) -> None:
     while True:
         run, variables, memory.CHUNK_ENTRIES = runs.recv()
         os.environ.update(variables)
-        told = ""
+        failure = ""
         try:
             strategy = ShardedStrategy(world_size=int(variables["WORLD_SIZE"]))
             train(run, strategy=strategy, plugins=[TorchElasticEnvironment()])
         except Exception:
-            told = traceback.format_exc()
+            failure = traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers meshes
-        runs.send(told)
+        runs.send(failure)
 
 
 class GlooRanks:
@@ -70,12 +70,12 @@ class GlooRanks:
             connection.send((run, shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, chunk_entries))
         for _, connection in self._ranks[:world_size]:
             try:
-                told = connection.recv()
+                failure = connection.recv()
             except EOFError:
-                told = "a rank ended"
-            if told:
+                failure = "a rank ended"
+            if failure:
                 self.end()  # the others may wait for it for ever
-                raise RuntimeError(told)
+                raise RuntimeError(failure)
 
     def end(self) -> None:
         """End them all."""

@@ -18,8 +18,8 @@ def planted_fit(noise: float = 1e-3, n_bootstrap: int = 50) -> ScalingFit:
     )
     law = 1.5 + 40 / rows["n_params"] ** 0.4 + 100 / rows["n_tokens"] ** 0.4
     drawn = np.exp(noise * np.random.default_rng(0).standard_normal(len(rows)))
-    told = rows.assign(loss=law * drawn, annealed=True, regret=0.0, stem=[f"stem {i}" for i in range(len(rows))])
-    return fit(told, n_params_convention="as planted", n_bootstrap=n_bootstrap)
+    runs = rows.assign(loss=law * drawn, annealed=True, regret=0.0, stem=[f"stem {i}" for i in range(len(rows))])
+    return fit(runs, n_params_convention="as planted", n_bootstrap=n_bootstrap)
 
 
 def planted_horizon() -> HorizonLaw:

@@ -68,7 +68,7 @@ class RayNodes:
 
     def add_node(self) -> subprocess.Popen[bytes]:
         """Start a node of one CPU; the process that started it leads its group."""
-        # On one machine each node needs ports of its own, which it picks where it is told 0.
+        # On one machine each node needs ports of its own, which it picks where it is given 0.
         ports = ("--min-worker-port=0", "--max-worker-port=0")
         return self._start("--address", f"127.0.0.1:{self._port}", "--num-cpus=1", *ports)
 

@@ -1,4 +1,4 @@
-"""What goes wrong is told in a sentence: users' errors, our own faults, output that nobody reads; and what a terminal gets."""
+"""Every error has a one-line message: users' errors, our own bugs, output that nobody reads; and a terminal's links."""
 
 import os
 import pty
@@ -137,9 +137,9 @@ def test_no_secret_of_the_environment_stands_in_an_error_or_its_stack(
     monkeypatch.setattr(entry, "app", fail)
     done = muscale(capsys, "check", "study.toml", "--set", "a.b=" + "k3y" * 10)
     assert done.code == EXIT_FAULT
-    told = done.err + "".join(path.read_text() for path in tmp_path.iterdir())
-    assert "$MUSCALE_LEDGER_URL or $MUSCALE_LEDGER_URL or $WANDB_API_KEY" in told
-    assert not [secret for secret in ("ss-word", "k3yk3y") if secret in told.replace('k3y" * 10', "")]
+    output = done.err + "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "$MUSCALE_LEDGER_URL or $MUSCALE_LEDGER_URL or $WANDB_API_KEY" in output
+    assert not [secret for secret in ("ss-word", "k3yk3y") if secret in output.replace('k3y" * 10', "")]
 
 
 def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
@@ -199,7 +199,7 @@ def test_a_summary_links_its_paths_in_a_terminal_only(tmp_path: Path) -> None:
         )
         with console.capture() as captured:
             print_ending(ending, console)
-        told = captured.get()
-        assert str(path) in told
-        assert ("\x1b]8;id=" in told and path.as_uri() in told) is terminal
-        assert ("\x1b" in told) is terminal
+        output = captured.get()
+        assert str(path) in output
+        assert ("\x1b]8;id=" in output and path.as_uri() in output) is terminal
+        assert ("\x1b" in output) is terminal

@@ -30,9 +30,9 @@ def test_the_application_shows_groups_exit_codes_and_an_example(capsys: pytest.C
     shown = muscale(capsys, "--help").out
     places = [shown.index(f"─ {group} ─") for group in GROUPS]
     assert places == sorted(places)
-    told = " ".join(shown.split())
+    text = " ".join(shown.split())
     for code, meaning in EXIT_CODES.items():
-        assert f"{code} {meaning}" in told
+        assert f"{code} {meaning}" in text
     app.parse_args(example_of(app), exit_on_error=False, print_error=False)
     loop = ["run", "check", "sweep", "transfer", "ladder", "fit", "plan", "promote", "bundle", "runs", "init"]
     shown_at = [shown.index(f"│ {name} ") for name in loop]

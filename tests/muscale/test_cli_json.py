@@ -69,6 +69,6 @@ def test_what_others_print_meanwhile_goes_to_standard_error(capfd: pytest.Captur
         sys.stdout.flush()
         os.write(1, b"a process of a library\n")
     show({"a": 1}, as_json=True)
-    told: Any = capfd.readouterr()
-    assert json.loads(told.out) == {"a": 1}
-    assert sorted(told.err.splitlines()) == ["a library", "a process of a library"]
+    output: Any = capfd.readouterr()
+    assert json.loads(output.out) == {"a": 1}
+    assert sorted(output.err.splitlines()) == ["a library", "a process of a library"]

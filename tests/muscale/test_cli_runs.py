@@ -83,9 +83,9 @@ def test_terms_choose_rows(runs: pd.DataFrame, terms: tuple[str, ...], keys: lis
     ],
 )
 def test_what_is_no_term_or_no_column_is_refused(runs: pd.DataFrame, selection: dict[str, Any], message: str) -> None:
-    with pytest.raises(RunSelectionError) as told:
+    with pytest.raises(RunSelectionError) as refusal:
         Selection(**selection).of(runs)
-    assert message in str(told.value)
+    assert message in str(refusal.value)
 
 
 def test_rows_are_sorted_and_limited_and_columns_chosen(runs: pd.DataFrame) -> None:

@@ -68,7 +68,7 @@ def test_a_wheel_of_this_package_needs_nothing_else_and_fingerprints_its_sources
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--target", str(tmp_path / "there")]
     subprocess.run([*install, str(wheel)], check=True)
     code = "from muscale import fingerprint; print(fingerprint.__file__, fingerprint.package_fingerprint())"
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "there")},
@@ -76,7 +76,7 @@ def test_a_wheel_of_this_package_needs_nothing_else_and_fingerprints_its_sources
         text=True,
         check=True,
     ).stdout
-    assert told.split() == [str(tmp_path / "there" / "muscale" / "fingerprint.py"), package_fingerprint()]
+    assert output.split() == [str(tmp_path / "there" / "muscale" / "fingerprint.py"), package_fingerprint()]
     assert (tmp_path / "there" / "muscale" / "quickstart.toml").exists()
 
 

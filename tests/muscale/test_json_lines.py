@@ -12,8 +12,8 @@ def test_the_last_record_is_found_from_the_end_of_the_file(tmp_path: Path) -> No
     assert json_lines.last(file) is None
     file.write_text("")
     assert json_lines.last(file) is None
-    json_lines.append(file, *({"step": step, "told": {"loss": 2.5}} for step in range(5000)))
-    assert json_lines.last(file) == {"step": 4999, "told": {"loss": 2.5}}
+    json_lines.append(file, *({"step": step, "metrics": {"loss": 2.5}} for step in range(5000)))
+    assert json_lines.last(file) == {"step": 4999, "metrics": {"loss": 2.5}}
     with file.open("a") as torn:
         torn.write('{"step": 5000, "to')
-    assert json_lines.last(file) == {"step": 4999, "told": {"loss": 2.5}}
+    assert json_lines.last(file) == {"step": 4999, "metrics": {"loss": 2.5}}

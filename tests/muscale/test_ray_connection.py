@@ -55,14 +55,14 @@ print("left")
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("cluster", "code", "printed", "told"),
+    ("cluster", "code", "printed", "message"),
     [
         ("own", 0, ["within", "left"], "its head and its node are killed"),
         pytest.param("joined", 2, ["within"], "run the same command again to resume", marks=pytest.mark.soak),
     ],
 )
 def test_a_head_that_hangs_on_disconnect_blocks_nobody(
-    tmp_path: Path, cluster: str, code: int, printed: list[str], told: str
+    tmp_path: Path, cluster: str, code: int, printed: list[str], message: str
 ) -> None:
     env = {**os.environ, "HOME": str(tmp_path)}
     command = [sys.executable, "-c", LEAVES, cluster]
@@ -73,7 +73,7 @@ def test_a_head_that_hangs_on_disconnect_blocks_nobody(
             os.kill(pid, signal.SIGKILL)
     assert done.returncode == code, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == printed
-    assert told in done.stderr
+    assert message in done.stderr
     token = tmp_path / ".ray" / "auth_token"  # of the first Ray that this home has seen
     assert (len(token.read_text()), token.stat().st_mode & 0o777) == (64, 0o600)
     assert list(token.parent.iterdir()) == [token]

@@ -35,7 +35,7 @@ def test_no_command_prints_a_secret_or_writes_it_to_a_file(
     config, ledger = StudyConfig.read(path), Ledger(path.parent / "ledger.sqlite")
     write(registered_plan(path, ledger), config, ledger.directory)
     ledger.close()
-    told = ""
+    printed = ""
     for arguments in (
         ("check", path, "--debug"),
         ("report", path),
@@ -46,10 +46,10 @@ def test_no_command_prints_a_secret_or_writes_it_to_a_file(
         ("watch", path, "--losses", "wandb:me/project/run", "--debug"),
     ):
         done = muscale(capsys, *arguments)
-        told += done.out + done.err
+        printed += done.out + done.err
         assert telling() == [], arguments
-    assert SECRET not in told
-    assert "127.0.0.1" in told, "the database was asked for"
+    assert SECRET not in printed
+    assert "127.0.0.1" in printed, "the database was asked for"
     bundle_files.write_manifest(path.parent, {"plan": "p"})
     assert (path.parent / REPORT).exists()
     assert len([found for found in tmp_path.rglob("*") if found.is_file()]) > 45, "there is something to search"
@@ -77,7 +77,7 @@ def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
     promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     study.bundle()
     study.ledger.close()
-    told = ""
+    printed = ""
     for command in (
         ("bundle",),
         ("report",),
@@ -87,8 +87,8 @@ def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
     ):
         done = muscale(capsys, command[0], path, *command[1:])
         assert done.code in (0, 1), done.err
-        told += done.out + done.err
-    assert SECRET not in told
+        printed += done.out + done.err
+    assert SECRET not in printed
     bundle = path.parent / BUNDLES / plan.key
     written = [bundle / name for name in (WEIGHTS, METRICS, bundle_files.MANIFEST)]
     written += [run / name for name in (PREPARED, RESULT)]

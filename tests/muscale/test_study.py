@@ -295,9 +295,9 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
     deadline = time.monotonic() + 180
     while not reached():  # type: ignore[no-untyped-call]
         log.flush()
-        told = (study.parent / f"{stage}.log").read_text()
-        assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{told}"
-        assert time.monotonic() < deadline, f"{stage} was not reached:\n{told}"
+        output = (study.parent / f"{stage}.log").read_text()
+        assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{output}"
+        assert time.monotonic() < deadline, f"{stage} was not reached:\n{output}"
         time.sleep(0.02)
     assert telling() == [], "while a driver, its Ray and its workers are at it"
     family = psutil.Process(driver.pid).children(recursive=True)

@@ -71,9 +71,9 @@ def test_trials_are_wandb_runs_that_resume(swept: Sweep, offline: None) -> None:
     runs = read_runs(directory)
     assert sorted(run.name for run in runs) == sorted(wanted)
     best = next(run for run in runs if run.name == "micro trial 0")
-    told = wanted["micro trial 0"]
-    assert (best.key, best.group, best.kind, best.project) == (told.key, told.group, "trial", "muscale")
-    assert best.rows == [dict(row.values) for row in told.rows["rungs"]]
+    expected = wanted["micro trial 0"]
+    assert (best.key, best.group, best.kind, best.project) == (expected.key, expected.group, "trial", "muscale")
+    assert best.rows == [dict(row.values) for row in expected.rows["rungs"]]
     assert best.config["learning_rate"] == 0.008
     assert best.config["model"]["d_model"] == 32
     assert (best.summary["status"], best.summary["val_loss"]) == ("completed", 1.8)
@@ -161,9 +161,9 @@ def test_an_unwritable_place_is_reported_and_the_work_continues(swept: Sweep, ca
     with caplog.at_level(logging.WARNING), make_mirror(settings, directory).following(Trials(swept)):
         done = True
     assert done
-    (told,) = [message for message in caplog.messages if message.startswith("tracking:")]
-    assert "tensorboard: " in told
-    assert "the work continues" in told
+    (message,) = [message for message in caplog.messages if message.startswith("tracking:")]
+    assert "tensorboard: " in message
+    assert "the work continues" in message
 
 
 UNREACHABLE = """

@@ -36,7 +36,7 @@ MakeStudy = Callable[..., Path]
 
 
 class Listed(Tracker[str]):
-    """A tracker that keeps what it is given, and fails when it is told to."""
+    """A tracker that keeps what it is given, and fails on request."""
 
     name = "listed"
 
@@ -193,10 +193,10 @@ def test_a_tracker_is_given_everything_once_even_by_another_process(planted: Pla
 
 
 def test_runs_keep_their_numbers_when_older_ones_are_merged(tmp_path: Path) -> None:
-    told = {"purpose": "sweep", "n_params": 10, "n_tokens": 100, "compute_flops": 6e3, "learning_rate": 0.01}
-    mine = pd.DataFrame([{**told, "key": "late", "loss": 2.0}])
+    common = {"purpose": "sweep", "n_params": 10, "n_tokens": 100, "compute_flops": 6e3, "learning_rate": 0.01}
+    mine = pd.DataFrame([{**common, "key": "late", "loss": 2.0}])
     theirs = pd.DataFrame(
-        [{**told, "key": "early", "loss": 3.0}, {**told, "purpose": "ladder", "key": "late", "loss": 2.0}]
+        [{**common, "key": "early", "loss": 3.0}, {**common, "purpose": "ladder", "key": "late", "loss": 2.0}]
     )
     merged = pd.concat([theirs, mine], ignore_index=True)
     file = tmp_path / "tracking" / "numbers.jsonl"
@@ -254,8 +254,8 @@ def test_a_failing_tracker_is_reported_once_and_gets_everything_when_it_is_back(
         for last in (201, 202, 240):
             planted.write(last, last, 400)
             mirror.bring_up(planted.source())
-    (told,) = caplog.messages
-    assert "listed: ConnectionError: no route to $WANDB_API_KEY; the work continues" in told
+    (message,) = caplog.messages
+    assert "listed: ConnectionError: no route to $WANDB_API_KEY; the work continues" in message
     assert good.rows, "the other one has what there is"
     bad.failure = None
     time.sleep(0.6)

@@ -52,10 +52,10 @@ def _read(file: Path) -> OfflineRun:
         record.ParseFromString(content)
         match record.WhichOneof("record_type"):
             case "run":
-                told = record.run
-                run.key, run.name, run.group = told.run_id, told.display_name, told.run_group
-                run.kind, run.project = told.job_type, told.project
-                run.config |= {item.key: json.loads(item.value_json) for item in told.config.update}
+                started = record.run
+                run.key, run.name, run.group = started.run_id, started.display_name, started.run_group
+                run.kind, run.project = started.job_type, started.project
+                run.config |= {item.key: json.loads(item.value_json) for item in started.config.update}
             case "history":
                 items = record.history.item
                 row = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in items}

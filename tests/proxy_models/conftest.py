@@ -86,10 +86,10 @@ def assert_same() -> Callable[[SegmentResult, SegmentResult], None]:
         assert one.state.tokens == other.state.tokens
         assert one.state.tensors.keys() == other.state.tensors.keys()
         for name, tensor in one.state.tensors.items():
-            told, expected = (
+            actual, expected = (
                 t.nan_to_num(nan=-1.0) for t in (tensor, other.state.tensors[name])
             )  # a guard's gaps are NaN
-            assert torch.equal(told, expected), name
+            assert torch.equal(actual, expected), name
         assert (one.loss, one.averaged_loss) == (other.loss, other.averaged_loss)
 
     return assert_same

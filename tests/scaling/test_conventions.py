@@ -74,8 +74,8 @@ def test_every_result_states_what_n_counts(results: dict[str, Any]) -> None:
 
 
 def test_every_result_with_losses_states_their_unit(results: dict[str, Any]) -> None:
-    told = {name: str(result) for name, result in results.items() if name not in ("isoflops", "envelope")}
-    assert [name for name, text in told.items() if UNIT not in text or "nats" in text] == []
+    texts = {name: str(result) for name, result in results.items() if name not in ("isoflops", "envelope")}
+    assert [name for name, text in texts.items() if UNIT not in text or "nats" in text] == []
     assert results["isoflops"].loss_unit == results["envelope"].loss_unit == UNIT
 
 
@@ -92,14 +92,14 @@ def test_every_figure_with_losses_states_their_unit(results: dict[str, Any]) -> 
         "envelope": results["envelope"].plot(),
         "profile": results["profile"].plot(),
     }
-    told = {name: figure.to_json() for name, figure in figures.items()}
-    assert [name for name, text in told.items() if UNIT not in text or "nats" in text] == []
+    texts = {name: figure.to_json() for name, figure in figures.items()}
+    assert [name for name, text in texts.items() if UNIT not in text or "nats" in text] == []
 
 
 def test_every_dictionary_keeps_both(results: dict[str, Any]) -> None:
-    told = {name: result.to_dict() for name, result in results.items() if hasattr(result, "to_dict")}
-    assert len(told) >= 11
-    dumped = {name: json.dumps(data, allow_nan=False) for name, data in told.items()}
+    dicts = {name: result.to_dict() for name, result in results.items() if hasattr(result, "to_dict")}
+    assert len(dicts) >= 11
+    dumped = {name: json.dumps(data, allow_nan=False) for name, data in dicts.items()}
     assert [name for name, text in dumped.items() if COUNTS not in text or UNIT not in text] == []
 
 
@@ -124,8 +124,8 @@ def test_round_trip(results: dict[str, Any], name: str, kind: Any) -> None:
 
 def test_a_law_by_hand_does_not_pretend() -> None:
     law = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
-    for told in (law, law.allocate(1e21), decide(law, 1e21)):
-        assert "what N counts is not stated" in str(told)
+    for stated in (law, law.allocate(1e21), decide(law, 1e21)):
+        assert "what N counts is not stated" in str(stated)
 
 
 @pytest.mark.parametrize("verb", [fit, backtest, fit_isoflops, fit_envelope])

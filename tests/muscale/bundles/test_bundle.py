@@ -1,4 +1,4 @@
-"""The bundle: written whole from a real run, usable without it, and any change to it is told by file."""
+"""The bundle: written whole from a real run, usable without it, and any change to it is reported by file."""
 
 import json
 import os
@@ -251,12 +251,16 @@ def test_averages_are_fp32_means_stored_with_the_last_weights(case: Case) -> Non
     checkpoints = Checkpoints(run.directory / CHECKPOINTS)
     newest = [tokens for tokens, _ in checkpoints.intact()][:2]
     bundle = Bundle.open(case.bundle)
-    told = bundle.read(parts.AVERAGING)
-    assert told["checkpoints"] == newest == [BATCH * 24, BATCH * 16]
-    assert told["loss"] == pytest.approx(run.promotion.loss, rel=1e-6)
+    averaging = bundle.read(parts.AVERAGING)
+    assert averaging["checkpoints"] == newest == [BATCH * 24, BATCH * 16]
+    assert averaging["loss"] == pytest.approx(run.promotion.loss, rel=1e-6)
     averaged = bundle.decoder(averaged=True)
-    assert held_out_loss(averaged, run.corpus, run.chain.numerics) == pytest.approx(told["averaged_loss"], rel=1e-6)
-    assert f"average of 2 checkpoints {told['averaged_loss']:.4f}, last weights {told['loss']:.4f}" in str(bundle)
+    assert held_out_loss(averaged, run.corpus, run.chain.numerics) == pytest.approx(
+        averaging["averaged_loss"], rel=1e-6
+    )
+    assert f"average of 2 checkpoints {averaging['averaged_loss']:.4f}, last weights {averaging['loss']:.4f}" in str(
+        bundle
+    )
     weights = [_weights_at(run, tokens) for tokens in newest]
     for name, parameter in averaged.named_parameters():
         torch.testing.assert_close(parameter.detach(), (weights[0][name] + weights[1][name]) / 2)
@@ -377,9 +381,9 @@ def test_the_commands_verify_generate_and_export(
     exported = load_file(tmp_path / "llama" / "model.safetensors")
     assert exported["lm_head.weight"].shape == (300, 32)
     (copied / parts.SEEDS).unlink()
-    code, told = muscale("verify", copied)
+    code, shown = muscale("verify", copied)
     assert code == 1
-    assert told.endswith(f"DAMAGED\n  missing: {parts.SEEDS}\n")
+    assert shown.endswith(f"DAMAGED\n  missing: {parts.SEEDS}\n")
     with pytest.raises(BundleError, match=f"missing: {parts.SEEDS}"):
         muscale("generate", copied)
 

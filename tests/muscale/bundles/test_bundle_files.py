@@ -1,4 +1,4 @@
-"""Verification: each kind of damage is told by file, and a manifest can't lead out of its folder."""
+"""Verification: each kind of damage is reported by file, and a manifest can't lead out of its folder."""
 
 import json
 import os
@@ -29,11 +29,11 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_a_whole_folder_passes(folder: Path) -> None:
+def test_an_intact_folder_passes(folder: Path) -> None:
     found = verify(folder)
     assert found.passed
     assert (found.n_files, found.n_bytes, found.digest) == (2, 3, file_sha256(folder / MANIFEST))
-    assert str(found).endswith(": whole")
+    assert str(found).endswith(": intact")
 
 
 def test_what_is_missing_different_or_extra_is_named(folder: Path) -> None:

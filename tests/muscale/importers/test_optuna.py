@@ -113,7 +113,7 @@ DISTRIBUTION = "UPDATE trial_params SET param_value = 0, distribution_json = "
 
 
 @pytest.mark.parametrize(
-    ("statement", "told"),
+    ("statement", "message"),
     [
         (f"DROP TABLE trials; CREATE VIEW trials AS {ENDLESS}", "trials: .*view"),
         ("DELETE FROM study_directions", ""),
@@ -126,7 +126,7 @@ DISTRIBUTION = "UPDATE trial_params SET param_value = 0, distribution_json = "
     ],
 )
 def test_a_storage_made_wrong_is_refused_without_warnings(
-    tmp_path: Path, statement: str, told: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, statement: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "theirs.db"
     write_study(path, n_trials=2)
@@ -134,7 +134,7 @@ def test_a_storage_made_wrong_is_refused_without_warnings(
     connection = sqlite3.connect(path, isolation_level=None)
     connection.executescript(statement)
     connection.close()
-    with pytest.raises(StageError, match=rf"^optuna: {path}: .*{told}") as refusal:
+    with pytest.raises(StageError, match=rf"^optuna: {path}: .*{message}") as refusal:
         import_space(str(path))
     assert len(str(refusal.value)) < 1000
     assert caplog.records == []
@@ -210,7 +210,7 @@ GOOD = {"learning_rate": [0.01], "layers": [2], "norm": ["pre"], "x": [0.5], "lo
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"learning_rate": [-1.0]}, "learning_rate: .*-1.0 in row 0"),
         ({"layers": [2.5]}, "layers: .*2.5 in row 0"),
@@ -223,12 +223,12 @@ GOOD = {"learning_rate": [0.01], "layers": [2], "norm": ["pre"], "x": [0.5], "lo
     ],
 )
 def test_faulty_results_are_refused_with_file_column_and_value(
-    tmp_path: Path, changed: dict[str, list[object]], told: str
+    tmp_path: Path, changed: dict[str, list[object]], message: str
 ) -> None:
     path = tmp_path / "results.csv"
     columns = {name: values for name, values in {**GOOD, **changed}.items() if values is not None}
     pd.DataFrame(columns).to_csv(path, index=False)
-    with pytest.raises(StageError, match=rf"results\.csv: {told}"):
+    with pytest.raises(StageError, match=rf"results\.csv: {message}"):
         outside_results(path, SPACE, n_params=1000, n_tokens=1000)
 
 

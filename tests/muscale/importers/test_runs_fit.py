@@ -43,9 +43,9 @@ def test_the_command_prints_law_intervals_and_forecast(tmp_path: Path, capsys: p
     ladder().to_csv(path, index=False)
     arguments = ["fit", "--runs", str(path), "--n-params", "total", "--compute-flops", "1e20"]
     assert app(arguments, result_action="return_value") == 0
-    told = capsys.readouterr().out
-    assert "alpha" in told
-    assert "total" in told
+    output = capsys.readouterr().out
+    assert "alpha" in output
+    assert "total" in output
     assert app([*arguments, "--json"], result_action="return_value") == 0
     assert json.loads(capsys.readouterr().out)["decision"]["n_params"] > 0
 

@@ -58,7 +58,7 @@ def test_a_sweep_becomes_tables_that_a_study_file_takes(tmp_path: Path) -> None:
         "rungs": 3,
         "space": None,
     }
-    assert "program" in str(found), "what has no counterpart is told"
+    assert "program" in str(found), "settings without a counterpart are reported"
     assert "min_iter" in str(found)
     study = tomllib.loads(MICRO)
     own = {name: entry for name, entry in written["space"].items() if name in ("learning_rate", "init_scale", "beta1")}
@@ -111,7 +111,7 @@ def test_unknown_names_are_reported_with_the_closest_known_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("method: bayes\nparameters: {x: {min: 2, max: 1}}", r"parameters\.x: "),
         ("method: bayes\nparameters: {x: {distribution: zipf}}", r"parameters\.x: .*constant"),
@@ -129,13 +129,13 @@ def test_unknown_names_are_reported_with_the_closest_known_one(tmp_path: Path) -
         ),
     ],
 )
-def test_a_faulty_file_is_refused_with_its_key(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(StageError, match=rf"sweep\.yaml: .*{told}"):
+def test_a_faulty_file_is_refused_with_its_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(StageError, match=rf"sweep\.yaml: .*{message}"):
         import_space(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(
-    ("name", "rename", "told"),
+    ("name", "rename", "message"),
     [
         ("sweep.txt", (), r"'\.txt'"),
         ("none.yaml", (), r"none\.yaml"),
@@ -144,7 +144,7 @@ def test_a_faulty_file_is_refused_with_its_key(tmp_path: Path, text: str, told: 
         ("sweep.yaml", ["lr=init_scale"], "--rename"),
     ],
 )
-def test_a_wrong_path_or_name_is_refused(tmp_path: Path, name: str, rename: list[str], told: str) -> None:
+def test_a_wrong_path_or_name_is_refused(tmp_path: Path, name: str, rename: list[str], message: str) -> None:
     write(tmp_path, SWEEP)
-    with pytest.raises(StageError, match=told):
+    with pytest.raises(StageError, match=message):
         import_space(str(tmp_path / name), rename)

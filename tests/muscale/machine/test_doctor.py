@@ -1,4 +1,4 @@
-"""The doctor: what it finds is so, what it can't find fails with something to do, and no secret is told."""
+"""The doctor: its findings are right, failures come with advice, and no secret is printed."""
 
 import json
 import time
@@ -41,9 +41,9 @@ def test_a_machine_that_runs_the_tests_is_well(make_study: MakeStudy, capfd: pyt
     path = make_study()
     before = sorted(path.parent.rglob("*"))
     done = muscale(capfd, "doctor", path, "--json")
-    told = json.loads(done.out)
-    status = {finding["what"]: finding["status"] for finding in told["findings"]}
-    assert done.code == (0 if told["passed"] else 1)
+    output = json.loads(done.out)
+    status = {finding["what"]: finding["status"] for finding in output["findings"]}
+    assert done.code == (0 if output["passed"] else 1)
     assert {status[name] for name in ("python", "packages", "writing", "ledger", "torch", "workers")} == {"ok"}
     assert {"disk", "W&B", "ray", "token", "GPUs", "compiler"} <= status.keys()
     assert sorted(path.parent.rglob("*")) == before, "it leaves nothing behind"
@@ -58,7 +58,7 @@ def test_workers_that_do_not_meet_are_ended_and_the_reason_is_reported(monkeypat
     broken = shake_hands()
     assert broken.seconds is None
     assert "ended with exit code 1: " in broken.failure
-    assert broken.torch["version"], "what the first told before it ended is kept"
+    assert broken.torch["version"], "what the first reported before it ended is kept"
     finding = by_name(doctor._devices(broken, 0.0))["workers"]
     assert finding.status == "fail"
     assert "GLOO_SOCKET_IFNAME" in finding.do
@@ -183,9 +183,9 @@ def test_a_diagnosis_shows_what_to_do_and_fails_with_one_finding() -> None:
         Finding(what="a", status="ok", found="good"),
         Finding(what="b", status="fail", found="bad", do="mend it"),
     )
-    told = str(Diagnosis(findings=(well, ill))).splitlines()
-    assert told[0].split() == ["ok", "a", "good"]
-    assert told[2].strip() == "→ mend it"
-    assert told[-1] == "ok: 1, warnings: 0, failed: 1"
+    lines = str(Diagnosis(findings=(well, ill))).splitlines()
+    assert lines[0].split() == ["ok", "a", "good"]
+    assert lines[2].strip() == "→ mend it"
+    assert lines[-1] == "ok: 1, warnings: 0, failed: 1"
     assert Diagnosis(findings=(well,)).passed
     assert not Diagnosis(findings=(well, ill)).passed

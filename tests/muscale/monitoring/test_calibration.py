@@ -68,8 +68,8 @@ def test_the_share_inside_has_an_exact_interval_and_asserted_runs_stand_apart(tm
     theirs.close()
     found = calibrate(ours, [tmp_path / "theirs"])
     assert len(found.table) == 12
-    own, told = found.coverage.to_dict("records")
-    assert (own["runs"], own["inside"], own["asserted"], told["runs"], told["inside"]) == (10, 9, False, 2, 1)
+    own, external = found.coverage.to_dict("records")
+    assert (own["runs"], own["inside"], own["asserted"], external["runs"], external["inside"]) == (10, 9, False, 2, 1)
     # Clopper and Pearson's limits for 9 of 10 at 90 %, in their closed form
     assert own["high"] == pytest.approx(0.95 ** (1 / 10), abs=0.01)
     assert own["low"] == pytest.approx(0.606, abs=1e-3)

@@ -182,7 +182,7 @@ def test_events_of_a_run_are_shown_in_order_of_time(run: Run) -> None:
     record_incident(run.directory, later)
     seen = run.monitor().look()
     assert [event.kind for event in seen.run_events] == ["restart", "alarm", "skip"]
-    places = [str(seen).index(told) for told in ("00:00:05 step 3: restart", "alarm: the loss", "step 9: skip: nan")]
+    places = [str(seen).index(text) for text in ("00:00:05 step 3: restart", "alarm: the loss", "step 9: skip: nan")]
     assert places == sorted(places)
     assert [event["kind"] for event in json.loads(json.dumps(seen.to_dict()))["run_events"]] == [
         "restart",

@@ -68,7 +68,7 @@ def test_a_name_s_script_does_not_run(browser: Browser, report: str) -> None:
             "document.body.append(Object.assign(document.createElement('script'), {text: 'window.evil = 2'}))"
         )
         assert shown.page.evaluate("window.evil") is None
-        assert any("script" in told.lower() for told in shown.complaints)
+        assert any("script" in complaint.lower() for complaint in shown.complaints)
 
 
 def test_tables_sort_by_click_and_by_keyboard(shown: Opened) -> None:

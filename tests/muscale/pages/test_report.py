@@ -116,9 +116,9 @@ def test_the_plan_shows_values_of_every_kind(tmp_path: Path, make_study: MakeStu
     values = {"learning_rate": 0.0123456, "optimizer": "lion", "zero_readout": True, "stages": stages}
     plan = planted_plan(make_study()) | {"rules": dict.fromkeys(values, "as given"), "hyperparameters": values}
     text = page(tmp_path, plan=plan)
-    stages_told = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
-    for name, told in zip(values, ("0.01235", "lion", "True", stages_told), strict=True):
-        assert f'<td>{name}</td><td>{told}</td><td class="why">as given</td>' in text
+    shown_stages = "after 40%: learning_rate × 0.5; after 80%: beta2 = 0.98"
+    for name, shown in zip(values, ("0.01235", "lion", "True", shown_stages), strict=True):
+        assert f'<td>{name}</td><td>{shown}</td><td class="why">as given</td>' in text
 
 
 def test_a_mixture_s_sources_stand_with_their_epochs_their_warnings_and_their_losses(

@@ -56,9 +56,9 @@ def test_what_two_purposes_share_is_the_first_one_s_and_stopped_trials_are_the_s
     assert table.loc["sweep", "seconds"] == 10 + 11 + 14
     assert table.loc["full", "compute_flops"] == pytest.approx(6.0 * n_params * full.last.end)
     assert table.loc["sweep", "of_full_run"] == pytest.approx((whole.last.end + stopped.last.end) / full.last.end)
-    told = format_spending(table.reset_index())
-    assert told is not None
-    assert f"{table.loc['sweep', 'of_full_run']:.3g} times the full run's" in told
+    text = format_spending(table.reset_index())
+    assert text is not None
+    assert f"{table.loc['sweep', 'of_full_run']:.3g} times the full run's" in text
     figure = draw_spending(table.reset_index())
     assert [bar.name for bar in figure.data] == ["sweep", "full"]
     assert [sum(bar.x[place] for bar in figure.data) for place in (0, 1)] == pytest.approx([100, 100])

@@ -187,10 +187,10 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
         (5, Parallelism(tensor_parallel=5), "12 heads over 5", "a tensor_parallel that divides them"),
         (6, Parallelism(sharding="hybrid", shard_ranks=4), "must divide the 6 ranks", "take 4 or 8 workers"),
     ]
-    for workers, parallelism, told, advice in cases:
+    for workers, parallelism, compared, advice in cases:
         line = layout_line(shapes, sequences=8, workers=workers, parallelism=parallelism)
         assert line.status == "failed"
-        assert told in line.compared
+        assert compared in line.compared
         assert advice in line.advice
 
 
@@ -224,16 +224,16 @@ def test_the_gate_lets_through_what_passed_or_was_forced_and_the_ledger_keeps_wh
     assert forced_lines(ledger, "p") == ("transfer", "disk")
     assert forced_lines(ledger, "unforced") == ()
     open_gate = Gate(plan="p", lines=(transfer_line("pass", ()), unknown))
-    assert open_gate.passed, "what can't be told holds nothing up"
+    assert open_gate.passed, "an unknown line does not block"
     open_gate.require(force=False)
     assert Gate.from_dict(json.loads(json.dumps(closed.to_dict()))) == closed
 
 
 def test_the_gate_is_a_table_with_what_to_do_below_a_line() -> None:
     lines = (transfer_line("fail", ("drift",)), disk_line(1, 2, kept=1, place="/"), check_line(None))
-    told = str(Gate(plan="p", lines=lines)).splitlines()
-    assert told[0] == "gate CLOSED: 1 passed, 1 failed, 1 unknown"
-    assert told[1].split() == ["FAILED", "transfer", "the", "verdict", "is", "'fail'", "(drift)"]
-    assert told[2].lstrip().startswith("→ what was tuned small")
-    assert told[3].startswith("  passed   disk")
-    assert len({line.index(word) for line, word in ((told[1], "the verdict"), (told[3], "9.31e-10"))}) == 1
+    shown = str(Gate(plan="p", lines=lines)).splitlines()
+    assert shown[0] == "gate CLOSED: 1 passed, 1 failed, 1 unknown"
+    assert shown[1].split() == ["FAILED", "transfer", "the", "verdict", "is", "'fail'", "(drift)"]
+    assert shown[2].lstrip().startswith("→ what was tuned small")
+    assert shown[3].startswith("  passed   disk")
+    assert len({line.index(word) for line, word in ((shown[1], "the verdict"), (shown[3], "9.31e-10"))}) == 1

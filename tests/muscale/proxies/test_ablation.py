@@ -63,15 +63,15 @@ def test_a_small_one_from_end_to_end(
     ]
     set_ = [part for setting in settings for part in ("--set", setting)]
     assert app(["ablate", str(path), "--json", *set_], result_action="return_value") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {(row["component"], row["value"]) for row in told["table"]} == {
+    output = json.loads(capsys.readouterr().out)
+    assert {(row["component"], row["value"]) for row in output["table"]} == {
         ("norm", "layernorm"),
         *(("positions", value) for value in ("learned", "alibi", "none")),
     }
-    assert told["dof"] == 4
+    assert output["dof"] == 4
     study = Study.open(path, settings, quiet=True)
     trained = study.runs()
     again = study.ablate()
     assert len(study.runs()) == len(trained), "what the ledger knows is not trained again"
-    assert again.loss == told["loss"]
+    assert again.loss == output["loss"]
     assert (trained["purpose"] == "ablate").sum() == 10

@@ -140,10 +140,10 @@ def test_only_runs_of_the_same_schedule_enter_the_law(
         pd.DataFrame([as_row(job) for job in jobs]), best, config.sweep.space, horizon, plan.numerics
     )
     left_out = dict(zip(table["key"], table["left_out"], strict=True))
-    told = [left_out[job.chain.key] for job in jobs[:4]]
-    assert told[0] == "its stages are others than the study's"  # its first generation alone
-    assert told[2:] == told[:1] * 2
-    assert "stages" not in told[1]
+    reasons = [left_out[job.chain.key] for job in jobs[:4]]
+    assert reasons[0] == "its stages are others than the study's"  # its first generation alone
+    assert reasons[2:] == reasons[:1] * 2
+    assert "stages" not in reasons[1]
     grid = table[table["purpose"] == "transfer"]
     assert not grid["left_out"].str.contains("stages").any()
 

@@ -1,4 +1,4 @@
-"""Our own searcher in a sweep: what it is told, and what it must not take for something else."""
+"""Our own searcher in a sweep: which results it observes, and which it must not confuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE = LogUniform(low=1e-3, high=1e-1)
 
 
 @dataclass(frozen=True)
-class Told:
+class Trials:
     """What is known, given as it is."""
 
     observations: list[Observation]
@@ -42,7 +42,7 @@ def known_runs(best: float) -> pd.DataFrame:
 
 def test_the_first_suggestion_is_where_smaller_scales_have_their_optimum() -> None:
     space = Space({"learning_rate": RATE})
-    config = searcher(space, known_runs(0.006)).propose(0, Told([]))
+    config = searcher(space, known_runs(0.006)).propose(0, Trials([]))
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.006)) < 0.3
 
 
@@ -55,12 +55,12 @@ def test_runs_outside_a_narrowed_space_are_ignored() -> None:
     narrow = Space(
         {"learning_rate": RATE, "optimizer": Fixed(value="adamw"), "batch_tokens": Ordinal(values=(256, 512, 1024))}
     )
-    left = searcher(narrow).propose(3, Told(wide))
-    assert left == searcher(narrow).propose(3, Told(wide[2:])), "lion's loss is not taken for adamw's"
+    left = searcher(narrow).propose(3, Trials(wide))
+    assert left == searcher(narrow).propose(3, Trials(wide[2:])), "lion's loss is not taken for adamw's"
     assert narrow.contains(left)
     choices = Space({"learning_rate": RATE, "optimizer": Choice(values=("adamw", "muon"))})
-    told = [Observation(config={"learning_rate": 0.01, "optimizer": name}, loss=2.0) for name in ("lion", "adamw")]
-    assert choices.contains(searcher(choices).propose(2, Told(told)))
+    known = [Observation(config={"learning_rate": 0.01, "optimizer": name}, loss=2.0) for name in ("lion", "adamw")]
+    assert choices.contains(searcher(choices).propose(2, Trials(known)))
 
 
 def test_what_is_expected_of_rate_and_batch_is_in_the_units_of_the_box() -> None:
@@ -74,5 +74,5 @@ def test_what_is_expected_of_rate_and_batch_is_in_the_units_of_the_box() -> None
 def test_a_longer_run_is_first_tried_at_a_lower_rate() -> None:
     """One length is known; the horizon law's prior says what four times its tokens do to the best rate."""
     known = known_runs(0.02).query("n_params == 500").assign(n_params=1000, n_tokens=2000)
-    config = searcher(Space({"learning_rate": RATE}), known).propose(0, Told([]))
+    config = searcher(Space({"learning_rate": RATE}), known).propose(0, Trials([]))
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.02) + 0.2) < 0.15

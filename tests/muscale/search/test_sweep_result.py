@@ -38,12 +38,12 @@ def test_the_interval_of_each_length_s_optimum_contains_the_planted_one(search: 
     readout = result.optima.query("hyperparameter == 'zero_readout'")
     assert (readout["probability"] > 0.5).all()
     assert not readout["best"].any()
-    told = str(result)
+    text = str(result)
     # Whether the winner lies within the optimum's interval hangs on the draws, and they on the machine's rounding.
     assert all("the winner" in warning for warning in result.warnings)
-    assert "fitted optimum at 8,000 tokens" in told
+    assert "fitted optimum at 8,000 tokens" in text
     assert result.finalists is not None
-    assert result.finalists.sentence in told
+    assert result.finalists.sentence in text
 
 
 def test_tables_say_what_each_trial_had(search: Search) -> None:
@@ -84,11 +84,11 @@ def test_importance_finds_what_was_planted_or_names_what_is_missing(search: Sear
 
 def test_everything_is_in_json_and_in_the_notebook_repr(search: Search) -> None:
     result = search("sweep.trials=12", "sweep.rungs=2")
-    told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert [row["trial"] for row in told["trials"]] == result.trials["trial"].tolist()
-    assert len(told["optima"]) == len(result.optima)
-    assert len(told["front"]) == len(result.front())
-    assert told["finalists"]["winner"] == told["winner"] == result.winner
+    dumped = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert [row["trial"] for row in dumped["trials"]] == result.trials["trial"].tolist()
+    assert len(dumped["optima"]) == len(result.optima)
+    assert len(dumped["front"]) == len(result.front())
+    assert dumped["finalists"]["winner"] == dumped["winner"] == result.winner
     winner = result.trials.iloc[result.trials["trial"].tolist().index(result.winner)]
     assert (
         f"hyperparameters of trial {result.winner}: learning_rate {winner['learning_rate']:.4g}, "
@@ -211,15 +211,15 @@ def other_run(best: Any, seed: int, **config: Any) -> dict[str, Any]:
 def test_the_rungs_optima_feed_the_horizon_law_where_they_may(search: Search, make_study: Callable[..., Path]) -> None:
     result = search()
 
-    def told(name: str, *overrides: str) -> pd.DataFrame:
+    def optima_of(name: str, *overrides: str) -> pd.DataFrame:
         return for_horizon(result.fitted, StudyConfig.read(make_study(name), overrides), numerics_of(0))
 
-    optima = told("all", "transfer.horizons=[0.125, 1.0]")
+    optima = optima_of("all", "transfer.horizons=[0.125, 1.0]")
     assert optima["n_tokens"].tolist() == [1000, 2000, 4000, 8000]
     assert np.polyfit(np.arange(4), optima["log2_rate"], 1)[0] == pytest.approx(-0.3, abs=0.1)
-    assert told("half", "transfer.horizons=[0.5, 1.0]")["n_tokens"].tolist() == [4000, 8000]
-    assert told("last", "transfer.horizons=[1.0]").empty
-    assert told("other", "sweep.schedule=wsd_linear").empty
+    assert optima_of("half", "transfer.horizons=[0.5, 1.0]")["n_tokens"].tolist() == [4000, 8000]
+    assert optima_of("last", "transfer.horizons=[1.0]").empty
+    assert optima_of("other", "sweep.schedule=wsd_linear").empty
     by_fraction = replace(numerics_of(0), stages_by_fraction=True)
     assert for_horizon(result.fitted, StudyConfig.read(make_study("stages")), by_fraction).empty
 
@@ -262,9 +262,9 @@ def test_a_cost_aware_winner_is_not_in_a_near_tie_with_itself(search: Search, pl
     tied = (result.finalists.winner, *result.finalists.near_tie)
     assert len(tied) > 1
     for winner in tied:
-        (told,) = [w for w in replace(result, winner=winner).warnings if "near-tie" in w]
+        (warning,) = [w for w in replace(result, winner=winner).warnings if "near-tie" in w]
         others = ", ".join(str(trial) for trial in tied if trial != winner)
-        assert told.startswith(f"a near-tie: trial {winner} is indistinguishable from trial {others} over 3 seeds")
+        assert warning.startswith(f"a near-tie: trial {winner} is indistinguishable from trial {others} over 3 seeds")
 
 
 def test_without_an_annealed_end_there_is_no_result(search: Search, planted: Planted) -> None:
@@ -286,7 +286,7 @@ def test_a_population_has_neither_optima_nor_importance(search: Search) -> None:
     with pytest.raises(StageError, match="members of a population change their values on the way"):
         result.importance()
     copied = result.rungs[(result.rungs["parent"] != result.rungs["trial"]) & (result.rungs["rung"] > 0)]
-    told = result.copies.sort_values(["trial", "rung"])
-    assert [*zip(told["trial"], told["rung"] + 1, told["donor"], strict=True)] == sorted(
+    copies = result.copies.sort_values(["trial", "rung"])
+    assert [*zip(copies["trial"], copies["rung"] + 1, copies["donor"], strict=True)] == sorted(
         zip(copied["trial"], copied["rung"], copied["parent"], strict=True)
     )

@@ -1,4 +1,4 @@
-"""The study file is read strictly: each fault is told with file, key, rule and value."""
+"""The study file is read strictly: each fault is reported with file, key, rule and value."""
 
 import json
 import re

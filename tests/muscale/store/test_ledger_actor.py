@@ -114,8 +114,8 @@ def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStu
 
     class Listener:
         def reach(self, ledger: Ledger, chain: Chain) -> tuple[Any, list[int]]:
-            told: list[int] = []  # at each segment's end, and on the way
-            return Worker(ledger, compiled=False).reach(chain, lambda tokens, _loss: told.append(tokens)), told
+            reports: list[int] = []  # at each segment's end, and on the way
+            return Worker(ledger, compiled=False).reach(chain, lambda tokens, _loss: reports.append(tokens)), reports
 
     kinds: tuple[Any, ...] = ("actor", "postgresql")
     remote: Any = ray.remote(num_cpus=1)(Listener)
@@ -129,11 +129,11 @@ def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStu
         numerics = Numerics(model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=512)
         recipe = Hyperparameters(learning_rate=0.01, batch_tokens=128).resolve(40 * 128)
         chain = Chain(numerics=numerics, segments=branch(recipe, 30 * 128, 40 * 128))
-        (first, told), (second, others) = ray.get(
+        (first, reports), (second, others) = ray.get(
             [worker.reach.remote(ledger.for_worker(), chain) for worker in workers]
         )
         assert first == second == ledger.outcome(chain)
-        assert sorted(told + others) == [30 * 128, 40 * 128]
+        assert sorted(reports + others) == [30 * 128, 40 * 128]
         if isinstance(ledger.storage, ActorStorage):
             ray.kill(ledger.storage.actor())
         ledger.close()

@@ -127,11 +127,13 @@ def test_a_server_that_stays_away_ends_in_a_clear_error(ledger: Ledger, postgres
     ledger.trials("s")
     postgres.stop()
     try:
-        with pytest.raises(LedgerUnavailableError, match="has not answered for .* run the same command again") as told:
+        with pytest.raises(
+            LedgerUnavailableError, match="has not answered for .* run the same command again"
+        ) as failure:
             ledger.trials("s")
     finally:
         postgres.start()
-    assert postgres.password not in str(told.value)
+    assert postgres.password not in str(failure.value)
 
 
 def test_no_message_and_no_file_contains_the_password(
@@ -146,9 +148,9 @@ def test_no_message_and_no_file_contains_the_password(
     (ledger.directory / "new").mkdir()
     for value in (postgres.url.replace(secret, f"{secret}x"), f"mysql://me:{secret}@host/db", f"//{secret}"):
         monkeypatch.setenv("MUSCALE_LEDGER_URL", value)
-        with pytest.raises((LedgerUnavailableError, StudyDirectoryError)) as told:
+        with pytest.raises((LedgerUnavailableError, StudyDirectoryError)) as failure:
             open_ledger(POSTGRESQL, ledger.directory / "new", "s")
-        assert secret not in str(told.value)
+        assert secret not in str(failure.value)
     assert secret not in caplog.text
     monkeypatch.delenv("MUSCALE_LEDGER_URL")
     with pytest.raises(StudyDirectoryError, match="MUSCALE_LEDGER_URL, such as .* it is not set"):

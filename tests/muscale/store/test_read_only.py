@@ -47,7 +47,7 @@ def test_files_as_they_are_written_here_and_by_optuna_may_be_read(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("statement", "told"),
+    ("statement", "fault"),
     [
         (f"CREATE VIEW runs AS {ENDLESS}", "runs: "),
         ("CREATE VIRTUAL TABLE runs USING fts5(a)", "runs: "),
@@ -55,9 +55,9 @@ def test_files_as_they_are_written_here_and_by_optuna_may_be_read(tmp_path: Path
         ("CREATE TRIGGER t AFTER UPDATE ON plain BEGIN DELETE FROM plain; END", "t: "),
     ],
 )
-def test_what_computes_is_refused_unread(tmp_path: Path, statement: str, told: str) -> None:
+def test_what_computes_is_refused_unread(tmp_path: Path, statement: str, fault: str) -> None:
     path = written(tmp_path / "theirs.sqlite", "CREATE TABLE plain (a)", statement)
-    assert fault_in(path).startswith(told)
+    assert fault_in(path).startswith(fault)
 
 
 def test_a_constraint_of_the_file_is_not_run(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_a_shape_that_fits_the_hardware_gets_no_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "told"),
+    ("change", "name", "message"),
     [
         ({"vocab_size": 50257}, "vocab_size", "50257 is no multiple of 64.*50304 is"),
         ({"mlp_ratio": 2.6875, "d_model": 4096 + 128}, "d_ff", "11352 is no multiple of 64.*11392 is"),
@@ -34,8 +34,8 @@ def test_a_shape_that_fits_the_hardware_gets_no_advice() -> None:
         ({"positions": "alibi"}, "positions", "FlashAttention"),
     ],
 )
-def test_each_finding_names_the_field_the_value_and_a_source(change: dict[str, Any], name: str, told: str) -> None:
+def test_each_finding_names_the_field_the_value_and_a_source(change: dict[str, Any], name: str, message: str) -> None:
     found = [advice for advice in advise(ModelConfig(**{**GOOD, **change})) if advice.name == name]
     assert len(found) == 1
     assert found[0].source
-    assert re.search(told, str(found[0]))
+    assert re.search(message, str(found[0]))

@@ -59,10 +59,10 @@ def test_a_mixture_s_source_lies_in_its_folder(folder: Path, tmp_path: Path) -> 
     sources = {name: Source(path=str(tmp_path / "text")) for name in ("a", "b")}
     write_mixture(tmp_path / "mixed", sources, Mixture.constant({"a": 1.0, "b": 1.0}))
     path = tmp_path / "mixed" / MANIFEST
-    told = path.read_text()
+    text = path.read_text()
     key = Corpus.open(folder).key
     path.write_text(
-        told.replace('"a"', '"../../corpus"').replace(Corpus.open(tmp_path / "mixed").sources["a"].key, key)
+        text.replace('"a"', '"../../corpus"').replace(Corpus.open(tmp_path / "mixed").sources["a"].key, key)
     )
     with pytest.raises(CorpusError, match=r"a source's name must be of letters, digits, - and _, got '../../corpus'"):
         Corpus.open(tmp_path / "mixed")

@@ -236,31 +236,31 @@ def test_interrupted_work_is_not_taken_for_finished_and_is_done_again(
 
 
 def test_writers_of_one_folder_wait_for_each_other(source: Path, tmp_path: Path) -> None:
-    told: list[int] = []
+    reports: list[int] = []
     with ThreadPoolExecutor(4) as pool:
         done = [
             pool.submit(
-                write_corpus, tmp_path / "tokens", str(source), on_progress=lambda done, _total: told.append(done)
+                write_corpus, tmp_path / "tokens", str(source), on_progress=lambda done, _total: reports.append(done)
             )
             for _ in range(4)
         ]
         assert len({future.result().key for future in done}) == 1
-    assert len(told) == len(TEXTS)  # one of them wrote
+    assert len(reports) == len(TEXTS)  # one of them wrote
 
 
 def test_progress_rises_to_the_size_of_the_source(source: Path, tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in source.rglob("*.txt"))
     for tokenizer, passes in ((TokenizerSettings(), 1), (TokenizerSettings(kind="bpe", vocab_size=270), 2)):
-        told: list[tuple[int, int]] = []
+        reports: list[tuple[int, int]] = []
         write_corpus(
             tmp_path / tokenizer.kind,
             str(source),
             tokenizer=tokenizer,
-            on_progress=lambda *now: told.append(now),  # noqa: B023
+            on_progress=lambda *now: reports.append(now),  # noqa: B023
         )
-        assert {total for _, total in told} == {passes * size}
-        assert all(before <= after for (before, _), (after, _) in pairwise(told))
-        assert told[-1][0] == passes * size
+        assert {total for _, total in reports} == {passes * size}
+        assert all(before <= after for (before, _), (after, _) in pairwise(reports))
+        assert reports[-1][0] == passes * size
 
 
 # Tokenizers

@@ -1,4 +1,4 @@
-"""What is read is what was written, in pieces; what is broken is told with its file and place."""
+"""What is read is what was written, in pieces; what is broken is reported with its file and place."""
 
 from __future__ import annotations
 

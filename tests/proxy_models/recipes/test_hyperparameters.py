@@ -122,8 +122,10 @@ def test_schedules_with_a_cooldown_have_a_stem_that_lengths_share() -> None:
 
 def test_a_warmup_ends_before_the_cooldown_begins() -> None:
     values = hyperparameters(warmup_floor_tokens=34 * BATCH)
-    told = f"a warmup of {34 * BATCH} tokens does not fit into the first {34 * BATCH} of a run of {40 * BATCH} tokens"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        f"a warmup of {34 * BATCH} tokens does not fit into the first {34 * BATCH} of a run of {40 * BATCH} tokens"
+    )
+    with pytest.raises(ValueError, match=message):
         values.resolve(40 * BATCH)
     assert values.resolve(42 * BATCH).warmup_tokens == 34 * BATCH
 

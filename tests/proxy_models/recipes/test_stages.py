@@ -71,9 +71,9 @@ def test_whatever_may_change_changes_the_recipe_from_there_on(name: str) -> None
         segment.recipe for segment in chain(staged(stages=(HyperparameterStage(after=0.5, **change),)), 100 * BATCH)
     )
     assert after == cooldown
-    told = {key for key, value in after.to_dict().items() if value != before.to_dict()[key]}
+    changed = {key for key, value in after.to_dict().items() if value != before.to_dict()[key]}
     expected = {"learning_rate": {"learning_rate", "weight_decay"}, "weight_decay_tau": {"weight_decay"}}
-    assert told == expected.get(name, {name})
+    assert changed == expected.get(name, {name})
 
 
 def test_a_run_too_short_for_its_stages_is_refused() -> None:

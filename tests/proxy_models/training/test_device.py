@@ -97,11 +97,11 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.gpu
 def test_both_devices_start_alike_and_train_alike(corpus: Corpus, numerics: Numerics) -> None:
     cpu, cuda = (Trainer(corpus, device=device, compile=False) for device in ("cpu", "cuda"))
-    expected, told = (trainer.train(numerics, twenty_steps()) for trainer in (cpu, cuda))
-    assert told.train_losses[0] == pytest.approx(expected.train_losses[0], rel=1e-5)
-    assert told.train_losses == pytest.approx(expected.train_losses, rel=ROUNDING)
-    assert told.curve.grad_norm == pytest.approx(expected.curve.grad_norm, rel=10 * ROUNDING)
-    assert told.loss == pytest.approx(expected.loss, rel=ROUNDING)
+    expected, actual = (trainer.train(numerics, twenty_steps()) for trainer in (cpu, cuda))
+    assert actual.train_losses[0] == pytest.approx(expected.train_losses[0], rel=1e-5)
+    assert actual.train_losses == pytest.approx(expected.train_losses, rel=ROUNDING)
+    assert actual.curve.grad_norm == pytest.approx(expected.curve.grad_norm, rel=10 * ROUNDING)
+    assert actual.loss == pytest.approx(expected.loss, rel=ROUNDING)
 
 
 @pytest.mark.gpu

@@ -358,7 +358,7 @@ def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
 def test_on_step_hears_of_progress(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
     heard: list[tuple[int, float]] = []
     result = trainer.train(
-        numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *told: heard.append(told)
+        numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *report: heard.append(report)
     )
     assert [tokens for tokens, _ in heard] == [32 * BATCH, 40 * BATCH]
     assert [loss for _, loss in heard] == result.train_losses[[31, 39]].tolist()

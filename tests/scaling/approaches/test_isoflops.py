@@ -88,7 +88,7 @@ def test_vertices_lie_in_their_intervals_as_often_as_they_say(name: str) -> None
 
 
 def test_a_parabola_indistinguishable_from_a_line_has_no_interval() -> None:
-    """The ends are where the slope of the parabola is not told from none: with so much noise that is everywhere."""
+    """The ends are where the parabola's slope is indistinguishable from zero: with so much noise that is everywhere."""
     points = two(isoflops(EVEN, octaves=0.5, noise=0.005, seed=1), 2).points
     unknown = points["n_params_low"].isna()
     assert unknown.any()
@@ -178,8 +178,8 @@ def test_curves_raise_warnings() -> None:
             curves(EVEN).assign(run=lambda rows: rows["run"].astype(object).mask(rows.index == 3)),
             n_params_convention="total",
         )
-    told = fit_envelope(curves(EVEN).assign(annealed="False"), n_params_convention="total", n_bootstrap=20).warnings
-    assert any("losses in mid-schedule" in warning for warning in told)
+    raised = fit_envelope(curves(EVEN).assign(annealed="False"), n_params_convention="total", n_bootstrap=20).warnings
+    assert any("losses in mid-schedule" in warning for warning in raised)
 
 
 @pytest.mark.parametrize("fitted", [fit_isoflops, fit_envelope])

@@ -1,4 +1,4 @@
-"""The noise between seeds: planted spreads are recovered, and what settings share is told from what they don't."""
+"""The noise between seeds: planted spreads are recovered, and noise that settings share is separated from their own."""
 
 import numpy as np
 import pandas as pd

@@ -236,9 +236,9 @@ def test_a_law_of_repeats_decides_by_its_refits() -> None:
 def test_spending_on_a_plateau_raises_a_warning() -> None:
     law = Repeats().law(E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283, half=15.4)
     found = decide(law, 1e27, unique_tokens=1e8)
-    told = "; ".join(found.warnings)
-    assert "epochs: repeats were found to be worth nothing at 40" in told
-    enough = float(re.findall(r"([\d.e+]+) FLOPs come within 0.50%", told)[0])
+    warnings = "; ".join(found.warnings)
+    assert "epochs: repeats were found to be worth nothing at 40" in warnings
+    enough = float(re.findall(r"([\d.e+]+) FLOPs come within 0.50%", warnings)[0])
     assert decide(law, enough, unique_tokens=1e8).loss == pytest.approx(1.005 * found.loss, rel=1e-3)
     assert not decide(law, 1e22, unique_tokens=1e12).warnings
     assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).warnings)

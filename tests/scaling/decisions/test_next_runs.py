@@ -1,4 +1,4 @@
-"""The next run: the design's algebra against plain least squares, and choices that can be told beforehand."""
+"""The next run: the design's algebra against plain least squares, and choices that are known beforehand."""
 
 import itertools
 import math

@@ -54,8 +54,8 @@ def test_the_residual_is_by_the_degrees_of_freedom_that_are_left(given: dict[str
     squares = float(((law.predict(table["loss"]) - table["accuracy"]) ** 2).sum())
     assert law.residual == pytest.approx(math.sqrt(squares / (len(table) - 4 + len(given))), rel=1e-9)
     assert law.loss_range == (1.8, 3.6)
-    told = str(law).splitlines()[1]
-    assert [f"{name} " in told and "(given" in told.split(name)[1].split(",")[0] for name in ("floor", "ceiling")] == [
+    line = str(law).splitlines()[1]
+    assert [f"{name} " in line and "(given" in line.split(name)[1].split(",")[0] for name in ("floor", "ceiling")] == [
         "chance" in given,
         "ceiling" in given,
     ]
@@ -85,8 +85,8 @@ def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, fall
     columns = np.linalg.qr(np.column_stack([np.ones(20), line, rng.standard_normal(20)]))[0]
     table = pd.DataFrame({"loss": loss, "accuracy": 0.5 + 0.02 * (t * line + math.sqrt(18) * columns[:, 2])})
     assert linregress(loss, table["accuracy"]).slope / linregress(loss, table["accuracy"]).stderr == pytest.approx(t)
-    told = any("falls as the loss falls" in doubt for doubt in fit_downstream(table, n_bootstrap=2).warnings)
-    assert told == falls
+    warned = any("falls as the loss falls" in doubt for doubt in fit_downstream(table, n_bootstrap=2).warnings)
+    assert warned == falls
 
 
 def test_intervals_cover_a_further_run() -> None:
@@ -127,8 +127,8 @@ def test_warnings() -> None:
     assert "may all be at chance" in "; ".join(fit_downstream(at_chance, chance=0.25, n_bootstrap=5).warnings)
     early = fit_downstream(rows(0.002, losses=(2.9, 4)), chance=0.25, n_bootstrap=5)
     assert any("no run is half-way up" in warning for warning in early.warnings) or early.ceiling < 0.999
-    told = fit_downstream(rows(losses=(2.9, 4)), chance=0.25, ceiling=0.9, n_bootstrap=5)
-    assert not told.warnings, "a ceiling that was given needs no run half-way up"
+    law = fit_downstream(rows(losses=(2.9, 4)), chance=0.25, ceiling=0.9, n_bootstrap=5)
+    assert not law.warnings, "a ceiling that was given needs no run half-way up"
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,10 @@ def test_both_steps_take_a_task_s_loss_in_bits_as_nats(ladder: Ladder) -> None:
     runs, extra = tasks(ladder, 0.002, 0), rows(0.004).rename(columns={"loss": "task_loss"})
 
     def ahead(unit: float, loss_unit: str) -> TaskForecast:
-        told, further = (table.assign(task_loss=table["task_loss"] / unit) for table in (runs, extra))
-        both = fit_two_step(told, n_params_convention="total", loss_unit=loss_unit, checkpoints=further, n_bootstrap=5)
+        measured, further = (table.assign(task_loss=table["task_loss"] / unit) for table in (runs, extra))
+        both = fit_two_step(
+            measured, n_params_convention="total", loss_unit=loss_unit, checkpoints=further, n_bootstrap=5
+        )
         return both.forecast(1e9, 2e10)
 
     bits, nats = ahead(math.log(2), "bits per token"), ahead(1.0, "nats per token")

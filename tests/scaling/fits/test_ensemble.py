@@ -115,8 +115,8 @@ def test_a_law_of_more_than_n_and_d_has_no_tested_forecast(ladder: Ladder) -> No
 
 
 def test_noisy_rows_weigh_less_where_their_noise_is_given(ladder: Ladder, planted: Law) -> None:
-    """Half of the runs at .1 %, half at 5 %: told which, the forecast is nearer the truth and its interval narrower."""
-    told, untold, widths = [], [], []
+    """Half of the runs at .1 %, half at 5 %: with the noise given, the forecast is nearer the truth and narrower."""
+    given, not_given, widths = [], [], []
     truth = float(planted.loss(*TARGET))
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -126,10 +126,10 @@ def test_noisy_rows_weigh_less_where_their_noise_is_given(ladder: Ladder, plante
             fit(rows, n_params_convention="total", n_bootstrap=2).forecast(*TARGET)
             for rows in (runs, runs.drop(columns="noise"))
         )
-        told.append(abs(np.log(with_.loss / truth)))
-        untold.append(abs(np.log(without.loss / truth)))
+        given.append(abs(np.log(with_.loss / truth)))
+        not_given.append(abs(np.log(without.loss / truth)))
         widths.append(with_.log_scale / without.log_scale)
-    assert np.mean(told) < 0.5 * np.mean(untold)
+    assert np.mean(given) < 0.5 * np.mean(not_given)
     assert max(widths) < 1
 
 

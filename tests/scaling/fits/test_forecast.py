@@ -131,13 +131,13 @@ def test_unsupported_targets_say_why(result: ScalingFit, n_params: float, n_toke
 @pytest.mark.parametrize("decades", [1.74, 1.76])
 def test_the_declared_support_ends_1_75_decades_above_the_largest_run(result: ScalingFit, decades: float) -> None:
     high = result.compute_range[1]
-    told = "; ".join(
+    reasons = "; ".join(
         result.forecast(math.sqrt(high * 10**decades / 120), math.sqrt(high * 10**decades / 120) * 20).reasons
     )
     brought = (
         f"{decades:.2f} decades of compute above the largest run: tested to 1.75; a run of {high * 10**0.01:.2g} FLOPs"
     )
-    assert (brought in told) == (decades > 1.75)
+    assert (brought in reasons) == (decades > 1.75)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_the_declared_support_ends_twice_beyond_the_runs_tokens_per_parameter(
 def test_targets_below_the_smallest_run_raise_a_warning_and_the_smallest_run_does_not(result: ScalingFit) -> None:
     low = result.compute_range[0]
     for flops, below in ((1.01 * low, False), (0.99 * low, True)):
-        told = "; ".join(result.forecast(math.sqrt(flops / 120), math.sqrt(flops / 120) * 20).reasons)
-        assert ("lie below the smallest run's" in told) == below
+        reasons = "; ".join(result.forecast(math.sqrt(flops / 120), math.sqrt(flops / 120) * 20).reasons)
+        assert ("lie below the smallest run's" in reasons) == below
 
 
 def test_supported_inside(result: ScalingFit) -> None:

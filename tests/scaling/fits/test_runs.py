@@ -183,9 +183,9 @@ def test_bits_per_token_become_nats(ladder: Ladder) -> None:
 
 def test_another_unit_is_kept_and_shown(ladder: Ladder) -> None:
     result = fitted(ladder(noise=0.003), loss_unit="bits per byte")
-    for told in (result, result.law, result.forecast(1e9, 2e10), result.law.allocate(1e20)):
-        assert "bits per byte" in str(told)
-        assert "nats" not in str(told)
+    for one in (result, result.law, result.forecast(1e9, 2e10), result.law.allocate(1e20)):
+        assert "bits per byte" in str(one)
+        assert "nats" not in str(one)
     with pytest.raises(ValueError, match="loss_unit .*got"):
         fitted(ladder(), loss_unit=" ")
 
@@ -214,7 +214,7 @@ def test_sound_ladders_raise_no_warning(ladder: Ladder) -> None:
     seeds = pd.concat([runs, runs.assign(loss=runs["loss"] * 1.001)], ignore_index=True)
     flops = 1.5 * compute_flops(runs["n_params"], runs["n_tokens"])  # attention and the embeddings count for something
     for sound in (runs, seeds, runs.assign(compute_flops=flops), runs.assign(run=runs.index), study_ladder(ladder)):
-        assert not [told for told in fitted(sound).warnings if "independent runs" not in told]
+        assert not [warning for warning in fitted(sound).warnings if "independent runs" not in warning]
 
 
 def test_losses_that_look_like_another_unit_raise_a_warning(ladder: Ladder) -> None:

@@ -204,8 +204,8 @@ def test_bad_tables() -> None:
 def test_a_run_that_is_there_twice_is_no_evidence_and_without_seeds_it_is_another() -> None:
     rows = sweep([-6.7] * 4, noise=0.004)
     twice = pd.concat([rows, rows.iloc[[5]]], ignore_index=True)
-    told = f"a run must be there once, row {len(rows)} is another of width 32, rate {rows['rate'][5]:.6g}, seed 2"
-    with pytest.raises(ValueError, match=re.escape(told)):
+    message = f"a run must be there once, row {len(rows)} is another of width 32, rate {rows['rate'][5]:.6g}, seed 2"
+    with pytest.raises(ValueError, match=re.escape(message)):
         fit_transfer(twice)
     unnamed = rows.drop(columns="seed")
     assert fit_transfer(unnamed).optima[32].n_left_out == fit_transfer(rows).optima[32].n_left_out

@@ -103,15 +103,15 @@ def test_a_horizon_of_one_size_enters_the_horizon_law_and_no_verdict() -> None:
 def test_a_search_s_optima_steady_the_horizon_law_and_touch_no_transfer() -> None:
     octaves = np.arange(-2.0, 1.0)
     given = {"group": "sweep", "n_tokens": 4e6 * 2**octaves, "log2_rate": -6 - 0.3 * octaves, "stderr": 0.05}
-    alone, told = fit_verdict(rows()), fit_verdict(rows(), optima=pd.DataFrame(given))
+    alone, informed = fit_verdict(rows()), fit_verdict(rows(), optima=pd.DataFrame(given))
     assert alone.horizon is not None
-    assert told.horizon is not None
-    assert told.horizon.raw_stderr < alone.horizon.raw_stderr
-    assert told.horizon.raw_exponent == pytest.approx(0.3, abs=0.06)
-    assert float(told.horizon.rate(4e6)) == pytest.approx(float(alone.horizon.rate(4e6)), rel=0.05)
-    assert told.table().equals(alone.table())
-    restored = Verdict.from_dict(json.loads(json.dumps(told.to_dict(), allow_nan=False)))
-    assert str(restored) == str(told)
+    assert informed.horizon is not None
+    assert informed.horizon.raw_stderr < alone.horizon.raw_stderr
+    assert informed.horizon.raw_exponent == pytest.approx(0.3, abs=0.06)
+    assert float(informed.horizon.rate(4e6)) == pytest.approx(float(alone.horizon.rate(4e6)), rel=0.05)
+    assert informed.table().equals(alone.table())
+    restored = Verdict.from_dict(json.loads(json.dumps(informed.to_dict(), allow_nan=False)))
+    assert str(restored) == str(informed)
 
 
 def test_a_run_in_two_grids_is_one_run_of_the_horizon_law() -> None:

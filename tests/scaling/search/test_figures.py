@@ -16,7 +16,7 @@ SMALL, LARGE = {"n_params": 1e7, "n_tokens": 2e8}, {"n_params": 1e8, "n_tokens":
 
 @pytest.fixture(scope="module")
 def surface() -> ResponseSurface:
-    """Fitted to a parabola whose best rate is 2^-8, told at one scale, with two diverged runs."""
+    """Fitted to a parabola whose best rate is 2^-8, observed at one scale, with two diverged runs."""
     generator = np.random.default_rng(0)
     n = 40
     rows = pd.DataFrame(
@@ -57,7 +57,7 @@ def test_response_is_drawn(surface: ResponseSurface) -> None:
     assert [trace.name for trace in figure.data[1:]] == ["runs", "diverged runs", "optimum, 90 % intervals"]
     elsewhere = surface.plot_contours(LARGE, over=("decay", "log2_rate"))
     assert (elsewhere.layout.xaxis.title.text, elsewhere.layout.yaxis.title.text) == ("decay", "log2 of rate")
-    assert [trace.name for trace in elsewhere.data[1:]] == ["optimum, 90 % intervals"], "no run was told there"
+    assert [trace.name for trace in elsewhere.data[1:]] == ["optimum, 90 % intervals"], "no run was observed there"
 
 
 def test_what_is_not_numeric_can_not_be_an_axis(surface: ResponseSurface) -> None:

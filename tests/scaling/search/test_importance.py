@@ -72,12 +72,12 @@ def test_an_irrelevant_hyperparameter_is_not_significant(found: list[Importance]
 
 
 def test_losses_of_noise_alone_make_nothing_significant() -> None:
-    told = []
+    significant = []
     for seed in range(15):
         rows = planted(60, seed=seed)
         luck = np.exp(1 + 0.01 * np.random.default_rng([seed, 9]).standard_normal(60))
-        told += importance(rows.assign(loss=luck)).significant
-    assert len(told) <= 3  # of 90
+        significant += importance(rows.assign(loss=luck)).significant
+    assert len(significant) <= 3  # of 90
 
 
 def test_a_wall_dominates_the_whole_variance_and_not_the_good_region() -> None:

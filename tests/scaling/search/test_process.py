@@ -51,7 +51,7 @@ def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, l
 
     mean, spread = layout.prior
     nothing = Observations(u=data.u[:0], s=data.s[:0], cell=data.cell[:0], w=data.w[:0], exact=data.exact[:0])
-    told = []
+    found = []
     for shift in (0.0, 0.3):
         theta = mean + shift * spread
         process = Process(layout=layout, data=nothing, theta=theta)
@@ -59,8 +59,8 @@ def test_density_is_the_normal_one_of_the_joint_covariance(data: Observations, l
         scatter = np.where(data.exact, 1e-12, process.shape.noise**2 + (0.1 * data.w) ** 2)
         log_density = multivariate_normal(expected, covariance + np.diag(scatter)).logpdf(data.w)
         prior = -(shift**2) * len(mean) / 2
-        told.append(negative_log_density(theta, data, layout)[0] + log_density + prior)
-    assert told[0] == pytest.approx(told[1], abs=1e-5)
+        found.append(negative_log_density(theta, data, layout)[0] + log_density + prior)
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_uncertainty_is_that_of_the_density_around_its_peak(data: Observations, layout: Layout) -> None:
@@ -129,8 +129,8 @@ def test_log_expected_improvement_against_quadrature_and_far_out() -> None:
 
     for z in (-6.0, -3.0, 0.0, 2.0, 5.0):
         exact, _ = quad(lambda x, z=z: (z - x) * norm.pdf(x), -12.0, z, epsabs=0, epsrel=1e-11)
-        told = log_expected_improvement(np.array([-z]), np.array([1.0]), 0.0)
-        assert told[0] == pytest.approx(math.log(exact), rel=1e-6)
+        computed = log_expected_improvement(np.array([-z]), np.array([1.0]), 0.0)
+        assert computed[0] == pytest.approx(math.log(exact), rel=1e-6)
     far = log_expected_improvement(np.array([30.0, 900.0, 1100.0, 1e8, -30.0]), np.ones(5), 0.0)
     assert np.isfinite(far).all()
     assert (np.diff(far[:4]) < 0).all()

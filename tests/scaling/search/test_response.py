@@ -73,12 +73,12 @@ def test_intervals_cover_the_planted_optimum_near_their_level() -> None:
 
 
 def test_an_optimum_at_an_unobserved_scale_varies_however_much_is_observed_elsewhere() -> None:
-    """Of the flat coordinate, whose optimum strays farthest; a neighbour's 40 runs tell its own and not this one's."""
-    untold, told = {"n_params": 4e7, "n_tokens": 9e8}, {"n_params": 3e7, "n_tokens": 6e8}
+    """The flat coordinate's optimum varies most; a neighbour's 40 runs inform its own optimum and not this one's."""
+    unobserved, observed = {"n_params": 4e7, "n_tokens": 9e8}, {"n_params": 3e7, "n_tokens": 6e8}
     widths = []
     for seed in range(3):
         surface = fit_response(runs(SIZES, 40, noise=5e-4, seed=seed), box=BOX)
-        intervals = [surface.optimum(scale).intervals["log2_batch"] for scale in (untold, told)]
+        intervals = [surface.optimum(scale).intervals["log2_batch"] for scale in (unobserved, observed)]
         widths.append([high - low for low, high in intervals])
     mean = np.mean(widths, axis=0)
     assert mean[0] > 1.15 * mean[1]
@@ -101,11 +101,11 @@ def test_a_noisy_search_ends_near_the_planted_optimum() -> None:
     true = dict(zip(("log2_rate", "log2_batch"), planted_optimum(3e7, 1e9), strict=True))
     for seed in range(3):
         generator = np.random.default_rng(seed)
-        told: list[dict[str, float]] = []
+        tried: list[dict[str, float]] = []
         for _ in range(20):
-            point = fit_response(pd.DataFrame(told), box=box).suggest(seed=seed)
-            told.append(point | {"loss": planted_loss(point, 3e7, 1e9, 5e-3 * generator.standard_normal())})
-        surface = fit_response(pd.DataFrame(told), box=box)
+            point = fit_response(pd.DataFrame(tried), box=box).suggest(seed=seed)
+            tried.append(point | {"loss": planted_loss(point, 3e7, 1e9, 5e-3 * generator.standard_normal())})
+        surface = fit_response(pd.DataFrame(tried), box=box)
         assert 2e-3 < surface.noise < 1e-2
         assert planted_loss(surface.optimum().point, 3e7, 1e9) / planted_loss(true, 3e7, 1e9) - 1 < 0.004
 

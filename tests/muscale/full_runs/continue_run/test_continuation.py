@@ -247,10 +247,10 @@ def test_an_impossible_continuation_is_refused_with_file_key_rule_and_value(
 def test_a_continuation_file_is_read_strictly(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "continuation.toml"
     path.write_text(f"{CONTINUATION}{text}\n")
-    with pytest.raises(StudyFileError) as told:
+    with pytest.raises(StudyFileError) as refusal:
         ContinuationFile.read(path, vocab_size=256)
-    assert f"{path}: " in str(told.value)
-    assert message in str(told.value)
+    assert f"{path}: " in str(refusal.value)
+    assert message in str(refusal.value)
     with pytest.raises(StudyFileError, match="none.toml: there is no such file"):
         ContinuationFile.read(tmp_path / "none.toml", vocab_size=256)
 
@@ -296,8 +296,8 @@ def test_a_continuation_is_bundled_with_a_lineage_that_names_its_parents(case: C
     assert [one["run"] for one in lineage["segments"]] == [case.plan.key, done.key]
     assert lineage["plan"]["key"] == case.plan.key
     card = (bundle.path / CARD).read_text()
-    for told in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "no forecast"):
-        assert told in card
+    for text in (f"1. plan {case.plan.key}", f"| old | {done.before.sources['old']:.4f} |", "no forecast"):
+        assert text in card
     assert "of continuation code; no forecast" in str(bundle)
     assert bundle.generate("", 5)
     with pytest.raises(StageError, match="'nobody' does not exist"):
@@ -347,9 +347,9 @@ def test_two_workers_train_a_continuation_from_the_command_line(case: Case, capf
     folder = case.directory / FULL_RUNS / shown.split()[2].removesuffix(":")
     assert not folder.exists()
     assert call("--json") == 0
-    told = json.loads(capfd.readouterr().out)
-    assert (told["world_size"], told["key"], told["n_tokens"]) == (2, folder.name, 4 * BATCH)
+    output = json.loads(capfd.readouterr().out)
+    assert (output["world_size"], output["key"], output["n_tokens"]) == (2, folder.name, 4 * BATCH)
     alone = case.trained(CONTINUATION)
-    assert told["before"]["own"] == pytest.approx(alone.before.own, rel=1e-4)
+    assert output["before"]["own"] == pytest.approx(alone.before.own, rel=1e-4)
     assert call() == 0
     assert "before and after" in capfd.readouterr().out

@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture
 def run(corpus: Corpus, tmp_path: Path) -> FullRun:
-    """It stands after 12, 16 and 18 steps, was evaluated within after 16, and, told to be longer, has not ended."""
+    """A run with checkpoints at 12, 16 and 18 steps, itself evaluated until 16, that has not ended."""
     run = small_run(corpus, tmp_path / "run")
     train(run)
     go_on(run, 18)
@@ -142,7 +142,7 @@ def test_a_failure_is_reported_once_and_a_pruned_checkpoint_is_none(
     try:
         until(lambda: len(recorded(run)) == 1, "the evaluation after 18 steps")
         torn(20)
-        until(lambda: bool(caplog.records), "a failure to be told")
+        until(lambda: bool(caplog.records), "a failure to be reported")
         torn(24)
         time.sleep(0.8)
         go_on(run, 28)

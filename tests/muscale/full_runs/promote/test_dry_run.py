@@ -66,13 +66,13 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
     assert launch.n_steps == found.plan.n_tokens // 256
     assert launch.checkpoint_bytes == 3 * 4 * found.plan.model.n_params_total, "weights and two moments in fp32"
     assert json.loads(json.dumps(found.to_dict()))["launch"] == asdict(launch)
-    for told in (
+    for text in (
         "gate CLOSED",
         "for 3 checkpoints",
         "saves each 20,480 tokens",
         "launch: 4 workers with 1 CPUs each on this machine",
     ):
-        assert told in str(found)
+        assert text in str(found)
 
 
 def test_a_checkpoint_that_stands_there_is_gone_on_from(look: Look) -> None:

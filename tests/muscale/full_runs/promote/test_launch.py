@@ -42,7 +42,7 @@ def test_workers_that_share_products_start_in_whole_groups(tmp_path: Path) -> No
     n_cpus = int(ray.cluster_resources()["CPU"])  # type: ignore[no-untyped-call]
     each = ResourceSettings(cpus_per_worker=2 / 3 if n_cpus == 2 else n_cpus // 2 or 0.4)  # room for two or three
     settings = PromoteSettings(workers=4, workers_min=2, tensor_parallel=2)
-    told = launch(
+    found = launch(
         small_run(small_corpus(tmp_path), tmp_path / "run"), settings, each, name="groups", worker=tell_world_size
     )
-    assert told["world_size"] == 2
+    assert found["world_size"] == 2

@@ -63,8 +63,8 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     moved = study.directory.with_name("elsewhere")  # as to the machine that trains
     shutil.copytree(study.directory, moved)
 
-    told = train_together(prepared.path, directory / "ranks.log")
-    assert told.count("`muscale promote` records it") == 1
+    log = train_together(prepared.path, directory / "ranks.log")
+    assert log.count("`muscale promote` records it") == 1
     assert holding(study.directory) == []
     result = json.loads((directory / RESULT).read_text())
     single = train_here(moved / FULL_RUNS / plan.key / "prepared.json")

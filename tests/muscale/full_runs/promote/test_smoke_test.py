@@ -98,8 +98,8 @@ def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: 
     assert 0 < found.goodput < 1
     assert not scratch.exists()
     assert SmokeTest.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    for told in ("twice 5 steps of 256 tokens on 1 workers", "resumed   from 1,280 tokens", "goodput"):
-        assert told in str(found)
+    for text in ("twice 5 steps of 256 tokens on 1 workers", "resumed   from 1,280 tokens", "goodput"):
+        assert text in str(found)
 
 
 def test_it_takes_the_full_batch_of_a_ramp_from_the_first_step(corpus: Corpus) -> None:

@@ -29,7 +29,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 class Hook(HTTPServer):
-    """Keeps what it is sent, and answers with the status that it is told."""
+    """Keeps what it is sent, and answers with the status that it is given."""
 
     status = 200
 

@@ -59,7 +59,7 @@ def spike_handling(run: FullRun, policy: SpikePolicy) -> FullRun:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, factor: float, *steps: int) -> list[int]:
-    """Let the batches of some steps carry a mark at which the decoder's outputs go wild; how often each was seen is told."""
+    """Let the batches of some steps carry a mark at which the decoder's outputs go wild; returns how often each was seen."""
     seen: list[int] = []
 
     class Poisoned(TokenStream):
@@ -250,10 +250,10 @@ def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_a
                 process.kill()
                 return
 
-    told = once(lambda: bool(starts()), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    killer = once(lambda: bool(starts()), lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(PreemptedError, match="promote: preempted"):
-        launch(run, settings, halves, name="told")
-    told.join()
+        launch(run, settings, halves, name="killer")
+    killer.join()
     saved = Checkpoints(run.directory / CHECKPOINTS).latest()
     assert saved is not None
 

@@ -37,7 +37,7 @@ GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:525] Connection closed by pe
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (PreemptedError("told to leave"), "preempted"),
+        (PreemptedError("asked to leave"), "preempted"),
         (RayActorError("the actor died"), "lost"),
         (GONE, "lost"),
         (torch.distributed.DistBackendError("NCCL error: unhandled system error"), "lost"),
@@ -104,7 +104,7 @@ def test_retries_continue_while_attempts_make_progress(tmp_path: Path, monkeypat
         (tmp_path / name).mkdir(exist_ok=True)
         return train_with_retries(ending(tmp_path / name, *ends), tmp_path / name, max_failures=2, failed=Exception)
 
-    cuda, leave = RuntimeError("CUDA error: 719"), PreemptedError("told to leave")
+    cuda, leave = RuntimeError("CUDA error: 719"), PreemptedError("asked to leave")
     assert outcome("lost", (3, GONE), (3, GONE), None) == "done"
     with pytest.raises(StageError, match=r"failed 3 times, promote.max_failures = 2: RuntimeError: .*closed by peer"):
         outcome("often lost", (3, GONE), (3, GONE), (3, GONE))
@@ -159,10 +159,10 @@ def test_goodput_is_the_share_of_steps_that_counted(tmp_path: Path, monkeypatch:
     found = measure(tmp_path, blocked_at_end=1.0)
     assert found == Goodput(wall=100, steps=60, evaluation=10, blocked=6, repeated=10)
     assert (found.share, found.rest) == (0.6, 14)
-    told = (
+    message = (
         "goodput 60.0% of 100 s (evaluation 10.0%, checkpoints 6.0%, steps trained again 10.0%, starts and waits 14.0%)"
     )
-    assert str(found) == told
+    assert str(found) == message
     assert Goodput.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 

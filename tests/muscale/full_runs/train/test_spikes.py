@@ -58,10 +58,10 @@ def planned(
 def ended(ledger: Ledger, plan: Plan, config: StudyConfig, *incidents: Incident) -> dict[str, Any]:
     """Promote a run whose workers have left their result; its row in the ledger."""
     goodput = {"wall": 1.0, "steps": 1.0, "evaluation": 0.0, "blocked": 0.0, "repeated": 0.0}
-    told = {"loss": 2.5, "source_losses": {}, "seconds": 1.0, "environment": {"world_size": 2}, "goodput": goodput}
+    result = {"loss": 2.5, "source_losses": {}, "seconds": 1.0, "environment": {"world_size": 2}, "goodput": goodput}
     directory = ledger.directory / FULL_RUNS / plan.key
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / RESULT).write_text(json.dumps(told | {"incidents": [asdict(one) for one in incidents]}))
+    (directory / RESULT).write_text(json.dumps(result | {"incidents": [asdict(one) for one in incidents]}))
     found = promote(plan, config, ledger, numerics_of(config), verdict="pass", gate=Gate(plan=plan.key, lines=()))
     assert found.incidents == incidents
     (run,) = ledger.read(find, "runs", {"label": f"plan {plan.key}"}, ["-created_at"], limit=1)
