@@ -1,23 +1,21 @@
 """What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
 
 import os
-import re
 from collections.abc import Iterator
-from functools import cache
 
 # Before NumPy is imported: on a busy machine two threads take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves workers beside the tests of another process
 os.environ["WANDB_MODE"] = "disabled"  # no test is shown to the owner of a key; those of tracking say otherwise
 
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadFileScheduling
 
 from muscale.full_runs.lightning_import import mend_torchvision
 from proxy_models.training.compilation import missing_compiler
@@ -27,34 +25,35 @@ settings.load_profile(
 )  # the same examples everywhere, and no limit of 200 ms for one, which a busy machine exceeds
 
 
-class Shares(LoadScopeScheduling):  # type: ignore[misc]
-    """Where several processes run the tests, each takes whole files; those that need a pool of ranks go to one of them.
-
-    Each process starts a Ray of its own for the first file that needs one, and keeps it.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        return shared_by(nodeid.partition("::")[0])
-
-
-def shared_by(file: str) -> str:
-    """What the tests of a file share with those of others, else the file itself."""
-    return "ranks" if "gloo_ranks" in _text(file) else file
-
-
-@cache
-def _text(file: str) -> str:
-    return (Path(__file__).parents[1] / file).read_text()
+_LONGEST = (
+    "tests/muscale/test_study.py",
+    "tests/muscale/search/test_sweep.py",
+    "tests/notebooks/test_notebooks.py",
+    "tests/muscale/search/test_tune_run.py",
+    "tests/muscale/test_cluster.py",
+    "tests/muscale/full_runs/records/test_recovery.py",
+    "tests/muscale/full_runs/promote/test_smoke_test.py",
+    "tests/muscale/full_runs/promote/test_prepared.py",
+    "tests/muscale/full_runs/train/test_sharding.py",
+    "tests/muscale/pages/test_browser_report.py",
+    "tests/muscale/full_runs/promote/test_launch.py",
+    "tests/muscale/full_runs/promote/test_async_evaluation.py",
+    "tests/muscale/proxies/test_ablation.py",
+    "tests/load/test_writers.py",
+)
+"""Files that take longest, the longest first."""
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return Shares(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Each process takes whole files, and keeps the Ray and the gloo ranks that it started for the first one that needs them."""
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those with a Ray first: they take longest, and the small ones even out the end."""
-    items.sort(key=lambda item: not re.search("mark.cluster|ray_cluster", _text(item.nodeid.partition("::")[0])))
+    """The longest files first, so that small ones even out the end."""
+    order = {file: number for number, file in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

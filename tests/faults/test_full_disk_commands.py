@@ -42,6 +42,7 @@ def study(small_disk: SmallDisk) -> Path:
     return path
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_sweep_whose_states_do_not_fit_starts_no_more_trials_and_continues_once_there_is_room(

@@ -192,7 +192,6 @@ def test_ten_times_as_many_rows_take_no_more_statements(measured: Callable[[int]
     small, large = measured(100), measured(1000)
     batches = 20 * 1000 // KEYS_AT_ONCE  # of keys: ten branches of each trial, by key and by line, twice
     assert all(large[name].statements <= small[name].statements + batches for name in OPERATIONS), table(small, large)
-    assert large["results at rungs"].seconds <= MOST * small["results at rungs"].seconds, table(small, large)
 
 
 @pytest.mark.soak

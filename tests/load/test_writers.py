@@ -6,12 +6,9 @@ threads of a few workers of Ray: sixty-four processes that each join a cluster a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from muscale.store.ledger_actor import ActorStorage
 from muscale.store.open_ledger import open_ledger
 from muscale.store.postgresql import URL_VARIABLE
 from muscale.store.tables import ResultKind
+from tests.muscale.gloo_ranks import processes
 
 N_ROWS = 10  # that a writer adds alone, and as many that all of them add
 FEW, MANY = 8, 64
@@ -60,16 +58,7 @@ def require_all(ledger: Ledger, n_writers: int) -> None:
         assert all(ledger.result(ResultKind.GATE, f"{w} {number}") == {"by": w} for w in range(n_writers))
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Any]:
-    """A server of processes that have the package imported: 64 that each import it would take minutes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["muscale.store.open_ledger", "psycopg"])
-    yield context
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it stays until this process ends
-
-
-def write_by_processes(processes: Any, kind: str, directory: Path, n_writers: int) -> None:
+def write_by_processes(kind: str, directory: Path, n_writers: int) -> None:
     ledger = open_ledger(StorageSettings.model_validate({"ledger": kind}), directory, "s")
     assert ledger.rungs("s") == []
     writers = [
@@ -87,15 +76,15 @@ def write_by_processes(processes: Any, kind: str, directory: Path, n_writers: in
 
 @pytest.mark.usefixtures("postgres")
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_eight_processes_write_every_row_once(processes: Any, tmp_path: Path, kind: str) -> None:
-    write_by_processes(processes, kind, tmp_path, FEW)
+def test_eight_processes_write_every_row_once(tmp_path: Path, kind: str) -> None:
+    write_by_processes(kind, tmp_path, FEW)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("postgres")
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_sixty_four_processes_write_every_row_once(processes: Any, tmp_path: Path, kind: str) -> None:
-    write_by_processes(processes, kind, tmp_path, MANY)
+def test_sixty_four_processes_write_every_row_once(tmp_path: Path, kind: str) -> None:
+    write_by_processes(kind, tmp_path, MANY)
 
 
 def write_by_workers(directory: Path, n_workers: int, n_threads: int) -> None:

@@ -15,8 +15,11 @@ from proxy_models.architecture.memory import CHUNK_ENTRIES
 if TYPE_CHECKING:
     from muscale.full_runs.full_run import FullRun
 
-processes = multiprocessing.get_context("forkserver")  # torch and Lightning are imported once, not by each of them
-processes.set_forkserver_preload(["muscale.full_runs.train.module", "torch.distributed.checkpoint"])
+processes = multiprocessing.get_context("forkserver")
+"""Forked from one process, so that torch, Lightning and the package are imported once and not by each of them."""
+processes.set_forkserver_preload(
+    ["muscale.full_runs.train.module", "torch.distributed.checkpoint", "muscale.store.open_ledger", "psycopg"]
+)
 
 
 def _serve(runs: Connection) -> None:

@@ -184,7 +184,7 @@ def flatten(settings: list[str]) -> list[str]:
 
 
 def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(make_study: MakeStudy) -> None:
-    settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=524288", "sweep.trials=3"]
+    settings = [*QUICK, "sweep.searcher=random", "sweep.scheduler=none", "sweep.n_tokens=262144", "sweep.trials=3"]
     path = make_study()
     log = path.parent / "sweep.log"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it

@@ -27,7 +27,7 @@ from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.data.sources import Source
 from tests.muscale.forked_ranks import BATCH, small_corpus, small_run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("free_cluster")]
 SMALL = ResourceSettings(cpus_per_worker=0.25)
 
 

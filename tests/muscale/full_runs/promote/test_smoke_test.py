@@ -13,7 +13,7 @@ import pytest
 from muscale import StageError, StudyConfig
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.dry_run import memory_of
-from muscale.full_runs.promote.promotion import promote
+from muscale.full_runs.promote.promotion import full_run_of, promote
 from muscale.full_runs.promote.smoke_test import (
     Schedule,
     SmokeTest,
@@ -161,8 +161,10 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
 
     closed = Gate(plan=plan.key, lines=(transfer_line("fail", ("drift",)), disk_line(1, 2, kept=1, place="/")))
     closed.record(ledger)
+    folder = ledger.directory / FULL_RUNS / plan.key
+    train(full_run_of(plan, config, numerics, folder, ledger.directory / CORPUS))  # `promote` records it
     done = promote(plan, config, ledger, numerics, verdict="fail", gate=closed)
-    rows = (ledger.directory / FULL_RUNS / plan.key / METRICS).read_text().splitlines()
+    rows = (folder / METRICS).read_text().splitlines()
     assert [json.loads(row)["train_loss"] for row in rows[:10]] == pytest.approx(list(found.losses), rel=1e-5)
     assert len(rows) == 32
     assert (done.gate, done.forced, done.forced_lines) == (closed.to_dict(), True, ("transfer",))
