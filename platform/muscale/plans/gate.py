@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from muscale.errors import StageError
 from muscale.plans.cadence import Cadence
+from muscale.plans.layouts import Layout
 from muscale.plans.provenance import HyperparameterProvenance
+from muscale.plans.step_time import LINKS, StepTime
 from muscale.serialization import Recorded
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, now
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "failed", "unknown"]
 _WIDTH = 132
+EXPOSED_SHARE = 0.25
+"""Of a step, in exposed communication, from which the gate gives advice (assumed)."""
+PROPOSED_FROM = 1.1
+"""Times the best predicted step that a run's own may be before another layout is proposed; the model's error is about as large."""
 MOST_SHARE = 0.1
 """Of a run: saves, and evaluations, may each take so much (assumed)."""
 
@@ -322,6 +328,31 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
         status="failed" if over else "passed",
         compared=compared,
         advice=f"raise or leave out {' and '.join(over)}; by default they follow the run" if over else "",
+    )
+
+
+def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLine:
+    """Share of the predicted step in which devices wait for one another; reported, and never a reason against the run.
+
+    Args:
+        step: Predicted for the run's layout; None where nothing is known of the devices' links.
+        proposed: The layout with the best prediction among those that fit; None where none does.
+    """
+    name = "communication"
+    if step is None:
+        return GateLine(
+            name=name,
+            status="unknown",
+            compared="no prediction: plan.accelerator names no device whose links are known, or the layout does not stand",
+            advice=f"name one of {', '.join(LINKS)}",
+        )
+    slower = proposed is not None and step.total > PROPOSED_FROM * proposed.step.total
+    waits = step.exposed_share > EXPOSED_SHARE
+    advice = (
+        f"predicted to be faster: {proposed}" if slower else "take fewer workers or a larger batch" if waits else ""
+    )
+    return GateLine(
+        name=name, status="passed", compared=f"predicted {step}; more than {EXPOSED_SHARE:.0%} is much", advice=advice
     )
 
 

@@ -19,13 +19,16 @@ from muscale.plans.gate import (
     cadence_line,
     carried_line,
     check_line,
+    communication_line,
     data_line,
     disk_line,
     layout_line,
     memory_line,
     transfer_line,
 )
+from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
 from muscale.plans.planning import Plan, data_hashes
+from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, largest_micro_batch, training_memory
 from proxy_models.data.corpus import Corpus
@@ -68,6 +71,7 @@ class Launch:
         resumed_from: Tokens of the newest checkpoint; 0: a new run.
         checkpoint_bytes: Of one checkpoint.
         directory: Of the run.
+        proposed: The layout with the best predicted step among those that fit; empty where none is known.
     """
 
     workers: int
@@ -82,6 +86,7 @@ class Launch:
     resumed_from: int
     checkpoint_bytes: int
     directory: str
+    proposed: str = ""
 
     def __str__(self) -> str:
         parts = f"{self.cpus_per_worker:g} CPUs" + (
@@ -93,7 +98,7 @@ class Launch:
             f"{self.micro_batch} sequences a pass\n"
             f"  {self.n_steps:,} steps to {self.n_tokens:,} tokens, {begins}; checkpoints of "
             f"{self.checkpoint_bytes / 2**30:.3g} GiB in {self.directory}\n"
-            f"  {self.cadence}"
+            f"  {self.cadence}" + (f"\n  fastest predicted layout: {self.proposed}" if self.proposed else "")
         )
 
 
@@ -149,6 +154,7 @@ def dry_run(
         evaluation_tokens=config.corpus.evaluation_tokens,
     )
     device = device_of(config)
+    step, proposed = _predicted(plan, config)
     folder = directory / FULL_RUNS / plan.key
     changed, n_bytes = changed_files(corpus)
     free = shutil.disk_usage(directory).free + _size(folder / CHECKPOINTS)
@@ -174,6 +180,7 @@ def dry_run(
                 parallelism=settings.parallelism,
             ),
             cadence_line(cadence, run_seconds=run_seconds(plan, config)),
+            *((communication_line(step, proposed),) if config.resources.gpus_per_worker else ()),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
         ),
     )
@@ -190,6 +197,7 @@ def dry_run(
         resumed_from=max(CheckpointFolder(folder / CHECKPOINTS).kept(), default=0),
         checkpoint_bytes=checkpoint,
         directory=str(folder),
+        proposed=str(proposed or ""),
     )
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
 
@@ -205,6 +213,28 @@ def run_seconds(plan: Plan, config: StudyConfig) -> float | None:
 def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
     """Memory of a worker at the full batch."""
     return training_memory(plan.model, micro_batch=_micro_batch(plan, config), **_conditions(plan, config))
+
+
+def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout | None]:
+    """The predicted step of the run's layout, and the layout that is predicted to be the fastest."""
+    device, settings, h = config.plan.device, config.promote, plan.hyperparameters
+    if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
+        return None, None
+    conditions: dict[str, Any] = {
+        "workers": settings.workers,
+        "batch_tokens": h.batch_tokens,
+        "device": device,
+        "precision": plan.precision,
+        "compiled": settings.compile is not False,
+    }
+    smallest = h.batch_tokens >> h.batch_doublings
+    fitting = fitting_layouts(plan.model, smallest_batch_tokens=smallest, optimizer=h.optimizer, **conditions)
+    node_ranks = min(settings.workers, LINKS[device.name].node_devices)
+    layout = settings.parallelism
+    if any(layout.unfit(settings.workers, node_ranks=node_ranks)) or any(layout.layout_errors(plan.model)):
+        return None, propose_layout(fitting)
+    micro_batch = _micro_batch(plan, config)
+    return step_time(plan.model, layout, micro_batch=micro_batch, **conditions), propose_layout(fitting)
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:

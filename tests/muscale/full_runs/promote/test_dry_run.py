@@ -87,8 +87,11 @@ def test_a_checkpoint_that_stands_there_is_gone_on_from(look: Look) -> None:
 
 def test_a_gpu_that_nobody_named_is_unknown_and_a_named_one_is_held_to_its_memory(look: Look) -> None:
     named = look("resources.gpus_per_worker=1.0", 'plan.accelerator="H200"')
-    assert statuses(named)["memory"] == "passed"
+    assert statuses(named)["memory"] == statuses(named)["communication"] == "passed"
+    assert "fastest predicted layout: sharding = " in str(named.launch)
     assert "with 1 CPUs and 1 GPU each on H200" in str(named.launch)
+    assert "communication" not in statuses(look()), "between processes on a CPU nothing is predicted"
+    assert statuses(look("resources.gpus_per_worker=1.0"))["communication"] == "unknown"
     seen = statuses(look("resources.gpus_per_worker=1.0"))["memory"]
     assert seen == ("passed" if torch.cuda.is_available() else "unknown")
 

@@ -1,0 +1,256 @@
+"""The time of a training step from shape, layout and links: on paper, without a device.
+
+A device's time of a pass is that of its matrix products and of attention, each at the share of the peak that it reaches, and
+of the bytes that everything else moves. Weights are gathered in the precision of the products and gradients reduced in fp32
+(FSDP2's mixed precision), block by block, while the block beside is computed; what takes longer than that block, and the first
+and the last collective of a pass, is exposed. Tensor parallelism gathers and scatters activations around attention and MLP
+(sequence parallelism, Korthikanti et al., arXiv 2205.05198, section 4.2.2), all of it exposed. Collectives are rings.
+
+Not in it: the input pipeline, hosts that are slower than their devices, faults. `tests/benchmarks/step_time.py` holds the
+prediction against published runs; docs/full_run.md has its table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import Precision
+from scaling import Accelerator, accelerator
+
+LINK_SHARE = 0.8
+"""Share of a link's bandwidth that a large collective reaches (assumed)."""
+RING_SECONDS, NODE_HOP_SECONDS, NETWORK_HOP_SECONDS = 8.4e-6, 3.4e-6, 14e-6
+"""Latency of a ring, and of each of its hops by NVLink and by network: NCCL's own model (src/graph/tuning.cc, protocol Simple)."""
+MOVED_SHARE = 0.8
+"""Share of the memory's bandwidth that operations without products reach (assumed)."""
+EAGER_MOVES = 3.4
+"""Bytes that such operations move uncompiled for each that they move compiled: from torchtitan's 8B on 8 H100s, 5,762 tokens per
+second eager and 6,667 compiled (benchmarks/llama3_h100_202412_torchtitan.md, table 1)."""
+CONTENTION = 0.4
+"""Seconds that products lose for each second of a collective beside them, as both want the device's units, memory and power:
+from llm-foundry's 13B on 64 and 70B on 32 H100s with short passes."""
+_BACKWARD_PRODUCTS, _BACKWARD_ATTENTION, _BACKWARD_MOVES = 2.0, 2.5, 2.0
+"""Of the backward pass for each of the forward pass; attention's five products for two (Dao, arXiv 2307.08691, section 3.1)."""
+_LOGIT_MOVES = 6  # reads and writes of the fp32 logits in the loss and its gradient
+_STATE_BYTES = 32  # of a parameter in a step of AdamW: weight and two moments read and written, gradient read twice
+_FP32 = 4
+_PRODUCT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bandwidths of a device and of its links, in bytes per second, and the shares of its peak that it reaches.
+
+    Attributes:
+        memory: Bandwidth of the device's memory.
+        node: To the other devices of its node, in one direction.
+        network: To other nodes, for each device, in one direction.
+        node_devices: Devices of a node.
+        fp32_flops: Peak of fp32 products, TF32 off.
+        products, attention: Shares of the peak that large products and fused attention reach.
+    """
+
+    memory: float
+    node: float
+    network: float
+    fp32_flops: float
+    products: float
+    attention: float
+    node_devices: int = 8
+
+
+_H100 = Links(memory=3.35e12, node=450e9, network=50e9, fp32_flops=67e12, products=0.69, attention=0.35)
+_A100 = Links(memory=2.039e12, node=300e9, network=25e9, fp32_flops=19.5e12, products=0.72, attention=0.6)
+LINKS: Mapping[str, Links] = {
+    "H100 SXM": _H100,
+    "H200": replace(_H100, memory=4.8e12),
+    "A100 80GB": _A100,
+    "A100 40GB": replace(_A100, memory=1.555e12),
+}
+"""By name of the accelerator. NVIDIA's datasheets of each: memory, half of NVLink's 900 and 600 GB/s, fp32. Network: a 400 Gb/s (DGX
+H100) or 200 Gb/s (DGX A100) adapter for each device. Attention: FlashAttention-2's 35 % on H100 (Shah et al., arXiv 2407.08608,
+abstract) and 50–73 % on A100 (arXiv 2307.08691, abstract). Products: fitted to one published run of each device, llm-foundry's 7B on
+8 H100s and torchtitan's 8B on 64 A100s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step on each device.
+
+    Attributes:
+        products: Matrix products, attention and everything else that a device computes, slowed by collectives beside them.
+        tensor: Collectives of tensor parallelism.
+        exposed: Collectives of weights and gradients that no product hides.
+        optimizer: The update.
+        communication: All collectives of weights and gradients, hidden or not; not part of the sum.
+        tokens_per_second: Of one device.
+        mfu: Share of the peak, by `train_flops_per_token`.
+    """
+
+    products: float
+    tensor: float
+    exposed: float
+    optimizer: float
+    communication: float
+    tokens_per_second: float
+    mfu: float
+
+    @property
+    def total(self) -> float:
+        """Seconds."""
+        return self.products + self.tensor + self.exposed + self.optimizer
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step in which devices wait for one another."""
+        return (self.tensor + self.exposed) / self.total
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total:.3g} s a step, {self.tokens_per_second:,.0f} tokens per second and device, MFU {self.mfu:.0%}, "
+            f"{self.exposed_share:.0%} in exposed communication"
+        )
+
+
+def step_time(
+    model: ModelConfig,
+    parallelism: Parallelism,
+    *,
+    workers: int,
+    micro_batch: int,
+    batch_tokens: int,
+    device: Accelerator | str,
+    links: Links | None = None,
+    precision: Precision = "bf16",
+    compiled: bool = True,
+    recomputed: float | None = None,
+) -> StepTime:
+    """Predict the time of a step.
+
+    Args:
+        model: The shape.
+        parallelism: The layout.
+        workers: Devices.
+        micro_batch: Sequences of a pass on a device.
+        batch_tokens: Of a step, over all devices.
+        device: Or its name; its peak counts.
+        links: Of the device; None: `LINKS`.
+        precision: Of products and of gathered weights.
+        compiled: Whether blocks are compiled.
+        recomputed: Share of the products of blocks that the backward pass repeats; None: as the layout's checkpointing does.
+
+    Raises:
+        ValueError: If the workers do not form the layout, or the device has no entry in `LINKS`.
+    """
+    device = accelerator(device) if isinstance(device, str) else device
+    links = links or links_of(device)
+    on_node = min(workers, links.node_devices)
+    replicas, shards, tensor = parallelism.grid(workers, node_ranks=on_node)
+    n_bytes, layers, width = _PRODUCT_BYTES[precision], model.n_layers, model.d_model
+    peak = device.peak_flops["bf16"] if n_bytes == 2 else links.fp32_flops
+    share = math.ceil(batch_tokens / model.context_length / (replicas * shards))
+    passes = math.ceil(share / micro_batch)
+    tokens = micro_batch * model.context_length / tensor  # of a pass, on each of the ranks that share its products
+
+    def seconds_of(products: float, attention: float, moved: float) -> float:
+        return (
+            products / (peak * links.products)
+            + attention / (peak * links.attention)
+            + moved / (links.memory * MOVED_SHARE)
+        )
+
+    entries = model.n_matrix_entries / layers
+    block = (
+        2 * entries * tokens,
+        2 * model.context_length * width * tokens,  # the causal half
+        _moved(model) * n_bytes * tokens * (1 if compiled else EAGER_MOVES),
+    )
+    recomputes = parallelism.checkpointing != "none"
+    again = float(parallelism.checkpointing == "full") if recomputed is None else recomputed
+    forward = seconds_of(*block)
+    backward = seconds_of(
+        block[0] * (_BACKWARD_PRODUCTS + again),
+        block[1] * (_BACKWARD_ATTENTION + (parallelism.checkpointing == "full")),
+        block[2] * (_BACKWARD_MOVES + recomputes),
+    )
+    readout = seconds_of(6 * model.vocab_size * width * tokens, 0.0, _LOGIT_MOVES * _FP32 * model.vocab_size * tokens)
+
+    def collective(size: float, ranks: int, stride: int) -> float:
+        """Gather or scatter over ranks so far apart, of which the neighbours share a node and its network adapters."""
+        return _ring(size, ranks, max(1, min(ranks, on_node // stride)), links)
+
+    groups = model.n_params_by_group
+    tables = groups["embedding"] + groups["positions"] + groups["readout"]
+    unit, outside = (model.n_params_total - tables) / layers / tensor, tables / tensor
+    again_gathered = parallelism.sharding in ("full", "hybrid")
+
+    def data_parallel(n_params: float, *, is_first: bool, is_last: bool) -> tuple[float, float]:
+        """Gather of so many parameters before they are used, and reduction of their gradients."""
+        gather = collective(n_bytes * n_params, shards, tensor) if is_first or again_gathered else 0.0
+        reduction = collective(_FP32 * n_params, shards, tensor)
+        if is_last:
+            reduction += 2 * collective(_FP32 * n_params / shards, replicas, tensor * shards)
+        return gather, reduction
+
+    exposed = slowed = communication = 0.0
+    for number in range(passes):
+        ends = {"is_first": number == 0, "is_last": number == passes - 1}
+        (gather, reduction), (start, end) = data_parallel(unit, **ends), data_parallel(outside, **ends)
+        behind = reduction + (gather if again_gathered else 0.0)
+        communication += layers * (gather + behind) + start + end
+        exposed += start + gather + behind + end
+        for wanted, beside in ((gather, forward), (behind, backward)):
+            exposed += (layers - 1) * max(0.0, wanted - beside)
+            slowed += (layers - 1) * CONTENTION * min(wanted, beside)
+    activations = n_bytes * micro_batch * model.context_length * width
+    sublayers = 4 * (3 if parallelism.checkpointing == "full" else 2) * layers
+    tensor_seconds = passes * sublayers * collective(activations, tensor, 1)
+    products = passes * (layers * (forward + backward) + readout) + slowed
+    state = model.n_params_total / tensor / (1 if parallelism.sharding == "none" else shards)
+    optimizer = _STATE_BYTES * state / (links.memory * MOVED_SHARE)
+    total = products + tensor_seconds + exposed + optimizer
+    per_second = batch_tokens / workers / total
+    return StepTime(
+        products=products,
+        tensor=tensor_seconds,
+        exposed=exposed,
+        optimizer=optimizer,
+        communication=communication,
+        tokens_per_second=per_second,
+        mfu=per_second * model.train_flops_per_token / peak,
+    )
+
+
+def links_of(device: Accelerator) -> Links:
+    """The entry of `LINKS`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if device.name not in LINKS:
+        raise ValueError(f"links are known of {', '.join(LINKS)}, got {device.name!r}")
+    return LINKS[device.name]
+
+
+def _moved(model: ModelConfig) -> float:
+    """Numbers that a block's operations without products read and write for a token, forward, fused as a compiler does.
+
+    Two norms (one read, one write each), two residual sums (two reads, one write each), rotated queries and keys, and the
+    activation of the MLP.
+    """
+    gate = 3 if model.activation == "swiglu" else 2
+    return 12 * model.d_model + 2 * model.n_kv_heads * model.head_dim + gate * model.d_ff
+
+
+def _ring(n_bytes: float, ranks: int, per_node: int, links: Links) -> float:
+    """Seconds of an all-gather or reduce-scatter of `n_bytes` in all, by a ring that enters each node through all its adapters."""
+    if ranks == 1:
+        return 0.0
+    nodes = math.ceil(ranks / per_node)
+    bandwidth = links.node if nodes == 1 else min(links.node, per_node * links.network)
+    latency = RING_SECONDS + (nodes - 1) * NETWORK_HOP_SECONDS + (ranks - nodes) * NODE_HOP_SECONDS
+    return latency + n_bytes * (ranks - 1) / ranks / (LINK_SHARE * bandwidth)

@@ -1,0 +1,143 @@
+"""Predicted against published training throughput, and 8B and 70B by layout: `python tests/benchmarks/step_time.py`, a second.
+
+Published: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 and 3), asyncTP_llama3_h100_2025-06_torchtitan.md (bf16,
+vanilla TP) and docs/performance.md (64 A100s, 2024); llm-foundry, scripts/train/benchmarking/README.md (H100 80GB BF16). All in
+tokens per second and device. torchtitan's H100s have 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, for which the share of the
+peak that products reach is fitted to its first compiled row; its "selective op" recomputes every second product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
+from muscale.plans.step_time import LINKS, Links, StepTime, step_time
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
+
+_LLAMA: dict[str, Any] = {"head_dim": 128, "mlp_ratio": 3.5, "vocab_size": 128_256, "context_length": 8192}
+LLAMA_8B = ModelConfig(d_model=4096, n_layers=32, queries_per_kv=4, **_LLAMA)
+LLAMA_70B = ModelConfig(d_model=8192, n_layers=80, queries_per_kv=8, **_LLAMA)
+_MPT: dict[str, Any] = {
+    "head_dim": 128,
+    "mlp_ratio": 4.0,
+    "vocab_size": 50_368,
+    "context_length": 2048,
+    "activation": "gelu",
+    "tied": True,
+    "positions": "alibi",
+}
+MPT_7B = ModelConfig(d_model=4096, n_layers=32, **_MPT)
+MPT_13B = ModelConfig(d_model=5120, n_layers=40, **_MPT)
+MPT_30B = ModelConfig(d_model=7168, n_layers=48, **_MPT)
+MPT_70B = ModelConfig(d_model=8192, n_layers=80, **_MPT)
+BATCH_TOKENS = 2**23
+LIMITED = replace(LINKS["H100 SXM"], memory=2.4e12, products=0.485)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run."""
+
+    name: str
+    model: ModelConfig
+    workers: int
+    micro_batch: int
+    passes: int
+    layout: Parallelism
+    tokens_per_second: float
+    compiled: bool = True
+    device: str = "H100 SXM"
+    links: Links | None = None
+    recomputed: float | None = None
+    fitted: bool = False
+
+
+_SELECTIVE, _FULL = Parallelism(checkpointing="selective"), Parallelism(checkpointing="full")
+PUBLISHED = (
+    Published("torchtitan 8B", LLAMA_8B, 8, 2, 1, _SELECTIVE, 5762, False, links=LIMITED, recomputed=0.5, fitted=True),
+    Published("torchtitan 8B", LLAMA_8B, 8, 2, 1, _SELECTIVE, 6667, links=LIMITED, recomputed=0.5, fitted=True),
+    Published("torchtitan 8B", LLAMA_8B, 128, 2, 1, _SELECTIVE, 5605, False, links=LIMITED, recomputed=0.5),
+    Published("torchtitan 8B", LLAMA_8B, 128, 2, 1, _SELECTIVE, 6514, links=LIMITED, recomputed=0.5),
+    Published(
+        "torchtitan 8B, TP 8",
+        LLAMA_8B,
+        64,
+        12,
+        1,
+        replace(_SELECTIVE, tensor_parallel=8),
+        4378,
+        links=LIMITED,
+        recomputed=0.5,
+    ),
+    Published("torchtitan 70B, TP 8", LLAMA_70B, 256, 16, 1, replace(_FULL, tensor_parallel=8), 597.3, links=LIMITED),
+    Published("torchtitan 8B", LLAMA_8B, 64, 1, 1, _SELECTIVE, 2973, False, "A100 80GB", recomputed=0.5, fitted=True),
+    Published("torchtitan 70B", LLAMA_70B, 64, 1, 1, _FULL, 331, False, "A100 80GB"),
+    Published("llm-foundry 7B", MPT_7B, 8, 6, 1, Parallelism(), 10_643, False, fitted=True),
+    Published("llm-foundry 13B", MPT_13B, 64, 2, 1, Parallelism(), 4800, False),
+    Published("llm-foundry 30B", MPT_30B, 32, 14, 3, _FULL, 2308, False),
+    Published("llm-foundry 70B", MPT_70B, 64, 8, 4, _FULL, 1039, False),
+    Published("llm-foundry 70B", MPT_70B, 32, 2, 16, _FULL, 882, False),
+)
+
+
+def predicted(run: Published) -> StepTime:
+    """The model's step of a published run."""
+    data = run.workers // run.layout.tensor_parallel
+    return step_time(
+        run.model,
+        run.layout,
+        workers=run.workers,
+        micro_batch=run.micro_batch,
+        batch_tokens=data * run.micro_batch * run.passes * run.model.context_length,
+        device=run.device,
+        links=run.links,
+        compiled=run.compiled,
+        recomputed=run.recomputed,
+    )
+
+
+def _print_published() -> None:
+    print(
+        "| run | devices | micro-batch × passes | published | predicted | error |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for run in PUBLISHED:
+        found = predicted(run).tokens_per_second
+        kind = "eager" if not run.compiled else "compiled"
+        error = f"{found / run.tokens_per_second - 1:+.0%}" + (" (fitted)" if run.fitted else "")
+        print(
+            f"| {run.name}, {kind}, {run.layout.checkpointing} | {run.workers} {run.device} | {run.micro_batch} × {run.passes} "
+            f"| {run.tokens_per_second:,.0f} | {found:,.0f} | {error} |"
+        )
+
+
+def _print_layouts() -> None:
+    print(f"\nH100 SXM, bf16, AdamW, compiled, batch of {BATCH_TOKENS:,} tokens; * proposed")
+    print(
+        "| model, devices | sharding | TP | checkpointing | micro-batch | GiB | tokens/s | MFU | exposed |\n"
+        + "| --- " * 9
+        + "|"
+    )
+    for name, model in (("8B", LLAMA_8B), ("70B", LLAMA_70B)):
+        for workers in (64, 512, 1024):
+            layouts = fitting_layouts(model, workers=workers, batch_tokens=BATCH_TOKENS, device="H100 SXM")
+            proposed = propose_layout(layouts)
+            best: dict[tuple[str, int], Layout] = {}  # of each sharding, and of each tensor_parallel
+            for layout in layouts:
+                of = layout.parallelism
+                if of.tensor_parallel in (1, 8):
+                    best.setdefault((of.sharding, of.tensor_parallel), layout)
+            shown = [*best.values()] + ([] if proposed in best.values() or proposed is None else [proposed])
+            for layout in shown:
+                of, step = layout.parallelism, layout.step
+                print(
+                    f"| {name}, {workers:,}{' *' if layout is proposed else ''} | {of.sharding} | {of.tensor_parallel} "
+                    f"| {of.checkpointing} | {layout.micro_batch} | {layout.memory.total / 2**30:.0f} "
+                    f"| {step.tokens_per_second:,.0f} | {step.mfu:.0%} | {step.exposed_share:.0%} |"
+                )
+
+
+if __name__ == "__main__":
+    _print_published()
+    _print_layouts()

@@ -1,0 +1,78 @@
+"""The predicted step: the arithmetic of its terms, what must make it slower or faster, and published runs within a stated error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from muscale.plans.step_time import LINKS, StepTime, step_time
+from muscale.settings.parallelism import Parallelism
+from tests.benchmarks.step_time import LLAMA_8B, LLAMA_70B, PUBLISHED, Published, predicted
+
+H100 = LINKS["H100 SXM"]
+
+
+def step(model: Any = LLAMA_8B, workers: int = 64, micro_batch: int = 1, links: Any = None, **layout: Any) -> StepTime:
+    return step_time(
+        model,
+        Parallelism(**layout),
+        workers=workers,
+        micro_batch=micro_batch,
+        batch_tokens=2**22,
+        device="H100 SXM",
+        links=links,
+    )
+
+
+def test_products_take_their_flops_at_the_share_of_the_peak_that_they_reach() -> None:
+    endless = replace(H100, memory=1e30, node=1e30, network=1e30, products=1.0, attention=1.0)
+    one = step(workers=1, links=endless)
+    tokens = 2**22
+    exact = (
+        LLAMA_8B.train_flops_per_token - 12 * 32 * 8192 * 4096
+    )  # products alone; attention: causal half, 7 products for 6
+    attention = 12 * 32 * 8192 * 4096 / 2 * 7 / 6
+    assert one.total == pytest.approx(tokens * (exact + attention) / 989.5e12)
+    assert (one.tensor, one.exposed, one.communication) == (0, 0, 0)
+
+
+def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_fp32() -> None:
+    n = LLAMA_8B.n_params_total
+    slow = replace(H100, network=1e6)  # so that nothing but bytes counts: per-node adapters carry all of them
+    tables = 2 * 128_256 * 4096  # outside the blocks, gathered once a pass
+    full = step(workers=512, links=slow).communication
+    assert full == pytest.approx(((2 + 2 + 4) * n - 2 * tables) * 511 / 512 / (0.8 * 8 * 1e6), rel=0.01)
+    zero2 = step(workers=512, links=slow, sharding="zero2").communication
+    assert full - zero2 == pytest.approx(2 * (n - tables) * 511 / 512 / (0.8 * 8 * 1e6), rel=0.01)
+    hybrid = step(workers=512, links=slow, sharding="hybrid").communication
+    assert hybrid == pytest.approx(2 * 4 * n / 8 * 63 / 64 / (0.8 * 1e6), rel=0.01), "shards are reduced over 64 nodes"
+
+
+def test_slower_links_longer_rings_and_shorter_passes_never_make_a_step_faster() -> None:
+    for layout in ({}, {"tensor_parallel": 8}, {"sharding": "hybrid"}, {"sharding": "zero2"}):
+        base = step(**layout)
+        assert step(links=replace(H100, network=5e9), **layout).total >= base.total
+        assert step(links=replace(H100, node=50e9), **layout).total >= base.total
+        assert step(workers=512, **layout).tokens_per_second <= base.tokens_per_second
+        assert step(micro_batch=2, **layout).total <= base.total
+        assert step(checkpointing="full", **layout).total > base.total
+        assert 0 < base.mfu < 1
+
+
+def test_tensor_parallelism_over_nodes_is_slower_than_within_one() -> None:
+    within, over = (step(LLAMA_70B, micro_batch=8, tensor_parallel=degree) for degree in (8, 16))
+    assert over.tensor > 2 * within.tensor
+    assert over.total > within.total
+
+
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.name} on {run.workers}")
+def test_published_runs_lie_within_the_stated_error(run: Published) -> None:
+    error = predicted(run).tokens_per_second / run.tokens_per_second - 1
+    assert abs(error) < (0.2 if run.layout.tensor_parallel > 1 else 0.1)
+
+
+def test_a_device_without_known_links_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"links are known of .*H100 SXM.*TPU v5e"):
+        step_time(LLAMA_8B, Parallelism(), workers=8, micro_batch=1, batch_tokens=2**20, device="TPU v5e")
