@@ -1,4 +1,4 @@
-"""One fit and 4,000 bootstrap refits beside what a user would take instead: CPU seconds, and whose minimum is lowest.
+"""One fit and 4,000 bootstrap refits against what a user would take instead: CPU seconds, and whose minimum is lowest.
 
     python tests/benchmarks/fit_speed.py [--ladders NAME ...] [--starts 4500] [--refits 4000] [--peer PYTHON]
 

@@ -62,7 +62,7 @@ class Case:
 
 
 def train_case(case: Case, corpus: Path) -> dict[str, Any]:
-    """Train it in this process, and tell speed and memory."""
+    """Train it in this process; returns speed and memory."""
     from muscale.full_runs.full_run import FullRun
     from muscale.full_runs.train.module import train
 

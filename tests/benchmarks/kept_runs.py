@@ -1,4 +1,4 @@
-"""Tasks of a benchmark, done by a few processes and kept in a file: the same command goes on where it was."""
+"""Tasks of a benchmark, done by a few processes and kept in a file: the same command resumes."""
 
 from __future__ import annotations
 

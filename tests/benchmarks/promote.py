@@ -205,9 +205,9 @@ def report(case: str, study: Study, plan: Plan, rows: pd.DataFrame, spread: floa
     print(f"  gap to oracle   {found.mean():+.2%} ± {error:.2%}", end="")
     print(f" ({len(found)} seeds)" if len(found) > 1 else " (one seed; error from the seeds of the first)")
     standard = float(rows[rows["kind"] == "standard"]["loss"].iloc[0])
-    beside = float(losses.iloc[0])
+    promoted = float(losses.iloc[0])
     shown = (
-        "diverged" if math.isnan(standard) else f"{standard:.4f}, {standard / beside - 1:+.2%} of the promoted run's"
+        "diverged" if math.isnan(standard) else f"{standard:.4f}, {standard / promoted - 1:+.2%} of the promoted run's"
     )
     print(f"  standard        {shown}")
 

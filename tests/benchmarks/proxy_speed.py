@@ -1,4 +1,4 @@
-"""How fast proxies train: our loop, eager and compiled, beside a plain loop and beside the Lightning Trainer.
+"""How fast proxies train: our loop, eager and compiled, against a plain loop and the Lightning Trainer.
 
     python tests/benchmarks/proxy_speed.py [--widths 32 64 128 256] [--precision fp32] [--rounds 3]
 

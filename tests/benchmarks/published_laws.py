@@ -1,4 +1,4 @@
-"""Our fits of public tables beside what their papers publish, and how often profile intervals cover what was planted.
+"""Our fits of public tables against what their papers publish, and how often profile intervals cover what was planted.
 
 python tests/benchmarks/published_laws.py              repeated data, schedules, rate and batch, approaches 1 to 3
 python tests/benchmarks/published_laws.py --coverage 60    profile intervals on so many planted ladders a setting (minutes)
@@ -52,7 +52,7 @@ def repeated_data() -> None:
 
 
 def schedules() -> None:
-    """Published beside 2503.12811: mean relative error .11, .14, .17 %, R² .9988, .9983, .9978."""
+    """Published with 2503.12811: mean relative error .11, .14, .17 %, R² .9988, .9983, .9978."""
     curves = table("mpl_loss_curves")
     for model, part in curves.groupby("model"):
         trained = part["run"].isin(["cosine_24000", "constant_24000", "wsdcon_9"])

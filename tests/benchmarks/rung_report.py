@@ -170,7 +170,7 @@ def optima(seeds: list[SeedTable], space: Space, configs: Sequence[Config]) -> p
 
 
 def exactness(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Branches at T/2 beside the runs planned for their length."""
+    """Branches at T/2 against the runs planned for their length."""
     branches = {(row["config"], row["seed"]): row["rungs"] for row in rows if row["kind"] == "wsd"}
     compared = []
     for row in rows:
@@ -228,8 +228,8 @@ def halving(seeds: list[SeedTable]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
-def telling(seeds: list[SeedTable], space: Space, configs: Sequence[Config]) -> tuple[str, pd.DataFrame]:
-    """What each way of telling a stopped trial is worth after ASHA (eta 2, by averages).
+def reporting_ways(seeds: list[SeedTable], space: Space, configs: Sequence[Config]) -> tuple[str, pd.DataFrame]:
+    """Worth of each way of reporting a stopped trial after ASHA (eta 2, by averages).
 
     Its error, and the loss given up, on a surface through all true finals, by what is suggested next: the minimum of a
     quadratic surface, and Optuna's.

@@ -1,4 +1,4 @@
-"""What should a rung rank by, and what should a stopped trial tell the searcher? Measured on runs that all went to the end.
+"""What should a rung rank by, and what should a stopped trial report to the searcher? Measured on runs that all went to the end.
 
     python tests/benchmarks/rungs.py [--seeds 3] [--batch-tokens 2048] [--rows rungs.jsonl] [--report]
 
@@ -34,7 +34,7 @@ from proxy_models.training.state import TrainState
 from proxy_models.training.trainer import Trainer
 from search_spaces import LogUniform, Space, Uniform
 from tests.benchmarks.kept_runs import do_missing
-from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, show, tables, telling
+from tests.benchmarks.rung_report import correlations, exactness, facts, halving, optima, reporting_ways, show, tables
 
 MODEL = ModelConfig(d_model=64, n_layers=2)
 N_TOKENS = 480 * 2048
@@ -173,7 +173,7 @@ def report(rows: list[dict[str, Any]]) -> None:
     show("Optimum by signal", optima(seeds, SPACE, configs))
     show("A branch at T/2 and the run planned for its length", exactness(rows))
     show("ASHA at equal compute", halving(seeds))
-    about, ways = telling(seeds, SPACE, configs)
+    about, ways = reporting_ways(seeds, SPACE, configs)
     show(f"What a stopped trial tells ({about})", ways)
 
 

@@ -203,7 +203,7 @@ def needed(cell: pd.DataFrame, tried: list[int]) -> dict[str, Any]:
 
 
 def zero_shot(number: int) -> dict[str, Any]:
-    """Regrets with no run in the cell, and whether the intervals hold the optimum that the cell's own runs tell."""
+    """Regrets with no run in the cell, and whether the intervals contain the optimum of the cell's own runs."""
     cells = grid().cells
     cell, smaller = cells[number], cells[:number]
     scale = {name: float(cell[name].iloc[0]) for name in SCALES}

@@ -1,4 +1,4 @@
-"""What a sweep costs beside its training: the same short trials by muscale, by plain Ray Tune and Lightning, by Optuna alone.
+"""Overhead of a sweep over its training: the same short trials by muscale, by plain Ray Tune and Lightning, by Optuna alone.
 
     python tests/benchmarks/sweep_overhead.py [--trials 4 24] [--ways optuna "tune, reused" "tune, fresh" muscale]
     python tests/benchmarks/sweep_overhead.py --flat 5000

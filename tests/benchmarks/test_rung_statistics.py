@@ -28,7 +28,7 @@ def test_rank_correlation_of_a_monotone_signal_is_one_and_a_divergence_ranks_las
 
 def test_one_worker_promotes_the_better_half_of_those_that_arrived() -> None:
     replay = successive_halving(SIGNALS, COSTS, [2, 3, 0, 1], reduction=2, workers=1)
-    # 2 goes on from (2, 3), 0 from (0, 2, 3) and then from (0, 2) to the end, 1 from (0, 1, 2, 3)
+    # 2 continues from (2, 3), 0 from (0, 2, 3) and then from (0, 2) to the end, 1 from (0, 1, 2, 3)
     assert replay.reached.tolist() == [2, 1, 1, 0]
     assert replay.spent == pytest.approx(2.25)
     replay = successive_halving(SIGNALS, COSTS, [0, 1, 2, 3], reduction=2, workers=1)

@@ -1,4 +1,4 @@
-"""Does the best learning rate stay put? muP beside standard parametrization over 8× in width, and over 4× in depth.
+"""Does the best learning rate stay put? muP against standard parametrization over 8× in width, and over 4× in depth.
 
     python tests/benchmarks/transfer.py [--seeds 3] [--folder runs/benchmarks/transfer]
 

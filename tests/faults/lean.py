@@ -114,13 +114,13 @@ class Tally:
 
     @contextmanager
     def kept_by(self, record_property: Callable[[str, object], None]) -> Iterator[Tally]:
-        """Tell it at the end of the block, also of one that fails."""
+        """Report at the end of the block, also of one that fails."""
         try:
             yield self
         finally:
-            self.tell(record_property)
+            self.report(record_property)
 
-    def tell(self, record_property: Callable[[str, object], None]) -> None:
+    def report(self, record_property: Callable[[str, object], None]) -> None:
         """Into pytest's report (--junit-xml), and the log that -o log_cli=true shows."""
         summary = (
             f"injected {self.injected}, survived {self.survived}, "

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone: the file is named, nothing is half written, and it goes on once there is room."""
+"""A disk that is full, read-only or gone: the file is named, nothing is half written, and work continues once there is room."""
 
 from __future__ import annotations
 

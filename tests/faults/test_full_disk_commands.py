@@ -1,4 +1,4 @@
-"""A disk becomes full under whole commands, Ray and all: exit code 2, the file is named, and the same command goes on later."""
+"""A disk becomes full under whole commands, Ray and all: exit code 2, the file is named, and the same command continues later."""
 
 from __future__ import annotations
 
@@ -156,11 +156,11 @@ def test_every_stage_on_a_disk_that_is_too_small_continues_once_it_is_larger(
     study: Path, small_disk: SmallDisk, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Each time there is a little more room, so that another stage is the one to run out of it."""
-    beside = tmp_path / "beside" / "study.toml"
-    write_text(beside.parent / "text")
-    beside.write_text(MICRO)
+    roomy = tmp_path / "roomy" / "study.toml"
+    write_text(roomy.parent / "text")
+    roomy.write_text(MICRO)
     ended_well = (0, 1)  # 1: outside its forecast
-    assert muscale_run(beside, tmp_path / "log") in ended_well, (tmp_path / "log").read_text()
+    assert muscale_run(roomy, tmp_path / "log") in ended_well, (tmp_path / "log").read_text()
     small_disk.resize("400m")
     code, before = 2, rows(study.parent / LEDGER)
     with Tally("disk full under `muscale run`").kept_by(record_property) as tally:
@@ -175,8 +175,8 @@ def test_every_stage_on_a_disk_that_is_too_small_continues_once_it_is_larger(
                 assert code == 2, log.read_text()
                 assert GO_ON in log.read_text().splitlines()[-1]
                 tally.survived += 1
-    opened, undisturbed = (Study.open(path, quiet=True) for path in (study, beside))
+    opened, undisturbed = (Study.open(path, quiet=True) for path in (study, roomy))
     with closing(opened.ledger), closing(undisturbed.ledger):
         pd.testing.assert_frame_equal(opened.sweep().trials[COLUMNS], undisturbed.sweep().trials[COLUMNS])
         assert opened.ledger.retrained() == []
-    assert losses(study.parent / LEDGER) == losses(beside.parent / LEDGER)
+    assert losses(study.parent / LEDGER) == losses(roomy.parent / LEDGER)

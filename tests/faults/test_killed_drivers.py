@@ -1,4 +1,4 @@
-"""A driver is killed, terminated with little grace, doubled, or loses its Ray or its database: the same command goes on.
+"""A driver is killed, terminated with little grace, doubled, or loses its Ray or its database: the same command continues.
 
 `tests/muscale/test_study.py` has the bounded version: a driver killed in three stages and interrupted in one.
 """
@@ -70,7 +70,7 @@ def test_the_same_command_twice_at_once_is_one_study(
     assert [first.ends(), second.ends()] == [0, 0], second.log.read_text()
     in_vain = check(study, undisturbed, rows(study.parent / LEDGER))
     assert in_vain == 0, "neither trains what the other does"
-    Tally("two drivers on one study", 1, 1, in_vain, undisturbed.tokens).tell(record_property)
+    Tally("two drivers on one study", 1, 1, in_vain, undisturbed.tokens).report(record_property)
 
 
 def test_of_two_drivers_the_second_continues_where_the_first_was_killed(
@@ -86,7 +86,7 @@ def test_of_two_drivers_the_second_continues_where_the_first_was_killed(
     assert second.ends() == 0, second.log.read_text()
     assert_kept(before, rows(study.parent / LEDGER))
     in_vain = check(study, undisturbed, rows(study.parent / LEDGER))
-    Tally("one of two drivers killed", 1, 1, in_vain, undisturbed.tokens).tell(record_property)
+    Tally("one of two drivers killed", 1, 1, in_vain, undisturbed.tokens).report(record_property)
 
 
 def test_a_database_restarted_in_the_middle_of_a_sweep(
@@ -107,4 +107,4 @@ def test_a_database_restarted_in_the_middle_of_a_sweep(
         time.sleep(5)
     assert driver.ends() == 0, driver.log.read_text()
     in_vain = check(study, undisturbed, {}, "storage.ledger=postgresql")
-    Tally("database server restarted", 3, 3, in_vain, undisturbed.tokens).tell(record_property)
+    Tally("database server restarted", 3, 3, in_vain, undisturbed.tokens).report(record_property)

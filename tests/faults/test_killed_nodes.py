@@ -1,4 +1,4 @@
-"""On a cluster of three nodes one dies, or the process that writes the ledger: the sweep goes on by itself.
+"""On a cluster of three nodes one dies, or the process that writes the ledger: the sweep continues by itself.
 
 `tests/muscale/test_cluster.py` has the bounded version of a node, `test_ledger_actor.py` that of the ledger's writer.
 """

@@ -76,7 +76,7 @@ def test_a_worker_killed_at_twenty_random_moments(
     record_property: Callable[[str, object], None],
 ) -> None:
     tally = kills(tmp_path, undisturbed, 20)
-    tally.tell(record_property)
+    tally.report(record_property)
     assert tally.survived >= 20
 
 

@@ -215,7 +215,7 @@ def checkpoint_record(folder: Path) -> Target:
 
 
 def checkpoint_manifest(folder: Path) -> Target:
-    """The hashes that tell whether a checkpoint is complete."""
+    """The hashes by which a checkpoint is known to be complete."""
     checkpoint, hashes = folder / "tokens=8", {}
     checkpoint.mkdir()
     for name in (".metadata", PARAMETRIZATION, "__0_0.distcp"):
@@ -235,7 +235,7 @@ def checkpoint_manifest(folder: Path) -> Target:
 
 
 def run_record(folder: Path) -> Target:
-    """The description of a run, beside a complete checkpoint."""
+    """The description of a run, with a complete checkpoint."""
     model = ModelConfig(d_model=16, n_layers=1, vocab_size=16, context_length=8)
     numerics = Numerics(model=model, base=model, corpus_key="planted", seed=0, evaluation_tokens=8)
     multipliers = ForwardMultipliers(embedding=1.0, readout=1.0, attention=0.25, branch=1.0)

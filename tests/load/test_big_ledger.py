@@ -43,7 +43,7 @@ class Cost:
 
 
 def resume(study: Study) -> None:
-    """What a sweep that is run again does before its first leg."""
+    """Work of a resumed sweep before its first segment."""
     record = Sweep.of(study.config, study.ledger, study.corpus).record()
     engine = Sweep.of(study.config, study.ledger, study.corpus).engine(
         record, lambda arrival: None, lambda done, wanted, kind: None
@@ -173,7 +173,7 @@ def cpu_seconds(server: PostgresServer | None) -> float:
 
 
 def vacuum(server: PostgresServer) -> None:
-    """What a server does by itself within minutes of such a load, so that it does not do it beside what is measured."""
+    """Do the server's own maintenance after such a load, so that it does not run during the measurement."""
     with psycopg.connect(server.url, autocommit=True) as connection:
         connection.execute("VACUUM ANALYZE")
 

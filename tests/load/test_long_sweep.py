@@ -69,28 +69,28 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
     return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, anneal_jobs=list)
 
 
-def fly(engine: Engine) -> Iterator[TrialSegment]:
-    """Fly the engine's legs one after the other; yields each as it is over."""
-    while leg := engine.next():
-        assert isinstance(leg, TrialSegment)
-        for rung in range(leg.first, leg.until + 1):
-            loss = loss_of(leg, rung)
+def drive(engine: Engine) -> Iterator[TrialSegment]:
+    """Run the engine's segments one after the other; yields each once it has finished."""
+    while segment := engine.next():
+        assert isinstance(segment, TrialSegment)
+        for rung in range(segment.first, segment.until + 1):
+            loss = loss_of(segment, rung)
             engine.arrived(
-                RungResult(trial=leg.trial, rung=rung, loss=loss, segment="0" * 32, tokens=RUNGS[rung], seconds=1.0)
+                RungResult(trial=segment.trial, rung=rung, loss=loss, segment="0" * 32, tokens=RUNGS[rung], seconds=1.0)
             )
             if loss is None:
                 break
-        engine.finished(leg)
-        yield leg
+        engine.finished(segment)
+        yield segment
 
 
-def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[Window]:
-    """Run a sweep of so many trials, and measure each stretch of them."""
+def windows(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[Window]:
+    """Run a sweep of so many trials, and measure each window of them."""
     engine = make_engine(ledger, n_trials, **settings)
     me, found = psutil.Process(), []
     begun, memory = time.process_time(), resident(me)
-    for leg in fly(engine):
-        if leg.first == 0 and (leg.trial + 1) % stretch == 0:
+    for segment in drive(engine):
+        if segment.first == 0 and (segment.trial + 1) % stretch == 0:
             now, grown = time.process_time(), resident(me)
             found.append(Window(seconds=(now - begun) / stretch, growth=(grown - memory) / stretch))
             begun, memory = time.process_time(), grown
@@ -98,10 +98,10 @@ def flown(ledger: Ledger, n_trials: int, stretch: int, **settings: Any) -> list[
     return found
 
 
-def loss_of(leg: TrialSegment, rung: int) -> float | None:
+def loss_of(segment: TrialSegment, rung: int) -> float | None:
     """A parabola in log rate with some luck, falling with the tokens; the largest rates diverge."""
-    octaves = math.log2(float(leg.path[-1][1]["learning_rate"]) / 0.01)  # type: ignore[arg-type]
-    luck = float(np.random.default_rng([leg.trial, rung]).standard_normal())
+    octaves = math.log2(float(segment.path[-1][1]["learning_rate"]) / 0.01)  # type: ignore[arg-type]
+    luck = float(np.random.default_rng([segment.trial, rung]).standard_normal())
     return None if octaves > 3.2 else 3 - 0.3 * rung + 0.05 * octaves**2 + 0.01 * luck
 
 
@@ -111,17 +111,17 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-def require_flat(stretches: list[Window], *, beside: int = 1) -> None:
-    """Compare the last stretch with an early one, by default the second: the first pays for what is made once."""
+def require_flat(stretches: list[Window], *, early: int = 1) -> None:
+    """Compare the last window with an early one, by default the second: the first pays for what is made once."""
     summary = "\n".join(f"{1e3 * s.seconds:.2f} ms, {s.growth / 1024:.1f} KiB a trial" for s in stretches)
     print(summary)
     assert np.mean([s.growth for s in stretches[1:]]) <= MOST_BYTES, summary
-    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[beside].seconds, summary
+    assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[early].seconds, summary
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "median", "hyperband"])
 def test_a_driver_of_six_hundred_trials_grows_by_a_constant_a_trial(tmp_path: Path, scheduler: str) -> None:
-    require_flat(flown(Ledger(tmp_path / "s.sqlite"), 600, 150, searcher="random", scheduler=scheduler))
+    require_flat(windows(Ledger(tmp_path / "s.sqlite"), 600, 150, searcher="random", scheduler=scheduler))
 
 
 @pytest.mark.soak
@@ -130,9 +130,9 @@ def test_a_driver_of_six_hundred_trials_grows_by_a_constant_a_trial(tmp_path: Pa
 def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a_model(
     tmp_path: Path, searcher: str
 ) -> None:
-    stretches = flown(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher=searcher, scheduler="asha")
+    stretches = windows(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher=searcher, scheduler="asha")
     require_flat(
-        stretches, beside=2 if searcher == "cma_es" else 1
+        stretches, early=2 if searcher == "cma_es" else 1
     )  # which observes more trials up to `MAX_OBSERVATIONS`
 
 
@@ -140,7 +140,7 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("scheduler", ["none", "median", "hyperband"])
 def test_a_driver_of_five_thousand_trials_is_flat_under_every_scheduler(tmp_path: Path, scheduler: str) -> None:
-    require_flat(flown(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher="random", scheduler=scheduler))
+    require_flat(windows(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher="random", scheduler=scheduler))
 
 
 @pytest.mark.soak
@@ -148,15 +148,15 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_scheduler(tmp_path
 def test_a_segment_among_five_thousand_members_costs_at_most_twice_as_much_as_among_five_hundred(
     tmp_path: Path,
 ) -> None:
-    """A population has no stretches that are like each other: its members begin, then each generation goes on."""
+    """A population has no comparable windows: its members start, then each generation continues."""
     costs = []
     for members in (500, 5000):
         engine = make_engine(Ledger(tmp_path / f"{members}.sqlite"), members, searcher="random", scheduler="pbt")
         begun = time.process_time()
-        legs = sum(1 for _ in fly(engine))
-        assert legs == members * len(RUNGS)
-        costs.append((time.process_time() - begun) / legs)
-    print(f"{1e3 * costs[0]:.2f} -> {1e3 * costs[1]:.2f} ms a leg")
+        n_segments = sum(1 for _ in drive(engine))
+        assert n_segments == members * len(RUNGS)
+        costs.append((time.process_time() - begun) / n_segments)
+    print(f"{1e3 * costs[0]:.2f} -> {1e3 * costs[1]:.2f} ms a segment")
     assert costs[1] <= MOST_TIMES * costs[0]
 
 
@@ -169,7 +169,7 @@ def test_a_suggestion_after_five_thousand_trials_costs_at_most_twice_that_after_
     """A model observes at most `MAX_OBSERVATIONS`, so from there on only our own part grows; the trials before are random ones."""
     ledger, costs = Ledger(tmp_path / "s.sqlite"), []
     for n_trials in (500, 1000, 5000):
-        for _ in fly(make_engine(ledger, n_trials, searcher="random", scheduler="asha")):
+        for _ in drive(make_engine(ledger, n_trials, searcher="random", scheduler="asha")):
             pass
         sampler = make_engine(ledger, n_trials, searcher=searcher, scheduler="asha")._sampler
         known = RecordView(Record(ledger, "s"), len(RUNGS) - 1)

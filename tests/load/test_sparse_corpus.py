@@ -17,7 +17,7 @@ _AHEAD = (
 
 
 def of_self(file: str, name: str) -> int:
-    """A number that the kernel tells of this process."""
+    """A number from the kernel's status of this process."""
     lines = (Path("/proc/self") / file).read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 

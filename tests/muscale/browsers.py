@@ -64,7 +64,7 @@ def opened(browser: Browser, url: str, *, size: tuple[int, int] = WIDE, dark: bo
         context.set_default_timeout(PATIENCE)
         tab = context.new_page()
         found = Opened(page=tab)
-        tab.on("console", lambda said: found.complaints.append(said.text) if said.type == "error" else None)
+        tab.on("console", lambda message: found.complaints.append(message.text) if message.type == "error" else None)
         tab.on("pageerror", lambda error: found.complaints.append(str(error)))
         tab.add_init_script(
             "document.addEventListener('securitypolicyviolation',"

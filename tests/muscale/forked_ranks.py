@@ -55,7 +55,7 @@ def _train(run: FullRun, rank: int, world_size: int, store: Path, fault: Fault |
 
 
 def small_corpus(folder: Path) -> Corpus:
-    """Words of four letters, in an order that tells nothing."""
+    """Words of four letters in random order."""
     text = folder / "text"
     text.mkdir()
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Runs whose ratio of loss along the way to the final loss is known, as values and as a ledger with curves beside it."""
+"""Runs whose ratio of loss along the way to the final loss is known, as values and as a ledger with its curves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def planted_curve(
 def write_ladder(
     ledger: Ledger, numerics: Numerics, config: StudyConfig, *, stems: int = 4, noise: float = 0.01
 ) -> pd.DataFrame:
-    """So many annealed runs of 128 steps with curves on disk, as the ladder leaves them; returns what `law_rows` tells of them.
+    """So many annealed runs of 128 steps with curves on disk, as the ladder leaves them; returns their `law_rows`.
 
     The stem of the first has two rows: another run was annealed from its middle.
     """

@@ -22,7 +22,7 @@ def holding(folder: Path) -> list[Path]:
     return found + [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
-def telling() -> list[str]:
+def leaking_processes() -> list[str]:
     """Command lines with a secret in them, of all processes, as `ps` shows them to everybody."""
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert len(lines) > 1, "there is something to see"

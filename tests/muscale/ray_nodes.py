@@ -97,7 +97,7 @@ class RayNodes:
         return self.request(f"/api/jobs/{job}")["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
     def ends(self, job: str, seconds: float = _SECONDS) -> dict[str, Any]:
-        """Wait for a job's end; returns what the job API tells of it."""
+        """Wait for a job's end; returns the job API's details."""
         wait(lambda: self.has_ended(job), f"job {job} to end", seconds)
         return dict(self.request(f"/api/jobs/{job}"))
 

@@ -97,7 +97,7 @@ def test_a_job_is_submitted_stopped_and_resumed(
     for table, known in before.items():
         assert set(known) <= set(rows(path, table)), f"{table}: recorded rows don't change"
     shipped = {json.loads(environment)["muscale"] for (environment,) in rows(path, "segments", "environment")}
-    assert shipped == {package_fingerprint()}, "the wheel's, whose version tells its sources"
+    assert shipped == {package_fingerprint()}, "the wheel's, whose version is the fingerprint of its sources"
     assert_same_table(path, ON_NODES, undisturbed)
 
 

@@ -19,7 +19,7 @@ from muscale.plans.plan_file import write
 from muscale.store.ledger import Ledger
 from tests.muscale.command_lines import muscale
 from tests.muscale.planted_ladder import registered_plan
-from tests.muscale.planted_secrets import PLANTED, SECRET, holding, telling
+from tests.muscale.planted_secrets import PLANTED, SECRET, holding, leaking_processes
 
 MakeStudy = Callable[..., Path]
 SMALL = ("ladder.stems=[{width=16, n_tokens=16384}]", "plan.compute_flops=2e9")
@@ -47,7 +47,7 @@ def test_no_command_prints_a_secret_or_writes_it_to_a_file(
     ):
         done = muscale(capsys, *arguments)
         printed += done.out + done.err
-        assert telling() == [], arguments
+        assert leaking_processes() == [], arguments
     assert SECRET not in printed
     assert "127.0.0.1" in printed, "the database was asked for"
     bundle_files.write_manifest(path.parent, {"plan": "p"})
@@ -73,7 +73,7 @@ def test_a_promoted_run_its_plan_and_its_bundle_hold_no_secret(
     prepared = prepare(plan, study.config, numerics, run)
 
     train_here(Path(prepared.path))
-    assert telling() == []
+    assert leaking_processes() == []
     promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     study.bundle()
     study.ledger.close()

@@ -32,14 +32,14 @@ from muscale.tracking.trackers import Tracking
 from scaling import ScalingFit
 from tests.muscale.command_lines import PROMOTED, check_that_a_promoted_study_speaks_json
 from tests.muscale.event_files import scalars
-from tests.muscale.planted_secrets import PLANTED, holding, telling
+from tests.muscale.planted_secrets import PLANTED, holding, leaking_processes
 
 MakeStudy = Callable[..., Path]
 OUTCOME = ["purpose", "key", "n_params", "n_tokens", "loss"]
 
 
 def outcomes(study: Study) -> pd.DataFrame:
-    """Runs that tell the plan, without the full run."""
+    """Runs that inform the plan, without the full run."""
     runs = study.runs()
     return runs[runs["purpose"] != "full"][OUTCOME].sort_values(["purpose", "key"]).reset_index(drop=True)
 
@@ -181,7 +181,7 @@ def check_gate(study: Study, promotion: Promotion) -> None:
 
 
 def check_watch(study: Study, promotion: Promotion) -> None:
-    """The run that the workers trained, beside a band that was registered before it began."""
+    """The run that the workers trained, compared with a band that was registered before it began."""
     watch = study.watch()
     assert (watch.promotion, watch.measured, watch.asserted) == (promotion, promotion.loss, False)
     assert watch.evaluations["tokens"].iloc[-1] == watch.n_tokens == study.plan().n_tokens
@@ -224,7 +224,7 @@ def test_a_study_without_a_promoted_run_has_no_bundle(make_study: MakeStudy) -> 
 
 
 def check_that_another_budget_is_another_plan(study: Study, promotion: Promotion) -> None:
-    """Registered beside the study file's, which the report goes on showing, with runs for a surer forecast."""
+    """Registered next to the study file's, which the report still shows, with runs for a narrower forecast."""
     trained = len(study.runs())
     further = study.next_runs()
     assert further.result.now.n_params == study.plan().n_params
@@ -299,7 +299,7 @@ def end_during(stage: str, study: Path, how: signal.Signals) -> None:
         assert driver.poll() is None, f"the study ended before its {stage} could be killed:\n{output}"
         assert time.monotonic() < deadline, f"{stage} was not reached:\n{output}"
         time.sleep(0.02)
-    assert telling() == [], "while a driver, its Ray and its workers are at it"
+    assert leaking_processes() == [], "while a driver, its Ray and its workers run"
     family = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(how)
     code = driver.wait(timeout=60)

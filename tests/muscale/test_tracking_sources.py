@@ -117,7 +117,7 @@ def test_a_long_curve_is_shown_as_means_of_stretches_the_same_at_every_reading(p
     rows = list(run.rows["training"])
     assert len(rows) == 20
     assert rows == seen[2]
-    assert rows[: len(seen[0])] == seen[0] == seen[1], "a stretch is shown once it is whole, and never changes"
+    assert rows[: len(seen[0])] == seen[0] == seen[1], "a mean is shown once its window is complete, and never changes"
     assert len(seen[0]) == 6
     assert rows[-1].at == planted.plan.n_tokens
     assert [row.values["train_loss"] for row in rows] == pytest.approx(
@@ -185,7 +185,7 @@ def test_a_tracker_is_given_everything_once_even_by_another_process(planted: Pla
     assert mirror.bring_up(planted.source()) == 1
     assert mirror.bring_up(planted.source()) == 0
     (key,) = first.rows
-    assert later.begun == [key], "the same run goes on"
+    assert later.begun == [key], "the same run resumes"
     assert later.ended == [(key, "finished")]
     places = [(row.at, "val_loss" in row.values) for tracker in (first, later) for row in tracker.rows[key]]
     assert len(places) == len(set(places)) == 20 + 3
@@ -232,8 +232,8 @@ def test_late_evaluations_are_not_lost(planted: Planted, tmp_path: Path) -> None
     mirror = Mirror([tracker], tmp_path / "t")
     source = planted.source()
     mirror.bring_up(source)
-    beside = {"tokens": planted.plan.n_tokens // 2, "val_loss": 3.5}
-    (planted.directory / "evaluations.jsonl").write_text(json.dumps(beside) + "\n")
+    evaluation = {"tokens": planted.plan.n_tokens // 2, "val_loss": 3.5}
+    (planted.directory / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     mirror.bring_up(source)
     (rows,) = tracker.rows.values()
     assert [row.values["val_loss"] for row in rows if "val_loss" in row.values] == [3.5]

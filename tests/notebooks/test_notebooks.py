@@ -29,7 +29,7 @@ ITS_OWN_RAY = ("06_cluster",)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout's `notebooks` beside its `runs`; what one notebook trained, the next one knows."""
+    """A checkout's `notebooks` and `runs`; each notebook reuses what an earlier one trained."""
     root = tmp_path_factory.mktemp("checkout")
     shutil.copytree(FOLDER, root / "notebooks")
     write_text(root / "runs/quickstart/text")

@@ -24,7 +24,7 @@ SOURCES = {
 }
 
 
-# Every class a second time, written out: a name that changes its class by accident is carried where it must not be.
+# Every class a second time, written out: a name that changes its class by accident transfers where it must not.
 UNDER_MUP = """init_scale embedding_multiplier output_multiplier attention_multiplier embedding_rate output_rate eps
     warmup_fraction cooldown_fraction final_fraction milestones step_factor cycles stages clip_norm swap_fraction"""
 MUST_MATCH = """zero_readout optimizer swap_optimizer schedule activation norm qk_norm positions rotary_fraction parallel tied

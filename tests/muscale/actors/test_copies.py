@@ -1,4 +1,4 @@
-"""A member that goes on from another's state: trained for real, by a worker alone.
+"""A member that continues from another's state: trained for real, by a worker alone.
 
 Two members of three generations; after the first, one goes on from the other's state with another rate and beta.
 """

@@ -1,4 +1,4 @@
-"""A training that takes no step ends its process and says where it stood; one that is slow, or was stopped itself, goes on."""
+"""A training that takes no step ends its process and reports its stack; one that is slow, or was stopped itself, continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker trains nothing that the ledger knows, goes on from the nearest state, and reports divergence as a result."""
+"""A worker trains nothing that the ledger knows, continues from the nearest state, and reports divergence as a result."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Lightning can be imported beside a CPU torch, whatever torchvision does."""
+"""Lightning can be imported with a CPU torch, whatever torchvision does."""
 
 import subprocess
 import sys

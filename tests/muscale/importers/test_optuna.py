@@ -147,8 +147,8 @@ def test_outside_results_inform_the_searcher_and_are_no_runs(swept: Sweep, tmp_p
     assert is_outside(path)
     assert not is_outside(Path(swept.ledger.storage.name)), "a ledger is no storage of Optuna's"
     space = swept.config.sweep.space
-    taught = Sweep(config=swept.config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
-    table = taught.prior_runs()
+    warm_started = Sweep(config=swept.config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
+    table = warm_started.prior_runs()
     assert len(table) == 8
     assert table["loss"].isna().sum() == 1, "what failed has no loss"
     assert set(table["n_params"]) == {swept.config.model.n_params}
@@ -190,9 +190,9 @@ def test_a_suggestion_follows_imported_results(swept: Sweep, tmp_path: Path) -> 
         columns=["learning_rate", "init_scale", "loss", "note"],
     ).to_csv(path, index=False)
     config = swept.config.model_copy(update={"sweep": swept.config.sweep.model_copy(update={"searcher": "auto"})})
-    taught = Sweep(config=config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
-    record = taught.record()
-    engine = taught.engine(record, lambda _arrival: None, lambda *_run: None)
+    warm_started = Sweep(config=config, ledger=swept.ledger, numerics=swept.numerics, learn_from=(str(path),))
+    record = warm_started.record()
+    engine = warm_started.engine(record, lambda _result: None, lambda *_run: None)
     engine.next()
     assert record.rounds[0].searcher == "across_scales"
     assert record.configs[0]["learning_rate"] == pytest.approx(best, rel=0.25)

@@ -228,11 +228,11 @@ def test_the_command_follows_a_growing_file_to_its_end(elsewhere: Elsewhere) -> 
         for share in (0.5, 0.8, 1.0):
             time.sleep(1.5)
             elsewhere.write(share)
-        said, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors
-    assert "inside the interval" in said
+    assert "inside the interval" in output
     assert muscale("watch", elsewhere.study).returncode == 0
     history = muscale("calibration", elsewhere.study)
     assert "1 of 1 runs trained elsewhere inside, nominal 90%: 100%" in history.stdout

@@ -53,15 +53,15 @@ class Run:
     def begin(self) -> None:
         self.ledger.record_result(ResultKind.PROMOTION_STARTED, self.plan.key, {"at": "2026-01-01T00:00:00+00:00"})
 
-    def evaluate(self, *shares: float, off: float = 1.0, beside: bool = False) -> None:
-        """Write evaluations there, so far off what is expected; the run's own, or those made beside it."""
-        with (self.directory / EVALUATIONS if beside else self.metrics).open("a") as file:
+    def evaluate(self, *shares: float, off: float = 1.0, asynchronous: bool = False) -> None:
+        """Write evaluations that are `off` times the expected loss; the run's own, or asynchronous ones."""
+        with (self.directory / EVALUATIONS if asynchronous else self.metrics).open("a") as file:
             for share in shares:
                 tokens = round(share * self.plan.n_tokens)
                 expected = self.band.at([tokens])["expected"].fillna(9.0).iloc[0]
                 step = {"tokens": tokens, "train_loss": 2.5, "seconds": tokens / 1000}
                 of_checkpoint = {"tokens": tokens, "source_losses": {}, "samples": [], "seconds": 0.1}
-                row = (of_checkpoint if beside else step) | {"val_loss": expected * off}
+                row = (of_checkpoint if asynchronous else step) | {"val_loss": expected * off}
                 file.write(json.dumps(row) + "\n")
 
     def monitor(self) -> Monitor:
@@ -126,7 +126,7 @@ def test_alarms_only_after_warmup_and_one_window(run: Run) -> None:
 def test_asynchronous_evaluations_are_placed_and_raise_alarms_like_the_run_s_own(run: Run) -> None:
     run.begin()
     run.evaluate(0.2)
-    run.evaluate(0.3, 0.5, off=3, beside=True)
+    run.evaluate(0.3, 0.5, off=3, asynchronous=True)
     monitor = run.monitor()
     status = monitor.look()
     assert list(status.evaluations["place"]) == ["inside", "above", "above"]
@@ -189,8 +189,8 @@ def test_events_of_a_run_are_shown_in_order_of_time(run: Run) -> None:
         "alarm",
         "skip",
     ]
-    _, said = followed(run, "alarm")
-    assert said.count("step 9: skip: nan") == 1
+    _, output = followed(run, "alarm")
+    assert output.count("step 9: skip: nan") == 1
     out = io.StringIO()
     Console(file=out, width=140).print(view(seen))
     assert "step 3: restart" in out.getvalue()
@@ -264,10 +264,10 @@ def test_following_ends_at_the_end_or_at_an_alarm(run: Run, monkeypatch: pytest.
     status, _ = followed(run, "now")
     assert not status.ended
     run.evaluate(0.3, 0.4, 0.5, off=2)
-    status, said = followed(run, "alarm")
+    status, output = followed(run, "alarm")
     assert status.alarming
-    assert said.count("alarm: the loss of plan") == 1
-    assert said.count("ABOVE") == 3
+    assert output.count("alarm: the loss of plan") == 1
+    assert output.count("ABOVE") == 3
     assert len(run.ledger.results(ResultKind.ALARM)) == 1
     monitor, steps = run.monitor(), iter((0.6, 0.8, 1.0))
     look = monitor.look
@@ -286,9 +286,9 @@ def test_the_terminal_shows_the_run_in_its_band(run: Run) -> None:
     run.begin()
     run.evaluate(0.02, 0.3, 0.5)
     run.evaluate(1.0, off=2)
-    _, said = followed(run, "end", force_terminal=True, width=140)
-    assert "before the band" in said
-    assert f"{run.band.loss * 2:.4f}" in said
+    _, output = followed(run, "end", force_terminal=True, width=140)
+    assert "before the band" in output
+    assert f"{run.band.loss * 2:.4f}" in output
     out = io.StringIO()
     Console(file=out, width=140).print(view(run.monitor().look()))
     assert "---x" in out.getvalue()

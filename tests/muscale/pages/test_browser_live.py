@@ -109,7 +109,7 @@ def test_a_cancel_takes_a_confirmation_and_the_token(shown: Opened, served: tupl
     dialog.locator("#confirm-yes").click()
     expect(page.locator("#refusal")).to_contain_text("the access token is not the one that was printed")
     assert cancelled_trials(live.study.ledger, record.sweep) == {}
-    shown.complaints.clear()  # Chromium tells of the answer 401
+    shown.complaints.clear()  # Chromium reports the answer 401
     dialog.locator("#token").fill(TOKEN)
     dialog.locator("#confirm-yes").click()
     expect(dialog).not_to_be_visible()

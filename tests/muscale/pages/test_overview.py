@@ -1,4 +1,4 @@
-"""A study tells at a glance what it has come to."""
+"""The overview of a study: its stages, their results and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: self-contained, escaped, and telling how to get what it lacks."""
+"""The report: self-contained, escaped, and naming the command for what is missing."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a report tells to type makes the same study again."""
+"""The commands of a report reproduce the same study."""
 
 from __future__ import annotations
 

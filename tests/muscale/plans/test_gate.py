@@ -1,4 +1,4 @@
-"""Every line of the gate passes, fails with what to do, or says that it can't tell; what was forced is kept."""
+"""Every line of the gate passes, fails with what to do, or is unknown; what was forced is kept."""
 
 from __future__ import annotations
 

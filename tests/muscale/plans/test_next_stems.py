@@ -1,4 +1,4 @@
-"""Further runs of the ladder: such as the study can train, the ones that tell the plan's loss best, or none."""
+"""Further runs of the ladder: those that the study can train and that narrow the plan's forecast most, or none."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_candidates_are_runs_that_the_study_can_train_and_has_not(
         lengths = np.sort([*runs["n_tokens"], *known])
         new = np.isin(lengths, runs["n_tokens"])
         near = np.diff(np.log(lengths)) < np.log(1.1)
-        assert not (near & (new[1:] | new[:-1])).any(), "two runs of a width that tell the same"
+        assert not (near & (new[1:] | new[:-1])).any(), "two runs of a width with the same information"
 
 
 def test_the_advised_runs_can_be_pasted_and_narrow_the_forecast(

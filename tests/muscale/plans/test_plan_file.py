@@ -69,12 +69,12 @@ def test_the_file_states_the_rule_and_the_source_of_each_value(planned: MakePlan
     plan, config = planned('plan.accelerator="H100 SXM"', "plan.explicit.beta2=0.9", "hyperparameters.clip_norm=0.5")
     path = write(plan, config, ledger.directory)
     assert path == path_of(ledger.directory, plan.key)
-    said = tomllib.loads(path.read_text())
-    assert len(said.pop(DIGEST)) == 64
-    assert said == json.loads(json.dumps(contents(plan, config)))
-    assert said["run"]["n_tokens"] == plan.n_tokens
-    assert said["model"] == plan.model.to_dict()
-    values = said["hyperparameters"]
+    written = tomllib.loads(path.read_text())
+    assert len(written.pop(DIGEST)) == 64
+    assert written == json.loads(json.dumps(contents(plan, config)))
+    assert written["run"]["n_tokens"] == plan.n_tokens
+    assert written["model"] == plan.model.to_dict()
+    values = written["hyperparameters"]
     assert values["learning_rate"]["value"] == plan.hyperparameters.learning_rate
     assert values["learning_rate"]["rules"] == ["muP width", "horizon law"]
     assert values["learning_rate"]["source"] == "trial 3 of the sweep and the grids of the transfer check"
@@ -87,10 +87,10 @@ def test_the_file_states_the_rule_and_the_source_of_each_value(planned: MakePlan
     assert (values["beta2"]["rules"], values["beta2"]["value"]) == (["explicit"], 0.9)
     assert (values["clip_norm"]["rules"], values["clip_norm"]["source"]) == (["fixed"], "the study file")
     assert values["beta1"]["source"] == "default"
-    assert said["data"] == plan.data == {"corpus": plan.data["corpus"], "tokenizer": "bytes"}
-    assert said["cost"]["dollars"] == plan.decision["dollars"] > 0
-    assert (said["forecast"]["low"], said["forecast"]["high"]) == (plan.forecast.low, plan.forecast.high)
-    assert said["resources"]["workers"] == 2
+    assert written["data"] == plan.data == {"corpus": plan.data["corpus"], "tokenizer": "bytes"}
+    assert written["cost"]["dollars"] == plan.decision["dollars"] > 0
+    assert (written["forecast"]["low"], written["forecast"]["high"]) == (plan.forecast.low, plan.forecast.high)
+    assert written["resources"]["workers"] == 2
     assert "# At the base shape" in path.read_text()
 
 

@@ -114,13 +114,13 @@ def test_a_plan_gives_its_reasons_and_is_read_back(planned: MakePlan) -> None:
     assert decision["gpu_hours"] == pytest.approx(2.5e10 / (989.5e12 * 0.4 * 3600))
     assert decision["dollars"] == pytest.approx(2.5 * decision["gpu_hours"])
     assert decision["intervals"]["n_params"]["low"] <= plan.n_params <= decision["intervals"]["n_params"]["high"]
-    for said in (
+    for text in (
         "device-hours",
         "days on 2 devices",
         "within 0.50% of the best loss",
         "assumed: H100 SXM: 40%",
     ):
-        assert said in str(plan)
+        assert text in str(plan)
     assert "bf16 peak" not in str(plan)
     assert "hours and dollars are at the bf16 peak, promote.precision is fp32" in str(
         planned('plan.accelerator="H200"')

@@ -1,4 +1,4 @@
-"""One policy for the ladder and the full run, and a reason for each row that can't tell the law."""
+"""One policy for the ladder and the full run, and a reason for each row that is left out of the law."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A sweep without training: losses from a formula, legs flown one at a time or a few at once."""
+"""A sweep without training: losses from a formula, segments run one at a time or a few at once."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def make_engine(ledger: Ledger) -> Callable[..., Engine]:
 
 
 @pytest.fixture
-def fly() -> Callable[..., list[TrialSegment]]:
-    """Flies an engine's legs."""
-    return _fly
+def drive() -> Callable[..., list[TrialSegment]]:
+    """Runs an engine's segments."""
+    return _drive
 
 
 def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
@@ -79,29 +79,31 @@ def _nothing() -> pd.DataFrame:
     return pd.DataFrame(columns=["n_params", "n_tokens", "loss"])
 
 
-def _fly(
-    engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, legs: int | None = None
+def _drive(
+    engine: Engine, loss_at: LossAt, *, workers: int = 2, seed: int = 0, n_segments: int | None = None
 ) -> list[TrialSegment]:
-    """Fly legs as workers of uneven speed would, until nothing is left or `legs` are begun; returns them in order."""
+    """Run segments as workers of uneven speed would, until none is left or `n_segments` were started; returns them in order."""
     generator = random.Random(seed)
-    flown: list[TrialSegment] = []
+    started: list[TrialSegment] = []
     working: list[tuple[float, int, TrialSegment, int]] = []
     clock = 0.0
     while True:
-        while len(working) < workers and (legs is None or len(flown) < legs) and (leg := engine.next()):
-            assert isinstance(leg, TrialSegment)
-            flown.append(leg)
-            heapq.heappush(working, (clock + generator.random(), len(flown), leg, leg.first))
-        if not working or (legs is not None and len(flown) >= legs):
-            return flown
-        clock, order, leg, rung = heapq.heappop(working)
-        loss = loss_at(leg, rung)
+        while (
+            len(working) < workers and (n_segments is None or len(started) < n_segments) and (segment := engine.next())
+        ):
+            assert isinstance(segment, TrialSegment)
+            started.append(segment)
+            heapq.heappush(working, (clock + generator.random(), len(started), segment, segment.first))
+        if not working or (n_segments is not None and len(started) >= n_segments):
+            return started
+        clock, order, segment, rung = heapq.heappop(working)
+        loss = loss_at(segment, rung)
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
-        engine.arrived(RungResult(trial=leg.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
-        if loss is None or rung == leg.until or engine.ends(leg):
-            engine.finished(leg)
+        engine.arrived(RungResult(trial=segment.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
+        if loss is None or rung == segment.until or engine.ends(segment):
+            engine.finished(segment)
         else:
-            heapq.heappush(working, (clock + generator.random(), order, leg, rung + 1))
+            heapq.heappush(working, (clock + generator.random(), order, segment, rung + 1))
 
 
 PLANTED = [
@@ -130,8 +132,8 @@ class Planted:
         luck = np.random.default_rng([int(rate * 1e9), rung, seed]).standard_normal()
         return 3 * math.exp(-0.05 * rung + excess + self.noise * luck)
 
-    def stable(self, leg: TrialSegment, rung: int) -> float | None:
-        config = next(config for first, config in reversed(leg.path) if first <= rung)
+    def stable(self, segment: TrialSegment, rung: int) -> float | None:
+        config = next(config for first, config in reversed(segment.path) if first <= rung)
         diverged = float(config["learning_rate"]) > self.diverges_above  # type: ignore[arg-type]
         return None if diverged else self.annealed(config, rung, 0) + 0.1
 
@@ -155,7 +157,7 @@ def planted_result(
     losses = losses or Planted()
     settings, model = config.sweep, config.model
     engine = _engine(ledger, settings, name)
-    _fly(engine, losses.stable)
+    _drive(engine, losses.stable)
     record, tokens = engine.record, engine.budget.rung_tokens
     plan = TrialPlan(
         numerics=Numerics(model=model, base=model, corpus_key="c", seed=0, evaluation_tokens=1),

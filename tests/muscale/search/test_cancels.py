@@ -20,7 +20,7 @@ from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[TrialSegment]]
+Drive = Callable[..., list[TrialSegment]]
 SPACE = Space({"learning_rate": Uniform(low=0.0, high=1.0)})
 
 
@@ -30,25 +30,25 @@ def settings(**values: Any) -> SweepSettings:
 
 @pytest.mark.parametrize("scheduler", ["none", "asha", "median", "hyperband"])
 def test_nothing_more_is_trained_of_a_cancelled_trial(
-    make_engine: MakeEngine, fly: Fly, ledger: Ledger, scheduler: Scheduler
+    make_engine: MakeEngine, drive: Drive, ledger: Ledger, scheduler: Scheduler
 ) -> None:
     engine = make_engine(settings(scheduler=scheduler))
     worst = 0.0
 
-    def loss_at(leg: TrialSegment, rung: int) -> float:
+    def loss_at(segment: TrialSegment, rung: int) -> float:
         """The first trial is the best at every rung, so any rule would send it on."""
         nonlocal worst
         worst += 0.001
-        if leg.trial == 0:
+        if segment.trial == 0:
             cancel_trial(ledger, "s", 0, "it is in the way")
-            assert engine.ends(leg), "wherever it was going, it ends at this rung"
+            assert engine.ends(segment), "wherever it was going, it ends at this rung"
             return 1.0
         return 2.0 + worst
 
     first = engine.next()
     assert isinstance(first, TrialSegment)
     engine.finished(first)
-    fly(engine, loss_at)
+    drive(engine, loss_at)
     assert engine.is_finished
     assert engine.record.last_rung(0) == 0
     assert (0, 0) not in engine.record.went_on
@@ -58,15 +58,15 @@ def test_nothing_more_is_trained_of_a_cancelled_trial(
     assert max(again.record.last_rung(trial) for trial in again.record.configs) == 2, "others came to the end"
 
 
-def test_one_that_never_arrived_is_cancelled_too(make_engine: MakeEngine, fly: Fly, ledger: Ledger) -> None:
+def test_one_that_never_arrived_is_cancelled_too(make_engine: MakeEngine, drive: Drive, ledger: Ledger) -> None:
     engine = make_engine(settings(scheduler="asha"))
-    leg = engine.next()
-    assert isinstance(leg, TrialSegment)
-    cancel_trial(ledger, "s", leg.trial, "")
+    segment = engine.next()
+    assert isinstance(segment, TrialSegment)
+    cancel_trial(ledger, "s", segment.trial, "")
     again = make_engine(settings(scheduler="asha"))
-    legs = fly(again, lambda leg, rung: 2.0 + leg.trial)
-    assert leg.trial not in {one.trial for one in legs}
-    assert again.record.status(leg.trial, 2) == "cancelled"
+    segments = drive(again, lambda segment, rung: 2.0 + segment.trial)
+    assert segment.trial not in {one.trial for one in segments}
+    assert again.record.status(segment.trial, 2) == "cancelled"
     assert len(again.record.configs) == 12, "the budget counts suggestions ever made"
 
 

@@ -1,4 +1,4 @@
-"""The engine against every method: budgets, resumes, and what a record that was left goes on as."""
+"""The engine against every method: budgets, resumes, and how an interrupted record resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import LogUniform, Space, Uniform
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[TrialSegment]]
+Drive = Callable[..., list[TrialSegment]]
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 H = Hyperparameters(learning_rate=0.01, batch_tokens=100)
 SCHEDULERS = ["none", "asha", "hyperband", "median", "pbt", "pb2"]
@@ -32,9 +32,9 @@ def settings(**values: Any) -> SweepSettings:
     return SweepSettings(**{"trials": 9, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
 
 
-def loss_at(leg: TrialSegment, rung: int) -> float | None:
+def loss_at(segment: TrialSegment, rung: int) -> float | None:
     """A parabola in log rate that falls with the tokens; the largest rates diverge."""
-    octaves = math.log2(cast(float, leg.path[-1][1]["learning_rate"]) / 0.01)
+    octaves = math.log2(cast(float, segment.path[-1][1]["learning_rate"]) / 0.01)
     return None if octaves > 3 else 3 - 0.3 * rung + 0.05 * octaves**2
 
 
@@ -48,10 +48,10 @@ PAIRS = [(searcher, scheduler) for searcher in SEARCHERS for scheduler in SCHEDU
 
 @pytest.mark.parametrize(("searcher", "scheduler"), PAIRS)
 def test_every_pair_ends_within_its_trials_and_brings_one_to_the_end(
-    make_engine: MakeEngine, fly: Fly, searcher: str, scheduler: str
+    make_engine: MakeEngine, drive: Drive, searcher: str, scheduler: str
 ) -> None:
     engine = make_engine(settings(searcher=searcher, scheduler=scheduler))
-    fly(engine, loss_at)
+    drive(engine, loss_at)
     record = engine.record
     assert engine.is_finished
     assert len(record.configs) == 9
@@ -62,16 +62,18 @@ def test_every_pair_ends_within_its_trials_and_brings_one_to_the_end(
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("searcher", ["random", "tpe"])
 def test_a_sweep_stopped_anywhere_resumes_to_the_same_result(
-    make_engine: MakeEngine, fly: Fly, searcher: str, scheduler: str
+    make_engine: MakeEngine, drive: Drive, searcher: str, scheduler: str
 ) -> None:
     chosen = settings(searcher="random" if scheduler in ("pbt", "pb2") else searcher, scheduler=scheduler)
     whole = make_engine(chosen, "whole")
-    fly(whole, loss_at, workers=1)
-    for legs in (1, 4, 9):
-        fly(make_engine(chosen, "left"), loss_at, workers=1, legs=legs)  # the last one is begun and never arrives
+    drive(whole, loss_at, workers=1)
+    for n_segments in (1, 4, 9):
+        drive(
+            make_engine(chosen, "left"), loss_at, workers=1, n_segments=n_segments
+        )  # the last one is begun and never arrives
     left = make_engine(chosen, "left")
     before = dict(left.record.arrivals)
-    fly(left, loss_at, workers=1)
+    drive(left, loss_at, workers=1)
     assert left.is_finished
     assert before.items() <= left.record.arrivals.items()
     if searcher == "random":  # a model asked with one loss fewer known suggests something else
@@ -80,30 +82,30 @@ def test_a_sweep_stopped_anywhere_resumes_to_the_same_result(
         assert left.record.arrivals == whole.record.arrivals
 
 
-def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEngine, fly: Fly) -> None:
+def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEngine, drive: Drive) -> None:
     for scheduler in SCHEDULERS:
         engine = make_engine(settings(scheduler=scheduler), scheduler)
-        fly(engine, loss_at, workers=3, legs=14)
+        drive(engine, loss_at, workers=3, n_segments=14)
         again = make_engine(settings(scheduler=scheduler), scheduler).record
         for name in ("configs", "paths", "arrivals", "donors", "open", "went_on", "n_went_on", "tokens", "seconds"):
             assert getattr(again, name) == getattr(engine.record, name), f"{scheduler}: {name}"
         assert [again.ranking(rung) for rung in range(4)] == [engine.record.ranking(rung) for rung in range(4)]
 
 
-def test_more_trials_extend_the_same_sweep(make_engine: MakeEngine, fly: Fly) -> None:
-    fly(make_engine(settings(scheduler="asha")), loss_at)
+def test_more_trials_extend_the_same_sweep(make_engine: MakeEngine, drive: Drive) -> None:
+    drive(make_engine(settings(scheduler="asha")), loss_at)
     engine = make_engine(settings(scheduler="asha", trials=12))
     first = dict(engine.record.configs)
-    fly(engine, loss_at)
+    drive(engine, loss_at)
     assert len(engine.record.configs) == 12
     assert first.items() <= engine.record.configs.items()
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("limit", [{"max_tokens": 40_000}, {"max_flops": 6.0 * 10 * 40_000}])
-def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str, limit: dict[str, Any]) -> None:
+def test_no_budget_is_exceeded(make_engine: MakeEngine, drive: Drive, scheduler: str, limit: dict[str, Any]) -> None:
     engine = make_engine(settings(scheduler=scheduler, trials=40, **limit))
-    fly(engine, loss_at, workers=3)
+    drive(engine, loss_at, workers=3)
     spent = engine.budget.spent(engine.record)
     assert engine.is_finished
     assert 20_000 < spent <= 40_000
@@ -111,11 +113,11 @@ def test_no_budget_is_exceeded(make_engine: MakeEngine, fly: Fly, scheduler: str
 
 
 @pytest.mark.parametrize("scheduler", ["none", "asha", "hyperband", "median"])
-def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine, fly: Fly, scheduler: str) -> None:
+def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine, drive: Drive, scheduler: str) -> None:
     for limit in range(12_000, 16_000, 200):
         engine = make_engine(settings(scheduler=scheduler, trials=40, top_k=1, max_tokens=limit + 7000), str(limit))
         engine.budget = replace(engine.budget, n_finalists=2, repeat_tokens=2000, repeated_tokens=3000)
-        fly(engine, loss_at, workers=1)
+        drive(engine, loss_at, workers=1)
         record, owed = engine.record, 0
         for rung in range(4):
             leaders = {trial for _, trial in record.ranking(rung)[:1]}
@@ -124,49 +126,49 @@ def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine,
         assert 8_000 < record.tokens + owed <= engine.budget.spent(record) <= limit
 
 
-def test_the_finalists_reserve_is_limited_by_the_number_of_trials(make_engine: MakeEngine, fly: Fly) -> None:
+def test_the_finalists_reserve_is_limited_by_the_number_of_trials(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings(scheduler="none", trials=40, top_k=1, max_tokens=8000 + 5000))
     engine.budget = replace(engine.budget, n_finalists=5, repeat_tokens=5000, branch_tokens=(0, 0, 0, 0))
-    fly(engine, loss_at, workers=1)
+    drive(engine, loss_at, workers=1)
     assert len(engine.record.configs) == 1, "one trial, and its repetitions"
 
 
-def test_hours_stop_the_sweep_too(make_engine: MakeEngine, fly: Fly) -> None:
+def test_hours_stop_the_sweep_too(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings(scheduler="none", trials=40, max_device_hours=0.1))
-    fly(engine, loss_at, workers=1)
+    drive(engine, loss_at, workers=1)
     record = engine.record
     hours = record.seconds / record.tokens * engine.budget.spent(record) / 3600
     assert 0.05 < hours <= 0.1, "what is owed counts, at the speed of what has arrived"
 
 
-def test_a_failed_segment_is_retried_by_the_next_run_only(make_engine: MakeEngine, fly: Fly) -> None:
+def test_a_failed_segment_is_retried_by_the_next_run_only(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings(scheduler="asha"))
-    leg = engine.next()
-    assert isinstance(leg, TrialSegment)
-    engine.failed(leg, "no space left on device")
-    fly(engine, loss_at)
-    assert engine.record.last_rung(leg.trial) == -1
+    segment = engine.next()
+    assert isinstance(segment, TrialSegment)
+    engine.failed(segment, "no space left on device")
+    drive(engine, loss_at)
+    assert engine.record.last_rung(segment.trial) == -1
     again = make_engine(settings(scheduler="asha"))
     assert not again.is_finished
-    assert again.next() == leg
+    assert again.next() == segment
 
 
 def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine: MakeEngine) -> None:
     engine = make_engine(settings(scheduler="none", trials=1))
 
-    def flown(first: int) -> TrialSegment:
-        leg = engine.next()
-        assert isinstance(leg, TrialSegment)
-        assert (leg.trial, leg.first) == (0, first)
-        return leg
+    def started(first: int) -> TrialSegment:
+        segment = engine.next()
+        assert isinstance(segment, TrialSegment)
+        assert (segment.trial, segment.first) == (0, first)
+        return segment
 
     for _ in range(2):
-        engine.lost(flown(0), "it was shot")
-    leg = flown(0)
+        engine.lost(started(0), "it was shot")
+    segment = started(0)
     engine.arrived(RungResult(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
-    engine.lost(leg, "it was shot")
+    engine.lost(segment, "it was shot")
     for _ in range(2):
-        engine.lost(flown(1), "it was shot")
+        engine.lost(started(1), "it was shot")
     assert engine.next() is None
     assert engine.failures == {0: "its worker was lost 3 times: it was shot"}
 

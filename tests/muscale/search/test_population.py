@@ -15,7 +15,7 @@ from muscale.settings.sweep import SweepSettings
 from search_spaces import Choice, LogUniform, Space
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[TrialSegment]]
+Drive = Callable[..., list[TrialSegment]]
 SPACE = Space(
     {
         "learning_rate": LogUniform(low=1e-3, high=1e-1),
@@ -37,22 +37,22 @@ def settings(scheduler: str, **values: Any) -> SweepSettings:
     return SweepSettings(**{**given, **values})
 
 
-def gain(leg: TrialSegment, rung: int) -> float | None:
+def gain(segment: TrialSegment, rung: int) -> float | None:
     """The loss falls in each generation by what its rate is worth, along the whole path."""
     loss = 4.0
     for generation in range(rung + 1):
-        config = next(config for first, config in reversed(leg.path) if first <= generation)
+        config = next(config for first, config in reversed(segment.path) if first <= generation)
         octaves = math.log2(cast(float, config["learning_rate"]) / 0.01)
         loss -= 0.5 * math.exp(-(octaves**2))
-    return loss if math.log2(cast(float, leg.path[-1][1]["learning_rate"]) / 0.01) < 3.2 else None
+    return loss if math.log2(cast(float, segment.path[-1][1]["learning_rate"]) / 0.01) < 3.2 else None
 
 
 @pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
 def test_the_worst_copy_the_best_and_only_mutable_values_change(
-    make_engine: MakeEngine, fly: Fly, scheduler: str
+    make_engine: MakeEngine, drive: Drive, scheduler: str
 ) -> None:
     engine = make_engine(settings(scheduler))
-    fly(engine, gain, workers=3)
+    drive(engine, gain, workers=3)
     record = engine.record
     assert engine.is_finished
     assert record.donors
@@ -69,27 +69,27 @@ def test_the_worst_copy_the_best_and_only_mutable_values_change(
         assert SPACE.contains(own[-1][1])
 
 
-def test_who_copies_whom_does_not_depend_on_the_number_of_workers(make_engine: MakeEngine, fly: Fly) -> None:
+def test_who_copies_whom_does_not_depend_on_the_number_of_workers(make_engine: MakeEngine, drive: Drive) -> None:
     one, many = make_engine(settings("pbt"), "one"), make_engine(settings("pbt"), "many")
-    fly(one, gain, workers=1)
-    fly(many, gain, workers=5, seed=3)
+    drive(one, gain, workers=1)
+    drive(many, gain, workers=5, seed=3)
     assert one.record.paths == many.record.paths
     assert one.record.donors == many.record.donors
 
 
-def test_a_population_of_divergences_ends(make_engine: MakeEngine, fly: Fly) -> None:
+def test_a_population_of_divergences_ends(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings("pbt"))
-    fly(engine, lambda leg, rung: None)
+    drive(engine, lambda segment, rung: None)
     assert engine.is_finished
     assert not engine.record.donors
 
 
-def test_the_bandit_ends_lower_than_random_members_that_never_move(make_engine: MakeEngine, fly: Fly) -> None:
+def test_the_bandit_ends_lower_than_random_members_that_never_move(make_engine: MakeEngine, drive: Drive) -> None:
     ends: dict[str, list[float]] = {"pb2": [], "pbt": [], "none": []}
     for scheduler, found in ends.items():
         for seed in range(12):
             engine = make_engine(settings(scheduler, seed=seed, rungs=8), f"{scheduler}{seed}")
-            fly(engine, gain, workers=2)
+            drive(engine, gain, workers=2)
             found.append(engine.record.ranking(7)[0][0])
     assert np.mean(ends["pb2"]) < np.mean(ends["none"])
     assert np.mean(ends["pbt"]) < np.mean(ends["none"])

@@ -22,7 +22,7 @@ from muscale.store.ledger import Ledger
 from search_spaces import Space, Uniform
 
 MakeEngine = Callable[..., Engine]
-Fly = Callable[..., list[TrialSegment]]
+Drive = Callable[..., list[TrialSegment]]
 SPACE = Space({"learning_rate": Uniform(low=0.0, high=1.0)})
 
 
@@ -30,22 +30,22 @@ def settings(**values: Any) -> SweepSettings:
     return SweepSettings(**{"trials": 16, "n_tokens": 8000, "rungs": 4, "space": SPACE, "searcher": "random", **values})
 
 
-def in_order(leg: TrialSegment, rung: int) -> float:
+def in_order(segment: TrialSegment, rung: int) -> float:
     """A trial's rank is the same at every rung."""
-    return 3 - 0.3 * rung + 0.2 * cast(float, leg.path[-1][1]["learning_rate"])
+    return 3 - 0.3 * rung + 0.2 * cast(float, segment.path[-1][1]["learning_rate"])
 
 
-def shuffled(leg: TrialSegment, rung: int) -> float:
+def shuffled(segment: TrialSegment, rung: int) -> float:
     """Another rank at every rung."""
-    return 3 - 0.3 * rung + random.Random(f"{leg.trial}/{rung}").random()
+    return 3 - 0.3 * rung + random.Random(f"{segment.trial}/{rung}").random()
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(
-    make_engine: MakeEngine, fly: Fly, workers: int
+    make_engine: MakeEngine, drive: Drive, workers: int
 ) -> None:
     engine = make_engine(settings(scheduler="asha"))
-    fly(engine, in_order, workers=workers)
+    drive(engine, in_order, workers=workers)
     record = engine.record
     best = min(record.configs, key=lambda trial: cast(float, record.configs[trial]["learning_rate"]))
     assert record.ranking(3)[0][1] == best
@@ -57,22 +57,24 @@ def test_asha_sends_one_in_eta_on_and_the_best_trial_to_the_end(
         assert set(top) <= set(gone), "whoever is among the best half in the end was sent on"
 
 
-def test_asha_alone_at_work_promotes_as_soon_as_it_may(make_engine: MakeEngine, fly: Fly) -> None:
+def test_asha_alone_at_work_promotes_as_soon_as_it_may(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings(scheduler="asha"))
-    legs = fly(engine, in_order, workers=1)
-    assert [leg.first for leg in legs[:4]] == [0, 0, 1, 0], "the first promotion comes with the second arrival"
+    segments = drive(engine, in_order, workers=1)
+    assert [segment.first for segment in segments[:4]] == [0, 0, 1, 0], (
+        "the first promotion comes with the second result"
+    )
 
 
-def test_three_trials_still_bring_one_to_the_end(make_engine: MakeEngine, fly: Fly) -> None:
+def test_three_trials_still_bring_one_to_the_end(make_engine: MakeEngine, drive: Drive) -> None:
     engine = make_engine(settings(scheduler="asha", trials=3))
-    fly(engine, in_order)
+    drive(engine, in_order)
     assert len(engine.record.ranking(3)) == 1
 
 
-def test_a_divergence_is_never_sent_on(make_engine: MakeEngine, fly: Fly) -> None:
+def test_a_divergence_is_never_sent_on(make_engine: MakeEngine, drive: Drive) -> None:
     for scheduler in ("asha", "hyperband", "median", "pbt"):
         engine = make_engine(settings(scheduler=scheduler), scheduler)
-        fly(engine, lambda leg, rung: None if leg.trial % 3 == 0 else in_order(leg, rung))
+        drive(engine, lambda segment, rung: None if segment.trial % 3 == 0 else in_order(segment, rung))
         gone = {trial for trial, _ in engine.record.went_on if (trial, _) not in engine.record.donors}
         assert gone
         assert all(trial % 3 for trial in gone)
@@ -83,11 +85,11 @@ def test_hyperband_has_the_papers_brackets() -> None:
     assert Hyperband(top=4, eta=3).sizes() == [(0, 81), (1, 34), (2, 15), (3, 8), (4, 5)]
 
 
-def test_hyperband_halves_within_a_bracket_and_waits_for_all_of_it(make_engine: MakeEngine, fly: Fly) -> None:
+def test_hyperband_halves_within_a_bracket_and_waits_for_all_of_it(make_engine: MakeEngine, drive: Drive) -> None:
     sizes = Hyperband(top=2, eta=2).sizes()
     assert sizes == [(0, 4), (1, 3), (2, 3)]
     engine = make_engine(settings(scheduler="hyperband", rungs=3, trials=10))
-    fly(engine, shuffled, workers=3)
+    drive(engine, shuffled, workers=3)
     record = engine.record
     first = [(record.loss(trial, 0), trial) for trial in range(4)]
     gone = {trial for trial in range(4) if (trial, 0) in record.went_on}
@@ -98,9 +100,11 @@ def test_hyperband_halves_within_a_bracket_and_waits_for_all_of_it(make_engine: 
     assert all((trial, 2) in record.arrivals for trial in range(7, 10))
 
 
-def test_the_median_rule_leaves_behind_who_is_worse_than_the_median_of_means(make_engine: MakeEngine, fly: Fly) -> None:
+def test_the_median_rule_leaves_behind_who_is_worse_than_the_median_of_means(
+    make_engine: MakeEngine, drive: Drive
+) -> None:
     engine = make_engine(settings(scheduler="median"))
-    fly(engine, shuffled, workers=1)
+    drive(engine, shuffled, workers=1)
     record = engine.record
     left = 0
     for trial in record.configs:
@@ -144,25 +148,25 @@ def by_the_median(record: Record, may_start: bool) -> Start | GoOn | None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_the_median_rule_finds_whom_a_look_at_all_trials_finds(
-    make_engine: MakeEngine, fly: Fly, ledger: Ledger, workers: int
+    make_engine: MakeEngine, drive: Drive, ledger: Ledger, workers: int
 ) -> None:
     engine = make_engine(settings(scheduler="median", trials=80))
     engine._scheduler = Compared(engine._scheduler, by_the_median)
     record = engine.record
 
-    def loss_at(leg: TrialSegment, rung: int) -> float | None:
+    def loss_at(segment: TrialSegment, rung: int) -> float | None:
         if len(record.arrivals) == 60:
             cancel_trial(ledger, "s", record.waiting(0)[0][1], "it is in the way")
-        return None if leg.trial % 9 == 5 else shuffled(leg, rung)
+        return None if segment.trial % 9 == 5 else shuffled(segment, rung)
 
-    assert len(fly(engine, loss_at, workers=workers)) > 100
+    assert len(drive(engine, loss_at, workers=workers)) > 100
     assert engine.is_finished
     assert record.cancelled
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
-    make_engine: MakeEngine, fly: Fly, ledger: Ledger, workers: int
+    make_engine: MakeEngine, drive: Drive, ledger: Ledger, workers: int
 ) -> None:
     engine = make_engine(settings(scheduler="hyperband", trials=80))
     rule, record = engine._scheduler, engine.record
@@ -173,21 +177,21 @@ def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
         record.settled = known
         return move
 
-    def loss_at(leg: TrialSegment, rung: int) -> float:
+    def loss_at(segment: TrialSegment, rung: int) -> float:
         if len(record.arrivals) == 60:
             assert 0 in record.settled, "the first bracket is over"
             cancel_trial(ledger, "s", record.ranking(0)[0][1], "it is in the way")
-        return shuffled(leg, rung)
+        return shuffled(segment, rung)
 
     engine._scheduler = Compared(rule, anew)
-    fly(engine, loss_at, workers=workers)
+    drive(engine, loss_at, workers=workers)
     assert engine.is_finished
     assert record.settled
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "median", "hyperband", "pbt"])
 def test_what_a_record_keeps_up_is_what_it_works_out_anew(
-    make_engine: MakeEngine, fly: Fly, ledger: Ledger, scheduler: str
+    make_engine: MakeEngine, drive: Drive, ledger: Ledger, scheduler: str
 ) -> None:
     engine = make_engine(settings(scheduler=scheduler, trials=40), scheduler)
     record = engine.record
@@ -197,7 +201,7 @@ def test_what_a_record_keeps_up_is_what_it_works_out_anew(
         return [of_rungs, RecordView(record, 3).observations]
 
     assert kept() == [[([], [], [])] * 3, []], "asked before the first result, so all of them are kept up"
-    fly(engine, lambda leg, rung: None if leg.trial % 9 == 5 else shuffled(leg, rung), workers=3)
+    drive(engine, lambda segment, rung: None if segment.trial % 9 == 5 else shuffled(segment, rung), workers=3)
     found = kept()
     record = Record(ledger, scheduler)
     assert len(record.means(1)) > 3

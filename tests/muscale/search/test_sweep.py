@@ -99,27 +99,27 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
 
 
 def test_a_sweep_begins_with_what_another_study_has_learnt(make_study: MakeStudy) -> None:
-    teacher, pupil = make_study("teacher"), make_study("pupil")
-    taught = sweep(teacher, "sweep.searcher=random", "sweep.scheduler=none", "resources.workers=1")
+    source, target = make_study("source"), make_study("target")
+    source_sweep = sweep(source, "sweep.searcher=random", "sweep.scheduler=none", "resources.workers=1")
 
     def learns(*settings: str) -> tuple[int, str]:
-        study = Study.open(pupil.parent / "study.toml", [*settings, "sweep.searcher=auto"], quiet=True)
-        lessons = replace(Sweep.of(study.config, study.ledger, study.corpus), learn_from=(str(teacher),)).prior_runs()
-        return len(lessons), resolve_searcher(study.config.sweep, lessons)
+        study = Study.open(target.parent / "study.toml", [*settings, "sweep.searcher=auto"], quiet=True)
+        prior_runs = replace(Sweep.of(study.config, study.ledger, study.corpus), learn_from=(str(source),)).prior_runs()
+        return len(prior_runs), resolve_searcher(study.config.sweep, prior_runs)
 
-    assert learns("sweep.n_tokens=32768") == (len(taught.runs()), "across_scales")
-    search, runs = Sweep.of(taught.config, taught.ledger, taught.corpus), len(taught.runs())
-    assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, search.numerics) == (
-        f"using {runs} of {runs} runs from {teacher}"
+    assert learns("sweep.n_tokens=32768") == (len(source_sweep.runs()), "across_scales")
+    search, runs = Sweep.of(source_sweep.config, source_sweep.ledger, source_sweep.corpus), len(source_sweep.runs())
+    assert describe_prior_runs(source, search.plan.defaults, search.config.sweep.space, search.numerics) == (
+        f"using {runs} of {runs} runs from {source}"
     )
     other = replace(search.numerics, corpus_key="another")
-    assert describe_prior_runs(teacher, search.plan.defaults, search.config.sweep.space, other) == (
-        f"warning: using 0 of {runs} runs from {teacher}: its corpus_key is "
+    assert describe_prior_runs(source, search.plan.defaults, search.config.sweep.space, other) == (
+        f"warning: using 0 of {runs} runs from {source}: its corpus_key is "
         f"{search.numerics.corpus_key!r}, the study's is 'another'"
     )
-    assert learns("hyperparameters.beta1=0.8") == (0, "tpe"), "runs under other fixed values tell nothing"
+    assert learns("hyperparameters.beta1=0.8") == (0, "tpe"), "runs under other fixed values are not used"
     assert learns("sweep.space.beta1={distribution='uniform', low=0.8, high=0.95}") == (
-        len(taught.runs()),
+        len(source_sweep.runs()),
         "across_scales",
     )
 

@@ -36,7 +36,7 @@ def begin(sweep: Sweep) -> None:
     sweep.record().begin_round("random", sweep.config.sweep.space)
 
 
-def test_a_sweep_that_begins_looks_at_every_teacher(swept: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_that_begins_reads_every_source(swept: Sweep, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"gone\.csv"):
         list(describe_sources(naming(swept, "gone.csv")))
     (tmp_path / "notes").write_text("no ledger")
@@ -44,7 +44,7 @@ def test_a_sweep_that_begins_looks_at_every_teacher(swept: Sweep, tmp_path: Path
         list(describe_sources(naming(swept, str(tmp_path / "notes"))))
 
 
-def test_a_teacher_of_the_study_file_may_be_gone_once_the_sweep_has_begun(swept: Sweep) -> None:
+def test_a_source_of_prior_runs_may_be_gone_once_the_sweep_has_begun(swept: Sweep) -> None:
     sweep = naming(swept, "results.csv")
     results = swept.ledger.directory / "results.csv"
     results.write_text(RESULTS)

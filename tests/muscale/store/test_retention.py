@@ -1,4 +1,4 @@
-"""What a training may go on from is kept, the rest goes; what is needed after all is trained again, and counted."""
+"""States that a training may resume from are kept, the rest goes; what is needed after all is trained again, and counted."""
 
 import json
 import os
@@ -188,7 +188,7 @@ def test_the_state_that_a_copy_is_to_start_from_is_kept(ledger: Ledger) -> None:
         add(ledger, f"t{number}", line=f"trial {number}")
         add_rung(ledger, number, f"t{number}", loss)
     path = [[0, {}], [1, {}]]
-    for trial in (1, 2):  # one was worse, one diverged: both go on from where trial 0 is
+    for trial in (1, 2):  # one was worse, one diverged: both continue from trial 0's state
         ledger.add_decision(sweep="s", trial=trial, rung=0, until=1, path=path, donor=0)
     assert prune(ledger, top_k=0).kept == {"running trial": 100}
     assert (ledger.segment("t0") or {})["state"]

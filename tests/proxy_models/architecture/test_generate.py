@@ -1,4 +1,4 @@
-"""Generation: a trained model goes on as its data does, seeds decide samples, and arguments out of range are refused."""
+"""Generation: a trained model continues as its data does, seeds decide samples, and arguments out of range are refused."""
 
 from typing import Any
 

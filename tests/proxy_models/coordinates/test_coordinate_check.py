@@ -156,7 +156,7 @@ def test_a_readout_that_starts_at_zero_passes(corpus: Corpus) -> None:
 
 
 def in_depth(corpus: Corpus, rule: Rule | None = None) -> CoordinateCheck:
-    """The check along depth, beside the one along width."""
+    """The check along depth, next to the one along width."""
     return coordinate_check(FAMILY, VALUES, corpus, widths=WIDTHS, depths=DEPTHS, n_steps=1, parametrization=rule)
 
 

@@ -26,7 +26,7 @@ CONTEXT = 8
 
 
 def numbered(n_tokens: int) -> NDArray[np.uint8]:
-    """Tokens that tell their position, up to 65536 of them, in two alternating digits."""
+    """Tokens that encode their position, up to 65536 of them, in two alternating digits."""
     positions = np.arange(n_tokens)
     return np.where(positions % 2, positions // 2 // 256, positions // 2 % 256).astype(np.uint8)
 

@@ -51,7 +51,7 @@ def with_template(tmp_path: Path) -> FileTokenizer:
 
 
 def in_transformers(transformers: ModuleType, tokenizer: Tokenizer, folder: Path) -> Any:
-    """As AutoTokenizer loads it, beside the config of a Llama."""
+    """As AutoTokenizer loads it, with the config of a Llama."""
     from proxy_models.architecture.config import ModelConfig
     from proxy_models.architecture.decoder import Decoder
     from proxy_models.architecture.llama import write_llama

@@ -1,4 +1,4 @@
-"""Proportions hold on every stretch, each source is read without gaps, and position alone decides."""
+"""Proportions hold over every window, each source is read without gaps, and position alone decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule of a stage that goes on from another run."""
+"""The schedule of a stage that continues another run."""
 
 from dataclasses import replace
 

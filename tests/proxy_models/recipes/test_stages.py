@@ -1,4 +1,4 @@
-"""Stages: what a run goes on with from points of its stable part on, and that runs without any are what they were."""
+"""Stages: what changes from points of a run's stable part on; runs without any are unchanged."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_resuming_from_disk_is_the_uninterrupted_run(
     half.state.save(tmp_path / "states" / "half.pt")
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["half.pt"]
     state = TrainState.load(tmp_path / "states" / "half.pt")
-    torch.manual_seed(1234)  # the process that goes on is in another state
+    torch.manual_seed(1234)  # the process that resumes is in another state
     resumed = Trainer(corpus, compile=False).train(numerics, replace(whole, start=7 * BATCH), state)
     assert_same(resumed, uninterrupted)
     assert np.array_equal(np.concatenate([half.train_losses, resumed.train_losses]), uninterrupted.train_losses)
@@ -356,12 +356,12 @@ def test_the_averaged_loss_is_that_of_the_weights_averaged_by_hand(
 
 
 def test_on_step_hears_of_progress(trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters) -> None:
-    heard: list[tuple[int, float]] = []
+    reports: list[tuple[int, float]] = []
     result = trainer.train(
-        numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *report: heard.append(report)
+        numerics, stem(hyperparameters.resolve(50 * BATCH), 40 * BATCH), on_step=lambda *report: reports.append(report)
     )
-    assert [tokens for tokens, _ in heard] == [32 * BATCH, 40 * BATCH]
-    assert [loss for _, loss in heard] == result.train_losses[[31, 39]].tolist()
+    assert [tokens for tokens, _ in reports] == [32 * BATCH, 40 * BATCH]
+    assert [loss for _, loss in reports] == result.train_losses[[31, 39]].tolist()
 
 
 @pytest.fixture(scope="module")

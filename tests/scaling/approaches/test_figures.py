@@ -76,8 +76,8 @@ def test_a_budget_without_a_minimum_is_shown_without_a_parabola(runs: pd.DataFra
     stars = [text for trace in figure.data if trace.text is not None for text in trace.text]
     assert stars[0] == "1·10<sup>18</sup>"
     assert len(stars) == len(BUDGETS)
-    said = figure.layout.title.text.replace("<br>", " ")
-    assert "doubtful: 3e+20 FLOPs: no minimum among the sizes" in said
+    title = figure.layout.title.text.replace("<br>", " ")
+    assert "doubtful: 3e+20 FLOPs: no minimum among the sizes" in title
     assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == (
         "parameters N (total)",
         "loss (nats per token)",

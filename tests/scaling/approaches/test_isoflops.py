@@ -155,7 +155,7 @@ def test_the_envelope_of_curves_gives_the_powers(law: Law) -> None:
 
 
 def test_where_a_curve_ends_is_no_crossing() -> None:
-    """Curves cut at 40 tokens per parameter hand over to larger ones by ending, too: those places tell nothing."""
+    """Curves cut at 40 tokens per parameter hand over to larger ones by ending, too: those places are no information."""
     rows = curves(UNEVEN)
     short = rows[rows["n_tokens"] < 40 * rows["n_params"]]
     result = fit_envelope(short, n_params_convention="total", n_bootstrap=20)

@@ -37,36 +37,36 @@ def judged() -> list[tuple[np.ndarray, Finalists]]:
 
 def test_intervals_cover_at_their_level(judged: list[tuple[np.ndarray, Finalists]]) -> None:
     losses, differences = [], []
-    for effects, leaders in judged:
+    for effects, found in judged:
         truth = np.exp(LEVEL + effects)
-        table = leaders.trials.sort_index()
+        table = found.trials.sort_index()
         losses += ((table["low"] <= truth) & (truth <= table["high"])).tolist()
-        away = truth - truth[leaders.winner]
+        away = truth - truth[found.winner]
         inside = (table["difference_low"] <= away) & (away <= table["difference_high"])
-        differences += inside[table.index != leaders.winner].tolist()
+        differences += inside[table.index != found.winner].tolist()
     assert 0.87 <= np.mean(differences) <= 0.95  # 900, at 90 %; the winner is picked by the same runs
     assert 0.87 <= np.mean(losses) <= 0.96  # 1200 in sets of four that share their seeds
 
 
 def test_probabilities_of_being_best_are_calibrated(judged: list[tuple[np.ndarray, Finalists]]) -> None:
-    said = np.concatenate([leaders.trials.sort_index()["p_best"] for _, leaders in judged])
+    claimed = np.concatenate([found.trials.sort_index()["p_best"] for _, found in judged])
     best = np.concatenate([np.arange(4) == effects.argmin() for effects, _ in judged])
     for low, high in ((0, 0.05), (0.05, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 0.95), (0.95, 1.01)):
-        here = (low <= said) & (said < high)
-        mean = said[here].mean()
+        here = (low <= claimed) & (claimed < high)
+        mean = claimed[here].mean()
         error = np.sqrt(mean * (1 - mean) / here.sum()) + 0.01
         assert abs(best[here].mean() - mean) < 3 * error, (low, high, mean, best[here].mean(), here.sum())
 
 
 def test_the_winner_and_its_near_tie_contain_the_best_at_the_level(judged: list[tuple[np.ndarray, Finalists]]) -> None:
-    held = [effects.argmin() in (leaders.winner, *leaders.near_tie) for effects, leaders in judged]
+    held = [effects.argmin() in (found.winner, *found.near_tie) for effects, found in judged]
     assert np.mean(held) >= 0.9
 
 
 def test_the_winners_loss_is_not_flattered(judged: list[tuple[np.ndarray, Finalists]]) -> None:
     errors = []
-    for effects, leaders in judged:
-        table, winner = leaders.trials, leaders.winner
+    for effects, found in judged:
+        table, winner = found.trials, found.winner
         truth = effects[winner] - effects.mean()
         centre = np.log(table["measured"]).mean()
         errors.append([np.log(table.loc[winner, name]) - centre - truth for name in ("loss", "measured")])
@@ -87,9 +87,9 @@ def test_equal_trials_are_a_near_tie_and_a_clear_winner_is_named() -> None:
 
 
 def test_a_near_tie_names_those_that_may_be_best_and_no_others() -> None:
-    leaders = compare_finalists(planted([0.0, 0.0, 0.05, 0.05]))
-    assert {leaders.winner, *leaders.near_tie} == {0, 1}
-    assert leaders.sentence.endswith(f": a near-tie with trial {leaders.near_tie[0]}")
+    found = compare_finalists(planted([0.0, 0.0, 0.05, 0.05]))
+    assert {found.winner, *found.near_tie} == {0, 1}
+    assert found.sentence.endswith(f": a near-tie with trial {found.near_tie[0]}")
 
 
 def test_shared_seeds_cancel() -> None:
@@ -105,11 +105,11 @@ def test_missing_runs_are_allowed_for_by_the_seeds_level() -> None:
     rows = planted([0.0, 0.02])
     rows["loss"] *= np.exp(0.5 * (rows["seed"] == 0))  # a hard seed
     lacking = rows[~((rows["trial"] == 1) & (rows["seed"] == 0))]  # which the worse trial was spared
-    leaders = compare_finalists(lacking)
-    assert leaders.trials["measured"].idxmin() == 1
-    assert leaders.winner == 0
-    assert leaders.trials.loc[1, "difference"] == pytest.approx(0.02 * leaders.loss, rel=0.4)
-    assert leaders.reasons == ("trial 1 has no run of 1 of 3 seeds",)
+    found = compare_finalists(lacking)
+    assert found.trials["measured"].idxmin() == 1
+    assert found.winner == 0
+    assert found.trials.loc[1, "difference"] == pytest.approx(0.02 * found.loss, rel=0.4)
+    assert found.reasons == ("trial 1 has no run of 1 of 3 seeds",)
 
 
 def test_trials_without_a_seed_in_common_are_refused() -> None:
@@ -120,12 +120,12 @@ def test_trials_without_a_seed_in_common_are_refused() -> None:
 
 def test_one_seed_reports_what_is_unknown_unless_the_noise_is_given() -> None:
     rows = planted([0.0, 0.02], 1)
-    leaders = compare_finalists(rows)
-    assert (leaders.winner, leaders.verdict, leaders.near_tie, leaders.dof) == (0, "not known", (1,), 0)
-    assert leaders.interval == (-np.inf, np.inf)
-    assert leaders.trials.loc[1, "difference_high"] == np.inf
-    assert leaders.sentence.endswith("whether it is the best is not known")
-    assert "one seed: repeat the trials over 3 fresh seeds" in str(leaders)
+    found = compare_finalists(rows)
+    assert (found.winner, found.verdict, found.near_tie, found.dof) == (0, "not known", (1,), 0)
+    assert found.interval == (-np.inf, np.inf)
+    assert found.trials.loc[1, "difference_high"] == np.inf
+    assert found.sentence.endswith("whether it is the best is not known")
+    assert "one seed: repeat the trials over 3 fresh seeds" in str(found)
     known = compare_finalists(rows, noise=(NOISE, 20))
     assert known.verdict == "clear"
     assert 0 < known.trials.loc[1, "difference_low"] < known.trials.loc[1, "difference_high"] < np.inf
@@ -145,33 +145,33 @@ def test_noise_from_elsewhere_is_pooled_by_its_degrees_of_freedom() -> None:
 
 def test_one_trial_has_an_interval_and_nothing_to_compare_it_with() -> None:
     rows = planted([0.0])
-    leaders = compare_finalists(rows)
+    found = compare_finalists(rows)
     log_loss = np.log(rows["loss"])
-    assert leaders.interval == pytest.approx(
+    assert found.interval == pytest.approx(
         np.exp(log_loss.mean() + 2.92 * log_loss.std() / 3**0.5 * np.array([-1, 1])), abs=2e-3
     )
-    assert (leaders.p_best, leaders.reasons) == (1.0, ("one trial: there is nothing to compare it with",))
+    assert (found.p_best, found.reasons) == (1.0, ("one trial: there is nothing to compare it with",))
 
 
 def test_a_trial_that_diverged_once_is_marked_and_cannot_win() -> None:
     rows = planted([0.0, 0.02, 0.03])
     rows.loc[0, "loss"] = np.nan
-    leaders = compare_finalists(rows)
-    assert leaders.winner == 1
-    assert leaders.trials.index.tolist() == [1, 2, 0]
-    assert leaders.trials.loc[0, ["n_diverged", "p_best"]].tolist() == [1, 0]
-    assert 0 not in leaders.near_tie
-    assert leaders.reasons == ("trial 0 diverged in 1 of 3 runs and can't win",)
+    found = compare_finalists(rows)
+    assert found.winner == 1
+    assert found.trials.index.tolist() == [1, 2, 0]
+    assert found.trials.loc[0, ["n_diverged", "p_best"]].tolist() == [1, 0]
+    assert 0 not in found.near_tie
+    assert found.reasons == ("trial 0 diverged in 1 of 3 runs and can't win",)
     rest = compare_finalists(rows[rows["trial"] != 0])
-    assert leaders.loss == rest.loss
+    assert found.loss == rest.loss
 
 
 def test_if_every_trial_diverged_once_the_survivors_are_compared() -> None:
     rows = planted([0.0, 0.03], 4)
     rows.loc[rows["seed"] == rows["trial"], "loss"] = np.nan
-    leaders = compare_finalists(rows)
-    assert leaders.winner == 0
-    assert leaders.reasons[0] == "a run of every trial diverged: only the runs that survived are compared"
+    found = compare_finalists(rows)
+    assert found.winner == 0
+    assert found.reasons[0] == "a run of every trial diverged: only the runs that survived are compared"
     with pytest.raises(ScalingError, match="all 8 runs of 2 trials diverged"):
         compare_finalists(rows.assign(loss=np.nan))
 
@@ -188,21 +188,21 @@ def test_the_answer_is_deterministic_and_does_not_depend_on_the_order() -> None:
 
 
 def test_equal_losses_are_a_tie_and_not_an_error() -> None:
-    leaders = compare_finalists(planted([0.0, 0.0]).assign(loss=3.0))
-    assert leaders.loss == pytest.approx(3.0)
-    assert leaders.trials["p_best"].to_numpy() == pytest.approx([0.5, 0.5], abs=0.02)
+    found = compare_finalists(planted([0.0, 0.0]).assign(loss=3.0))
+    assert found.loss == pytest.approx(3.0)
+    assert found.trials["p_best"].to_numpy() == pytest.approx([0.5, 0.5], abs=0.02)
 
 
 @pytest.mark.parametrize(("effects", "n_seeds"), [([0.0, 0.002], 3), ([0.0, 0.002], 1)])
 def test_it_round_trips_through_json_and_draws(effects: list[float], n_seeds: int) -> None:
     rows = planted(effects, n_seeds)
     rows = pd.concat([rows, pd.DataFrame([{"trial": 9, "seed": 0, "loss": np.nan}])], ignore_index=True)
-    leaders = compare_finalists(rows)
-    again = Finalists.from_dict(json.loads(json.dumps(leaders.to_dict(), allow_nan=False)))
-    pd.testing.assert_frame_equal(again.trials, leaders.trials)
-    assert str(again) == str(leaders)
+    found = compare_finalists(rows)
+    again = Finalists.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+    pd.testing.assert_frame_equal(again.trials, found.trials)
+    assert str(again) == str(found)
     assert again._repr_html_().startswith("<pre>")
-    figure = leaders.plot()
+    figure = found.plot()
     assert figure.data[0].name == "winner"
     assert figure.layout.yaxis.title.text == "loss (nats per token)"
 

@@ -243,9 +243,9 @@ def test_spending_on_a_plateau_raises_a_warning() -> None:
     assert not decide(law, 1e22, unique_tokens=1e12).warnings
     assert "3.75e-05 tokens per parameter" in "; ".join(decide(HOFFMANN, 1e26, unique_tokens=2.5e10).warnings)
     dear = decide(law, 1e27, unique_tokens=1e8, tolerance=0)
-    assert not any("buys next to nothing" in doubt for doubt in dear.warnings), "nothing was said to be near enough"
+    assert not any("buys next to nothing" in warning for warning in dear.warnings), "no tolerance was given"
     shapes = decide(law, 1e27, unique_tokens=1e8, sizes=[1e9, 1e10])
-    assert not any("buys next to nothing" in doubt for doubt in shapes.warnings)
+    assert not any("buys next to nothing" in warning for warning in shapes.warnings)
 
 
 def test_a_memory_that_is_large_enough_changes_nothing() -> None:
@@ -253,7 +253,7 @@ def test_a_memory_that_is_large_enough_changes_nothing() -> None:
     assert not large.limits
     assert large.n_params == pytest.approx(decide(HOFFMANN, 1e21).n_params, rel=1e-6)
     assert "memory holds every parameter, also those that N may not count" in large.assumptions
-    assert not any("memory" in said for said in decide(HOFFMANN, 1e21).assumptions)
+    assert not any("memory" in assumption for assumption in decide(HOFFMANN, 1e21).assumptions)
 
 
 def test_on_other_devices_the_old_price_is_not_shown(fitted: ScalingFit) -> None:

@@ -1,4 +1,4 @@
-"""The next run: the design's algebra against plain least squares, and choices that are known beforehand."""
+"""The next run: the design's algebra against plain least squares, and choices that are known in advance."""
 
 import itertools
 import math
@@ -230,7 +230,7 @@ def test_errors_name_the_rule_and_the_value(fitted: ScalingFit, ladder: Callable
 
 
 def test_it_does_not_stop_short_of_support(ladder: Callable[..., pd.DataFrame]) -> None:
-    """Eight runs want seven more to be supported: they are chosen even where none of them tells much."""
+    """Eight runs want seven more to be supported: they are chosen even where none of them is informative."""
     fitted = fit(ladder(noise=0.002).iloc[[0, 3, 5, 9, 10, 14, 16, 19]], n_params_convention="total", n_bootstrap=2)
     found = next_runs(fitted, 1e9, 2e10, affordable_flops=1e20, n_runs=12)
     assert len(found.runs) >= 7

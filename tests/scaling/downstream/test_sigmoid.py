@@ -85,7 +85,7 @@ def test_a_metric_falls_if_its_line_does_by_three_standard_errors(t: float, fall
     columns = np.linalg.qr(np.column_stack([np.ones(20), line, rng.standard_normal(20)]))[0]
     table = pd.DataFrame({"loss": loss, "accuracy": 0.5 + 0.02 * (t * line + math.sqrt(18) * columns[:, 2])})
     assert linregress(loss, table["accuracy"]).slope / linregress(loss, table["accuracy"]).stderr == pytest.approx(t)
-    warned = any("falls as the loss falls" in doubt for doubt in fit_downstream(table, n_bootstrap=2).warnings)
+    warned = any("falls as the loss falls" in warning for warning in fit_downstream(table, n_bootstrap=2).warnings)
     assert warned == falls
 
 
@@ -132,17 +132,17 @@ def test_warnings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "doubt"),
+    ("change", "warning"),
     [
         ({"accuracy": 1.0}, "the metric is 1 in every row"),
         ({"stem": "one"}, "1 independent runs: intervals over runs want at least 6"),
         ({"accuracy": lambda t: 1 - t["accuracy"]}, "the metric falls as the loss falls"),
     ],
 )
-def test_unidentified_parameters_raise_warnings(change: dict[str, Any], doubt: str) -> None:
+def test_unidentified_parameters_raise_warnings(change: dict[str, Any], warning: str) -> None:
     law = fit_downstream(rows(0.01).assign(**change), n_bootstrap=5)
     assert law.status == "doubtful"
-    assert doubt in "; ".join(law.warnings)
+    assert warning in "; ".join(law.warnings)
 
 
 def test_intervals_stay_within_what_a_metric_can_be() -> None:

@@ -1,4 +1,4 @@
-"""What a fit asks to be looked at: single rows far off, best sizes beside the runs', losses of more than one recipe."""
+"""Caveats of a fit: single rows far off, best sizes away from the runs', losses of more than one recipe."""
 
 import re
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_of_many_far_rows_the_farthest_are_named_first(ladder: Ladder) -> None:
     for row, factor in wild.items():
         runs.loc[row, "loss"] *= factor
     found = fitted(runs)
-    text = next(caution for caution in found.caveats if "far off the law" in caution)
+    text = next(caveat for caveat in found.caveats if "far off the law" in caveat)
     assert text.startswith("5 rows lie")
     assert re.findall(r"row (\d+)", text) == ["5", "17", "9"]
     usual = np.median(np.abs(np.expm1(found.residuals()["log_residual"])))

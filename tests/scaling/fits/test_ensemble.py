@@ -54,8 +54,8 @@ def test_the_numbers_of_one_ladder_stay_what_they_were(planted: Law) -> None:
     found = fit_ensemble(
         pd.DataFrame({"n_params": n, "n_tokens": d, "loss": loss, "noise": noise, "stem": np.arange(25) // 2})
     )
-    said = {name: math.log(float(law.loss(*TARGET))) for name, law in found.variants.items()}
-    assert said == pytest.approx(
+    losses = {name: math.log(float(law.loss(*TARGET))) for name, law in found.variants.items()}
+    assert losses == pytest.approx(
         {
             "adaptive Huber": 0.884922,
             "least absolute residuals": 0.883361,
@@ -97,8 +97,8 @@ def test_far_from_usual_ratios_there_is_a_variant_less(ladder: Ladder) -> None:
 def test_a_forecast_is_the_same_whatever_form_the_law_has(ladder: Ladder) -> None:
     runs = ladder(noise=0.003)
     one, other = (fit(runs, n_params_convention="total", n_bootstrap=2, form=form) for form in (None, Joint()))
-    said = [(f.loss, f.low, f.high) for f in (one.forecast(*TARGET), other.forecast(*TARGET))]
-    assert said[0] == said[1]
+    intervals = [(f.loss, f.low, f.high) for f in (one.forecast(*TARGET), other.forecast(*TARGET))]
+    assert intervals[0] == intervals[1]
     assert one.forecast(*TARGET).law_loss == one.predict(*TARGET) != other.predict(*TARGET)
 
 

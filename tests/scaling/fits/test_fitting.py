@@ -1,4 +1,4 @@
-"""What `fit` recovers, refuses, leaves out and doubts."""
+"""What `fit` recovers, refuses, leaves out and warns about."""
 
 from collections.abc import Callable
 
@@ -70,7 +70,7 @@ def test_same_seed_same_draws(ladder: Ladder) -> None:
 
 
 def test_rows_of_one_stem_are_resampled_together(ladder: Ladder) -> None:
-    """Runs repeated four times under one stem tell no more than once; taken for independent they seem to."""
+    """Runs repeated four times under one stem are no better than once; taken as independent they seem to be."""
     runs = ladder(noise=0.005)
     repeated = pd.concat([runs.assign(stem=np.arange(20))] * 4, ignore_index=True)
     once = fitted(runs, 400)

@@ -81,8 +81,8 @@ def test_the_fitted_form_may_lie_one_and_a_half_half_widths_from_the_forecast(re
     half_width = math.log(usual.high / usual.loss)
 
     def with_law_at(half_widths: float) -> Forecast:
-        beside = usual.loss * math.exp(side * half_widths * half_width)
-        moved = result.law["E"] + beside - float(result.law.loss(*target))
+        off = usual.loss * math.exp(side * half_widths * half_width)
+        moved = result.law["E"] + off - float(result.law.loss(*target))
         law = replace(result.law, parameters={**result.law.parameters, "E": moved})
         return replace(result, law=law).forecast(*target)
 

@@ -61,7 +61,7 @@ def test_the_estimate_lies_inside_and_levels_are_nested(ladder: Ladder, name: st
 
 @pytest.mark.parametrize("repeats", [1, 4])
 def test_intervals_cover_what_was_planted(ladder: Ladder, planted: Law, repeats: int) -> None:
-    """Rows of one run share its noise: four to a run tell hardly more than one, and the interval knows."""
+    """Rows of one run share its noise: four to a run are hardly better than one, and the interval shows it."""
     exponent = planted["beta"] / (planted["alpha"] + planted["beta"])
     covered = []
     for seed in range(12):

@@ -1,4 +1,4 @@
-"""The fitted law speaks, and survives JSON."""
+"""The fitted law has a readable str, and survives JSON."""
 
 import json
 import math

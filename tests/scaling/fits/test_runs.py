@@ -1,4 +1,4 @@
-"""What comes in: tables and files, their columns and units, and what is left out, doubted or assumed."""
+"""What comes in: tables and files, their columns and units, and what is left out, suspect or assumed."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def fitted(runs: pd.DataFrame | str | Path, **options: object) -> ScalingFit:
 
 
 def study_ladder(ladder: Ladder) -> pd.DataFrame:
-    """A table as a study gives it: branches that share stems, and rows with the reason why they can't tell the law."""
+    """A table as a study gives it: branches that share stems, and rows with the reason why they are not comparable."""
     runs = ladder(noise=0.003)
     runs.insert(0, "key", [f"k{i}" for i in range(20)])
     runs = runs.assign(

@@ -88,7 +88,7 @@ def test_uncertainty_is_that_of_the_density_around_its_peak(data: Observations, 
     values, vectors = np.linalg.eigh(hessian)
     expected = (vectors / np.maximum(values, 1)) @ vectors.T
     np.testing.assert_allclose(process.uncertainty, expected, atol=0.02)
-    assert np.trace(expected) < 0.95 * p, "the runs tell something"
+    assert np.trace(expected) < 0.95 * p, "the runs inform the process"
     few = Observations(u=data.u[:2], s=data.s[:2], cell=data.cell[:2], w=data.w[:2], exact=data.exact[:2])
     np.testing.assert_array_equal(Process.fit(few, layout).uncertainty, np.eye(p))
     drawn = [process.redrawn(np.random.default_rng(seed)).theta for seed in range(400)]
@@ -107,9 +107,9 @@ def test_an_exact_observation_is_met_and_certain(data: Observations, layout: Lay
 def test_pending_runs_keep_the_mean_and_lower_the_variance(data: Observations, layout: Layout) -> None:
     process = Process.fit(data, layout)
     at = (np.full((1, 5), 0.3), np.zeros((1, 2)), np.array([1]))
-    (before, doubt), (after, rest) = process.predict(*at), process.and_exactly(*at).predict(*at)
+    (before, variance), (after, rest) = process.predict(*at), process.and_exactly(*at).predict(*at)
     assert after[0] == pytest.approx(before[0], abs=1e-6)
-    assert rest[0] < 1e-5 < doubt[0]
+    assert rest[0] < 1e-5 < variance[0]
     far = (np.array([[0.8, 0.1, 0.0, 0.0, 0.7]]), np.zeros((1, 2)), np.array([1]))
     assert process.and_exactly(*at).predict(*far)[0][0] == pytest.approx(process.predict(*far)[0][0], abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there: after a kill at the worst moment, by tokens and by time, while training goes on."""
+"""Checkpoints are whole or not there: after a kill at the worst moment, by tokens and by time, while training continues."""
 
 import json
 import os

@@ -109,7 +109,7 @@ def test_each_newest_checkpoint_is_evaluated_once_on_what_was_reserved(run: Full
 
     with async_evaluation_of(longer(run), given, SMALL):
         time.sleep(0.8)
-        assert len(recorded(run)) == 1, "a run that goes on evaluates nothing twice"
+        assert len(recorded(run)) == 1, "a resumed run evaluates nothing twice"
         go_on(run, 20)
         until(lambda: len(recorded(run)) == 2, "a newer one's evaluation")
         go_on(run, 1000)  # its end, which is the run's own to evaluate

@@ -25,7 +25,7 @@ def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:
     assert largest_fitting((1, 2, 5, 6), [{"CPU": 1.0}], {"CPU": 0.2}) == 5, "1.0 // 0.2 is 4"
 
 
-def tell_world_size(config: dict[str, Any]) -> None:
+def write_world_size(config: dict[str, Any]) -> None:
     """A worker that trains nothing."""
     import ray.train
 
@@ -43,6 +43,6 @@ def test_workers_that_share_products_start_in_whole_groups(tmp_path: Path) -> No
     each = ResourceSettings(cpus_per_worker=2 / 3 if n_cpus == 2 else n_cpus // 2 or 0.4)  # room for two or three
     settings = PromoteSettings(workers=4, workers_min=2, tensor_parallel=2)
     found = launch(
-        small_run(small_corpus(tmp_path), tmp_path / "run"), settings, each, name="groups", worker=tell_world_size
+        small_run(small_corpus(tmp_path), tmp_path / "run"), settings, each, name="groups", worker=write_world_size
     )
     assert found["world_size"] == 2

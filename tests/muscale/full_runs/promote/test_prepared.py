@@ -21,7 +21,7 @@ from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
 from muscale.store.tables import ResultKind
 from tests.muscale.planted_ladder import registered_plan
-from tests.muscale.planted_secrets import PLANTED, holding, telling
+from tests.muscale.planted_secrets import PLANTED, holding, leaking_processes
 
 MakeStudy = Callable[..., Path]
 SMALL = ("ladder.stems=[{width=16, n_tokens=16384}]", "plan.compute_flops=2e9")
@@ -40,7 +40,7 @@ def train_together(prepared: str, log: Path) -> str:
         most, deadline = 0, time.monotonic() + 240
         try:
             while ranks.poll() is None and time.monotonic() < deadline:
-                assert telling() == []
+                assert leaking_processes() == []
                 most = max(most, len(psutil.Process(ranks.pid).children(recursive=True)))
                 time.sleep(0.2)
         finally:

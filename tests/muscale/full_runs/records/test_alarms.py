@@ -34,7 +34,7 @@ class Hook(HTTPServer):
     status = 200
 
     def __init__(self) -> None:
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         super().__init__(("127.0.0.1", 0), _Handler)
 
     @property
@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.heard.append({"path": self.path, "type": self.headers["Content-Type"], **json.loads(body)})
+        self.server.received.append({"path": self.path, "type": self.headers["Content-Type"], **json.loads(body)})
         self.send_response(self.server.status)
         self.end_headers()
 
@@ -94,10 +94,10 @@ def test_an_alarm_is_stored_and_sent_once(ledger: Ledger, hook: Hook) -> None:
     assert lines == [str(found[0]), "notified webhook WATCH_HOOK"]
     assert raise_alarms(ledger, found, webhook="WATCH_HOOK") == []
     assert known_alarms(ledger, found) == {found[0].key}
-    (heard,) = hook.heard
-    assert (heard["path"], heard["type"]) == (f"/{SECRET}", "application/json")
-    assert Alarm.from_dict(heard) == found[0]
-    assert heard["text"] == str(found[0])
+    (received,) = hook.received
+    assert (received["path"], received["type"]) == (f"/{SECRET}", "application/json")
+    assert Alarm.from_dict(received) == found[0]
+    assert received["text"] == str(found[0])
     assert raise_alarms(ledger, alarms("above", "above", "above", asserted=True), webhook=None), "another run's"
 
 

@@ -83,7 +83,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, factor: float, *steps: int) -> list[
 
 
 def by_hand(run: FullRun, corpus: Corpus, left_out: set[int], rewarmed: tuple[int, int] | None = None) -> list[float]:
-    """Losses of a run that never heard of the steps left out; the rate is warmed up from a step, over so many steps."""
+    """Losses of a run without the steps left out; the rate is warmed up from a step, over so many steps."""
     module, recipe = Decoder(run.numerics.model), run.segments[0].recipe
     table = run.numerics.parametrization("adamw")
     initialize(module, table, recipe, seed=0)
@@ -268,11 +268,11 @@ def test_a_terminated_driver_saves_a_killed_worker_is_replaced_and_checkpoints_a
     assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, 401))
     assert [one["action"] for one in outcome["incidents"]] == ["restart", "restart"]
 
-    beside = json_lines.read(run.directory / EVALUATIONS)
-    assert beside, "one that goes on at the end is waited for"
-    assert len({row["tokens"] for row in beside}) == len(beside)
+    evaluations = json_lines.read(run.directory / EVALUATIONS)
+    assert evaluations, "an evaluation still running at the end is awaited"
+    assert len({row["tokens"] for row in evaluations}) == len(evaluations)
     within = {row["tokens"]: row["val_loss"] for row in rows(whole) if "val_loss" in row}
-    for row in beside:
+    for row in evaluations:
         alone = evaluate_checkpoint(run.directory / CHECKPOINTS / row["checkpoint"], prompts=("abcd",))
         assert (row["val_loss"], row["samples"]) == (alone.loss, alone.to_dict()["samples"])
         if row["tokens"] in within:  # not after the notice

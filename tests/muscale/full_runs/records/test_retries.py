@@ -110,7 +110,7 @@ def test_retries_continue_while_attempts_make_progress(tmp_path: Path, monkeypat
         outcome("often lost", (3, GONE), (3, GONE), (3, GONE))
     with pytest.raises(StageError, match="would end in the same way: RuntimeError: CUDA error: 720"):
         outcome("device", (5, cuda), (5, RuntimeError("CUDA error: 720")))
-    assert outcome("device", (5, cuda), None) == "done", "the user may have mended it since"
+    assert outcome("device", (5, cuda), None) == "done", "the user may have repaired it since"
     assert outcome("preempted", (1, leave), (2, leave), (3, leave), (4, leave), None) == "done"
     with pytest.raises(StageError, match="failed 3 times"):
         outcome("nowhere", (1, leave), (1, leave), (1, leave), (1, leave))
@@ -198,6 +198,6 @@ def test_a_restart_names_the_rank_that_failed_and_not_the_peers_that_lost_it(tmp
     assert first.reason == "OutOfMemoryError: CUDA out of memory"
     stop(0, GONE)
     _, (_, second) = attempts.begin(tmp_path, tokens=256, step=1)
-    assert "Connection closed by peer" in second.reason, "where nobody tells more"
+    assert "Connection closed by peer" in second.reason, "where no better reason is known"
     _, (*_, third) = attempts.begin(tmp_path, tokens=256, step=1)
     assert third.reason == "killed, or the machine was lost"

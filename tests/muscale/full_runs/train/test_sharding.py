@@ -1,4 +1,4 @@
-"""Every layout of a full run over its ranks trains to the losses of one process, and goes on from its checkpoint."""
+"""Every layout of a full run over its ranks trains to the losses of one process, and resumes from its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done about spikes is part of a run: of its plan, of its key, and of what the ledger tells of it."""
+"""The handling of spikes is part of a run: of its plan, of its key, and of its row in the ledger."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_a_plan_s_key_contains_its_spike_handling_only_where_it_has_one(
     keys = [key(), key('promote.on_spike="skip"'), key(*ROLLBACK), key(*ROLLBACK, "promote.spike_threshold=5.0")]
     keys += [key(*ROLLBACK, f"promote.rewarm_tokens={BATCH}")]
     assert len(set(keys)) == len(keys)
-    assert key(*ROLLBACK, "promote.max_interventions=9") == key(*ROLLBACK), "more of it goes on where less had ended"
+    assert key(*ROLLBACK, "promote.max_interventions=9") == key(*ROLLBACK), (
+        "a larger limit continues where a smaller one had ended"
+    )
 
 
 def test_the_ledger_knows_a_run_by_what_it_left_out_and_where_it_went_back_to(
