@@ -9,6 +9,7 @@ peak that products reach is fitted to its first compiled row; its "selective op"
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
@@ -82,6 +83,84 @@ PUBLISHED = (
 )
 
 
+_SHAPES = {
+    "760m": (1536, 24),
+    "1b": (2048, 24),
+    "3b": (2560, 32),
+    "7b": (4096, 32),
+    "13b": (5120, 40),
+    "30b": (7168, 48),
+    "70b": (8192, 80),
+}
+_LLM_FOUNDRY = """
+70b 2048 64 8 4 1 1039
+70b 2048 32 2 16 1 882
+30b 8192 8 1 21 1 1384
+30b 4096 8 1 21 1 1802
+30b 2048 32 14 3 1 2308
+30b 2048 16 10 3 1 2263
+30b 2048 8 3 21 1 2002
+30b 1024 8 6 21 1 2084
+13b 32768 8 1 3 1 1976
+13b 16384 8 3 3 1 2985
+13b 4096 8 10 3 1 4717
+13b 2048 64 2 1 0 4800
+13b 2048 32 2 1 0 4811
+13b 2048 16 2 1 0 4767
+13b 2048 8 2 1 0 4792
+13b 1024 8 40 3 1 5502
+7b 65536 8 1 2 1 1956
+7b 32768 8 2 2 1 3318
+7b 8192 8 8 2 1 6935
+7b 4096 8 16 2 1 8611
+7b 2048 8 6 1 0 10643
+7b 1024 8 64 2 1 10203
+3b 65536 8 1 2 1 3262
+3b 32768 8 3 6 1 5873
+3b 16384 8 1 6 0 11152
+3b 8192 8 3 6 0 16578
+3b 4096 8 5 6 0 20964
+3b 2048 64 6 3 0 22525
+3b 2048 32 6 3 0 23021
+3b 2048 16 10 3 0 24142
+3b 1024 8 20 6 0 27046
+3b 512 8 40 6 0 27965
+1b 65536 8 1 2 1 5506
+1b 32768 8 1 4 0 12025
+1b 16384 8 2 4 0 19649
+1b 8192 8 3 4 0 29157
+1b 4096 8 7 4 0 38535
+1b 2048 64 20 1 0 44402
+1b 2048 32 20 1 0 45130
+1b 2048 16 20 1 0 46037
+1b 2048 8 14 1 0 45455
+1b 1024 8 18 4 0 48910
+1b 512 8 56 4 0 52275
+760m 32768 8 1 2 0 16291
+760m 16384 8 3 2 0 27815
+760m 8192 8 6 2 0 41825
+760m 4096 8 12 2 0 55459
+760m 2048 32 24 1 0 67971
+760m 2048 16 24 1 0 68551
+760m 2048 8 24 2 0 63147
+760m 1024 8 48 2 0 78581
+760m 512 8 96 2 0 83749
+"""  # model, context, devices, micro-batch, passes, full checkpointing, tokens per second and device
+
+
+def llm_foundry() -> list[Published]:
+    """Every row of llm-foundry's table of H100s in bf16."""
+    found = []
+    for row in _LLM_FOUNDRY.split("\n")[1:-1]:
+        name, *numbers = row.split()
+        context, workers, micro_batch, passes, checkpointed, speed = map(int, numbers)
+        width, depth = _SHAPES[name]
+        model = ModelConfig(d_model=width, n_layers=depth, **_MPT | {"context_length": context})
+        layout = _FULL if checkpointed else Parallelism()
+        found.append(Published(f"llm-foundry {name}", model, workers, micro_batch, passes, layout, speed, False))
+    return found
+
+
 def predicted(run: Published) -> StepTime:
     """The model's step of a published run."""
     data = run.workers // run.layout.tensor_parallel
@@ -110,6 +189,17 @@ def _print_published() -> None:
             f"| {run.name}, {kind}, {run.layout.checkpointing} | {run.workers} {run.device} | {run.micro_batch} × {run.passes} "
             f"| {run.tokens_per_second:,.0f} | {found:,.0f} | {error} |"
         )
+
+    rows = llm_foundry()
+    half = replace(LINKS["H100 SXM"], attention=LINKS["H100 SXM"].attention / 2)
+    slow = [replace(run, links=half) for run in rows]
+    for kind, runs in (
+        ("llm-foundry, contexts to 4,096", [run for run in rows if run.model.context_length <= 4096]),
+        ("llm-foundry, longer contexts", [run for run in rows if run.model.context_length > 4096]),
+        ("llm-foundry, all, attention at half the speed", slow),
+    ):
+        errors = sorted(predicted(run).tokens_per_second / run.tokens_per_second - 1 for run in runs)
+        print(f"{kind}: {len(errors)} rows, {errors[0]:+.0%} to {errors[-1]:+.0%}, median {median(errors):+.0%}")
 
 
 def _print_layouts() -> None:

@@ -19,7 +19,7 @@ from muscale.serialization import Recorded
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger, now
 from muscale.store.tables import ResultKind
-from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate
+from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, Precision
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
@@ -329,6 +329,30 @@ def cadence_line(cadence: Cadence, *, run_seconds: float | None) -> GateLine:
         compared=compared,
         advice=f"raise or leave out {' and '.join(over)}; by default they follow the run" if over else "",
     )
+
+
+def precision_line(proxies: Precision, full: Precision, *, device: str, has_bf16: bool | None) -> GateLine:
+    """Whether the device computes in the run's precision, and what it means where proxies computed in another.
+
+    Args:
+        proxies, full: Of the fitted runs and of the full run.
+        device: Its name.
+        has_bf16: Whether its products in bf16 are the device's own; None where that is unknown, or it is a CPU.
+    """
+    compared = f"full run in {full}, proxies in {proxies}"
+    if full == "bf16" and has_bf16 is False:
+        return GateLine(
+            name="precision",
+            status="failed",
+            compared=f"{compared}; {device} has no products in bf16",
+            advice='take another device, or promote.precision = "fp32"',
+        )
+    advice = ""
+    if full != proxies:
+        advice = f"the forecast is of losses in {proxies}: train one proxy in {full} too and compare the two"
+    elif full == "fp32" and has_bf16:
+        advice = 'promote.precision = "bf16" multiplies several times as fast on this device'
+    return GateLine(name="precision", status="passed", compared=compared, advice=advice)
 
 
 def communication_line(step: StepTime | None, proposed: Layout | None) -> GateLine:

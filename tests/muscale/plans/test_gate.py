@@ -17,14 +17,17 @@ from muscale.plans.gate import (
     GateLine,
     carried_line,
     check_line,
+    communication_line,
     data_line,
     disk_line,
     forced_lines,
     layout_line,
     memory_line,
+    precision_line,
     require_check,
     transfer_line,
 )
+from muscale.plans.layouts import fitting_layouts, propose_layout
 from muscale.plans.provenance import HyperparameterProvenance
 from muscale.settings.parallelism import Parallelism
 from muscale.store.ledger import Ledger
@@ -202,6 +205,30 @@ def test_uneven_shares_of_a_batch_are_reported_and_do_not_block() -> None:
         == "8 sequences over 3 workers, 3 for 2 of them and 2 for the others, which wait: 11% of the speed"
     )
     assert line.advice == "2 or 4 workers would share it evenly"
+
+
+def test_bf16_needs_a_device_that_has_it_and_a_difference_from_the_proxies_is_reported() -> None:
+    old = precision_line("bf16", "bf16", device="V100", has_bf16=False)
+    assert old.status == "failed"
+    assert "V100" in old.compared
+    other = precision_line("fp32", "bf16", device="H100 SXM", has_bf16=True)
+    assert other.status == "passed"
+    assert "losses in fp32" in other.advice
+    assert "bf16" in precision_line("fp32", "fp32", device="H100 SXM", has_bf16=True).advice
+    assert not precision_line("fp32", "fp32", device="this machine", has_bf16=None).advice
+
+
+def test_a_much_faster_layout_and_long_waits_are_reported_and_do_not_block() -> None:
+    model = ModelConfig(d_model=1024, n_layers=16, head_dim=64, vocab_size=32_000, context_length=2048)
+    layouts = fitting_layouts(model, workers=64, batch_tokens=2**20, device="H100 SXM")
+    best = propose_layout(layouts)
+    assert best is not None
+    assert not communication_line(best.step, best).advice
+    slow = communication_line(layouts[-1].step, best)
+    assert slow.status == "passed"
+    assert str(best) in slow.advice
+    assert "fewer workers" in communication_line(layouts[-1].step, layouts[-1]).advice
+    assert communication_line(None, None).status == "unknown"
 
 
 def test_checkpoints_must_fit_the_disk() -> None:

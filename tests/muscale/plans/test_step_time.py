@@ -9,7 +9,7 @@ import pytest
 
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.parallelism import Parallelism
-from tests.benchmarks.step_time import LLAMA_8B, LLAMA_70B, PUBLISHED, Published, predicted
+from tests.benchmarks.step_time import LLAMA_8B, LLAMA_70B, PUBLISHED, Published, llm_foundry, predicted
 
 H100 = LINKS["H100 SXM"]
 
@@ -71,6 +71,13 @@ def test_tensor_parallelism_over_nodes_is_slower_than_within_one() -> None:
 def test_published_runs_lie_within_the_stated_error(run: Published) -> None:
     error = predicted(run).tokens_per_second / run.tokens_per_second - 1
     assert abs(error) < (0.2 if run.layout.tensor_parallel > 1 else 0.1)
+
+
+def test_every_run_of_llm_foundry_at_contexts_to_4096_lies_within_15_percent() -> None:
+    runs = [run for run in llm_foundry() if run.model.context_length <= 4096]
+    assert len(runs) == 35
+    errors = [predicted(run).tokens_per_second / run.tokens_per_second - 1 for run in runs]
+    assert max(map(abs, errors)) < 0.15
 
 
 def test_a_device_without_known_links_is_refused() -> None:

@@ -24,6 +24,7 @@ from muscale.plans.gate import (
     disk_line,
     layout_line,
     memory_line,
+    precision_line,
     transfer_line,
 )
 from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
@@ -49,11 +50,13 @@ class Device:
         name: For people.
         memory_bytes: Of the device; None if unknown here.
         workers_on_it: Workers that share it.
+        has_bf16: Whether a GPU's products in bf16 are its own; None for a CPU, or if unknown here.
     """
 
     name: str
     memory_bytes: float | None
     workers_on_it: int = 1
+    has_bf16: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +182,9 @@ def dry_run(
                 workers=settings.workers,
                 parallelism=settings.parallelism,
             ),
+            precision_line(
+                config.numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
+            ),
             cadence_line(cadence, run_seconds=run_seconds(plan, config)),
             *((communication_line(step, proposed),) if config.resources.gpus_per_worker else ()),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
@@ -272,12 +278,13 @@ def device_of(config: StudyConfig) -> Device:
     """The device of a worker: the plan's accelerator, the one that this process sees, or this machine's CPU."""
     if config.resources.gpus_per_worker:
         if known := config.plan.device:
-            return Device(name=known.name, memory_bytes=known.memory_bytes)
+            return Device(name=known.name, memory_bytes=known.memory_bytes, has_bf16="bf16" in known.peak_flops)
         import torch
 
         if torch.cuda.is_available():
             seen = torch.cuda.get_device_properties(0)
-            return Device(name=str(seen.name), memory_bytes=float(seen.total_memory))
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            return Device(name=str(seen.name), memory_bytes=float(seen.total_memory), has_bf16=has_bf16)
         return Device(name="a GPU", memory_bytes=None)
     if os.environ.get("RAY_ADDRESS"):  # the workers run on other machines
         return Device(name="a node of the cluster", memory_bytes=None)

@@ -55,6 +55,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "carried over": "passed",
         "memory": "passed",
         "layout": "passed",
+        "precision": "passed",
         "cadence": "passed",
         "disk": "passed",
     }
