@@ -17,7 +17,6 @@ import numpy as np
 from muscale.errors import EXIT_PREEMPTED, PreemptedError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.module import train
-from muscale.full_runs.train.sharding import ShardedStrategy
 from muscale.layout import METRICS, RESULT
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.corpus import Corpus, write_corpus
@@ -34,18 +33,13 @@ def _train(run: FullRun, rank: int, world_size: int, store: Path, fault: Fault |
     import torch
     import torch.distributed as dist
 
-    from muscale.full_runs.lightning_import import import_lightning
-
-    import_lightning()
-    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     if fault:
         fault(rank)
     try:
-        train(run, strategy=ShardedStrategy(world_size=world_size), plugins=[TorchElasticEnvironment()])
+        train(run)
     except PreemptedError:
         sys.exit(EXIT_PREEMPTED)
     except BaseException:

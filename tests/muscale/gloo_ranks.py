@@ -28,11 +28,8 @@ def _serve(runs: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from muscale.full_runs.train.module import train  # makes lightning importable
-    from muscale.full_runs.train.sharding import ShardedStrategy
+    from muscale.full_runs.train.module import train
     from proxy_models.architecture import memory
-
-    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # isort: skip
 
     torch.set_num_threads(1)
     while True:
@@ -40,8 +37,7 @@ def _serve(runs: Connection) -> None:
         os.environ.update(variables)
         failure = ""
         try:
-            strategy = ShardedStrategy(world_size=int(variables["WORLD_SIZE"]))
-            train(run, strategy=strategy, plugins=[TorchElasticEnvironment()])
+            train(run)
         except Exception:
             failure = traceback.format_exc()
         if dist.is_initialized():

@@ -1,8 +1,12 @@
-"""The ranks of one training: rank, a side group for objects, the process group under torchrun."""
+"""The ranks of one training: device, process group, a side group for objects. torchrun, srun or Ray Train starts them.
+
+A launcher describes a rank by torchrun's environment variables, which Ray Train sets, too, and `adopt_slurm` derives from srun's.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -10,13 +14,66 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from muscale.errors import StageError
+
 T = TypeVar("T")
 _side: tuple[object, dist.ProcessGroup] | None = None  # the process group it was made for, and the side group
+_FIRST_PORT = 15000  # of a Slurm job's ranks: plus the last four digits of its id, as in Lightning's SLURMEnvironment
 
 
 def rank() -> int:
     """This process's rank, also before the process group exists."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def adopt_slurm() -> None:
+    """Describe a task of an srun step by torchrun's variables, unless torchrun has set them or the step has one task.
+
+    MASTER_ADDR (by default the step's first node) and MASTER_PORT stay as they are set. Variables of srun:
+    https://slurm.schedmd.com/srun.html, "Output environment variables".
+    """
+    step = os.environ
+    if "RANK" in step or int(step.get("SLURM_STEP_NUM_TASKS", "1")) == 1:  # a batch script itself is in no step
+        return
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+    first = SLURMEnvironment.resolve_root_node_address(step["SLURM_STEP_NODELIST"])
+    node = int(step["SLURM_NODEID"])
+    step |= {
+        "RANK": step["SLURM_PROCID"],
+        "LOCAL_RANK": step["SLURM_LOCALID"],
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": step["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_WORLD_SIZE": str(tasks_of_nodes(step["SLURM_STEP_TASKS_PER_NODE"])[node]),
+    }
+    step.setdefault("MASTER_ADDR", first)
+    step.setdefault("MASTER_PORT", str(_FIRST_PORT + int(step["SLURM_JOB_ID"][-4:])))
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Tasks on each node, from SLURM_STEP_TASKS_PER_NODE: "8(x2),4" is 8, 8, 4."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in runs for _ in range(int(nodes or 1))]
+
+
+def rank_device() -> torch.device:
+    """The device of this rank under torchrun, srun or in one process: GPU LOCAL_RANK of the node, or the CPU without CUDA.
+
+    Under Slurm, a task that sees a single GPU (`--gpus-per-task=1`) takes that.
+
+    Raises:
+        StageError: If the node has fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1 and "SLURM_LOCALID" in os.environ:
+        index = 0
+    if index >= count:
+        raise StageError(
+            f"promote: a rank needs a GPU of its own: local rank {index} sees {count} on this node; start as many ranks as GPUs"
+        )
+    return torch.device("cuda", index)
 
 
 def side_group() -> dist.ProcessGroup | None:
@@ -48,15 +105,26 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
     return cast(T, made[0])
 
 
+def of_all_ranks(value: T) -> list[T]:
+    """The value of each rank, by rank; all ranks call it."""
+    group = side_group()
+    if group is None:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join the process group of the launcher's ranks, unless there is only one or the group exists."""
+    """Take the device, and join the process group of the launcher's ranks, unless there is only one or the group exists."""
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.set_device(device)  # first: NCCL and the mesh take the current one
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if alone or dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
     yield
     dist.destroy_process_group()  # not after an error: it would wait for a lost peer

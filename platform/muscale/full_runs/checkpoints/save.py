@@ -11,7 +11,7 @@ import json
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,7 +30,7 @@ from muscale.full_runs.checkpoints.folder import (
     write_manifest,
 )
 from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, describe
-from muscale.full_runs.distributed import barrier, broadcast_from_rank0, rank, side_group
+from muscale.full_runs.distributed import barrier, broadcast_from_rank0, of_all_ranks, rank, side_group
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.hashing import file_sha256
 from proxy_models.training.metrics import passes
@@ -39,7 +39,6 @@ from proxy_models.training.step import GOOD, Stepper
 
 _MEMORY = "memory"  # of the stepper, in a checkpoint
 _UNFINISHED = ".unfinished"
-T = TypeVar("T")
 
 
 class Checkpoints(CheckpointFolder):
@@ -105,7 +104,7 @@ class Checkpoints(CheckpointFolder):
     def _complete(self, shards: Future[Any], unfinished: Path, tokens: int, table: Parametrization) -> None:
         """After the shards are written: each rank hashes its own; rank 0 writes the manifest, renames the folder, deletes old ones."""
         shards.result()
-        of_ranks = _of_all_ranks({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
+        of_ranks = of_all_ranks({file.name: file_sha256(file) for file in unfinished.glob(f"__{rank()}_*")})
         if rank() != 0:
             return
         hashes = {name: digest for hashes in of_ranks for name, digest in hashes.items()}
@@ -179,15 +178,5 @@ def manifest_hash_by_ranks(checkpoint: Path) -> str | None:
 
 def _damage_found_by_ranks(checkpoint: Path) -> list[str]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    found = _of_all_ranks(find_damage(checkpoint, rank=rank(), ranks=ranks))
+    found = of_all_ranks(find_damage(checkpoint, rank=rank(), ranks=ranks))
     return sorted({name for names in found for name in names})
-
-
-def _of_all_ranks(value: T) -> list[T]:
-    """The values of all ranks, on each of them."""
-    group = side_group()
-    if group is None:
-        return [value]
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return cast(list[T], values)

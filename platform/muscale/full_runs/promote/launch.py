@@ -142,24 +142,17 @@ def train_worker(config: dict[str, Any]) -> None:
     An error that is not retryable, such as a divergence, is written to a file; a worker for which all others would wait raises
     it too.
     """
-    from muscale.full_runs.lightning_import import import_lightning
-
-    import_lightning()
     import ray.train
     import torch
-    from ray.train.lightning import RayLightningEnvironment
     from ray.train.torch import get_device
 
     from muscale.full_runs.train.module import train
-    from muscale.full_runs.train.sharding import ShardedStrategy
 
     torch.set_num_threads(config["threads"])
     run: FullRun = config["run"]
-    context = ray.train.get_context()
-    strategy = ShardedStrategy(world_size=context.get_world_size(), root_device=get_device())
     try:
-        train(run, strategy=strategy, plugins=[RayLightningEnvironment()])  # type: ignore[no-untyped-call]
+        train(run, device=get_device())
     except StageError as error:  # equal on all workers
-        if context.get_world_rank() == 0:
+        if ray.train.get_context().get_world_rank() == 0:
             with atomic_write(run.directory / FAILURE) as unfinished:
                 unfinished.write_text(str(error))

@@ -1,6 +1,7 @@
-"""A full run without Ray: `muscale promote --prepare` writes it to a file, torchrun's ranks or one process train it.
+"""A full run without Ray: `muscale promote --prepare` writes it to a file; ranks of torchrun or srun, or one process, train it.
 
     torchrun --nproc-per-node 8 -m muscale train full_runs/KEY/prepared.json
+    srun --ntasks-per-node 8 muscale train full_runs/KEY/prepared.json
 
 Once it has ended, `muscale promote` compares its result with the forecast. Until then the same command resumes it.
 """
@@ -8,7 +9,6 @@ Once it has ended, `muscale promote` compares its result with the forecast. Unti
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Prepared(Recorded):
         return (
             f"wrote {self.path}\n"
             f"train it:  torchrun --nproc-per-node {self.workers} -m muscale train {self.path}\n"
+            f"in Slurm:  srun --ntasks {self.workers} muscale train {self.path}\n"
             f"alone:     muscale train {self.path}\n"
             "then run `muscale promote` again, which records how it ended"
         )
@@ -108,7 +109,7 @@ def _run_of(plan: Plan, config: StudyConfig, numerics: Numerics) -> str:
 
 
 def train_here(path: Path) -> dict[str, Any]:
-    """Train a prepared run in this process, as one of torchrun's ranks if there are several.
+    """Train a prepared run in this process, as one of torchrun's or srun's ranks if there are several.
 
     Returns:
         As `muscale.full_runs.train.module.train`.
@@ -118,12 +119,8 @@ def train_here(path: Path) -> dict[str, Any]:
         PreemptedError: If it was preempted; its state is saved.
     """
     run = read(path)  # before slow imports
+    from muscale.full_runs.distributed import adopt_slurm
     from muscale.full_runs.train.module import train
-    from muscale.full_runs.train.sharding import ShardedStrategy
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        return train(run)
-    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-
-    return train(run, strategy=ShardedStrategy(world_size=world_size), plugins=[TorchElasticEnvironment()])
+    adopt_slurm()
+    return train(run)

@@ -1,6 +1,6 @@
 """The full-size run: plain Lightning with FSDP2, with the loss, step and schedule of the proxies.
 
-It is independent of Ray: the same function runs in a Ray Train worker, under torchrun, or in one process. Batches are
+It is independent of Ray: the same function runs in a Ray Train worker, under torchrun or srun, or in one process. Batches are
 addressed by position, so a run resumed at another world size sees the same tokens.
 """
 
@@ -27,7 +27,7 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
-from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank
+from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank, rank_device
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
@@ -49,6 +49,9 @@ from proxy_models.training.precision import unsupported
 from proxy_models.training.step import Stepper
 
 L = import_lightning()
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment  # noqa: E402
+
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 _FLUSH_EVERY = 20  # steps between writes of the metrics
@@ -173,7 +176,6 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
                 run.numerics,
                 run.segments[0].recipe,
                 run.parallelism,
-                world_size=self.trainer.world_size,
                 device=self.device,
             ),
             rank=self.data_rank,
@@ -351,26 +353,22 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._rows.clear()
 
 
-def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = None) -> dict[str, Any]:
+def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]:
     """Train the run to its end, from its last intact checkpoint if there is one; a finished run returns its result.
 
     Args:
         run: What to train.
-        strategy: `ShardedStrategy` for several ranks; Lightning's default in one process.
-        plugins: Lightning's, such as the launcher's environment.
+        device: Of this rank, by its launcher; None: `rank_device`.
 
     Returns:
         `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
         `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
 
     Raises:
-        StageError: If the run diverges.
+        StageError: If the run diverges, or its ranks can't be laid over the devices.
         PreemptedError: If it was preempted; its state is saved.
     """
-    if isinstance(strategy, ShardedStrategy):
-        strategy.parallelism = run.parallelism
-    own_choice = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = strategy.root_device if isinstance(strategy, ShardedStrategy) else own_choice
+    device = device or rank_device()
     with process_group(device):
         if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
             return finished
@@ -392,10 +390,10 @@ def train(run: FullRun, *, strategy: Any = "auto", plugins: list[Any] | None = N
             interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
         )
         trainer = L.Trainer(
-            strategy=strategy,
-            plugins=plugins,
+            strategy=ShardedStrategy(run.parallelism, device) if dist.is_initialized() else "auto",
+            plugins=[TorchElasticEnvironment() if dist.is_initialized() else LightningEnvironment()],
             accelerator="cpu" if device.type == "cpu" else "gpu",
-            devices="auto" if plugins else 1,
+            devices=1 if device.type == "cpu" else [device.index],
             max_epochs=1,
             use_distributed_sampler=False,  # every rank counts every step
             logger=False,

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from muscale.errors import StageError
+from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import Block, Decoder
@@ -45,50 +46,48 @@ _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's model-parallel strategy on our own mesh and a device chosen by the launcher."""
+    """Lightning's model-parallel strategy on our own mesh and the rank's own device."""
 
-    def __init__(
-        self,
-        *,
-        world_size: int,
-        root_device: torch.device | None = None,
-        parallelism: Parallelism | None = None,
-    ) -> None:
-        super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=True)
-        self._chosen_device = root_device
-        self.parallelism = parallelism or Parallelism()
+    def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
+        super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=True)
+        self._parallelism, self._device = parallelism, device
 
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        if self._chosen_device is not None:
-            return self._chosen_device
-        return super().root_device if torch.cuda.is_available() else torch.device("cpu")
-
-    @root_device.setter
-    def root_device(self, device: torch.device) -> None:
-        self._chosen_device = device
+        return self._device
 
     def setup_environment(self) -> None:
-        """Join the process group and create the mesh, for which Lightning supports two dimensions only.
+        """Create the mesh, for which Lightning supports two dimensions only.
 
         Raises:
             StageError: If the number of ranks does not fit the layout.
         """
         self._setup_distributed()
         try:
-            grid = self.parallelism.grid(self.world_size, node_ranks=node_ranks())
+            self._device_mesh = mesh_of(rank_grid(self._parallelism), self._device.type)
         except ValueError as error:
             raise StageError(f"promote: {error}") from error
-        self._device_mesh = mesh_of(grid, self.root_device.type)
         module: Any = self.lightning_module
         module._device_mesh = self._device_mesh
 
 
-def node_ranks() -> int | None:
-    """Ranks on this node, from LOCAL_WORLD_SIZE, which torchrun and Ray Train set."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(ranks) if ranks else None
+def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:
+    """The grid of a layout over the ranks; all ranks call it.
+
+    Raises:
+        ValueError: If their number does not fit the layout, or "hybrid" goes by nodes and they differ.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")  # on this node
+    by_rank = of_all_ranks(int(ranks) if ranks else None)
+    if parallelism.sharding == "hybrid" and parallelism.shard_ranks is None and len(set(by_rank)) > 1:
+        first = {n: by_rank.index(n) for n in dict.fromkeys(by_rank)}
+        raise ValueError(
+            'sharding = "hybrid" needs as many ranks on each node, got '
+            + " and ".join(f"{n} on that of rank {rank}" for n, rank in first.items())
+            + "; start as many on each, or set promote.shard_ranks"
+        )
+    return parallelism.grid(len(by_rank), node_ranks=by_rank[0])
 
 
 def mesh_of(grid: tuple[int, int, int], device_type: str) -> DeviceMesh:
@@ -153,13 +152,16 @@ def build_decoder(
 
 
 def fitting_micro_batch(
-    numerics: Numerics, recipe: Recipe, parallelism: Parallelism, *, world_size: int, device: torch.device
+    numerics: Numerics, recipe: Recipe, parallelism: Parallelism, *, device: torch.device
 ) -> int | None:
-    """Sequences per pass on a rank: on a GPU the largest divisor of its share that fits by the estimate; else None, the share."""
+    """Sequences per pass: on GPUs the largest divisor of a share that fits on each by the estimate; else None, the share.
+
+    All ranks call it and get the same number, even on unequal GPUs: each pass has collectives, so all take as many passes.
+    """
     if device.type != "cuda":
         return None
-    replicas, shards, _ = parallelism.grid(world_size, node_ranks=node_ranks())
-    return largest_micro_batch(
+    replicas, shards, _ = rank_grid(parallelism)
+    fitting = largest_micro_batch(
         numerics.model,
         -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
         limit=int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
@@ -170,6 +172,7 @@ def fitting_micro_batch(
         tensor_parallel=parallelism.tensor_parallel,
         checkpointing=parallelism.checkpointing,
     )
+    return min(of_all_ranks(fitting))
 
 
 def between_parts(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
