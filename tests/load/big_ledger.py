@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from muscale.layout import STATES
-from muscale.search.config_history import path_of
+from muscale.search.config_history import history_of
 from muscale.search.sweep import Sweep
 from muscale.store.ledger import Ledger
 from muscale.store.tables import metadata
@@ -87,7 +87,7 @@ def _trials(sweep: Sweep, number: int, n_trials: int) -> Iterator[dict[str, list
         given = plan.hyperparameters(config)
         loss = 2.0 + (math.log(given.learning_rate / 0.01)) ** 2 / 20 + math.sin(trial) / 100
         if number == 0 or trial == 0:  # the keys of earlier sweeps are nobody's
-            chain = plan.branch(path_of(config), plan.top)
+            chain = plan.branch(history_of(config), plan.top)
             segment = chain.row()["segment"]
         stem = content_key([name, trial])
         ends = [f"{stem}-{rung}" for rung in range(N_RUNGS)]

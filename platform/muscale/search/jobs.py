@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from muscale.search.config_history import Path, path_from_json, path_to_json
+from muscale.search.config_history import ConfigHistory, history_from_json, history_to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class TrialSegment:
     """A trial of the sweep, from the rung where it is to another."""
 
     trial: int
-    path: Path
+    path: ConfigHistory
     first: int
     until: int
 
@@ -23,18 +23,18 @@ class AnnealJob:
     """An annealed run that ends from a rung, under the sweep's seed or another."""
 
     trial: int
-    path: Path = field(compare=False)
+    path: ConfigHistory = field(compare=False)
     rung: int
     seed: int | None
 
 
 def job_to_json(job: TrialSegment | AnnealJob) -> str:
     """As text, which a Tune trial's config carries."""
-    return json.dumps({**vars(job), "path": path_to_json(job.path)})
+    return json.dumps({**vars(job), "path": history_to_json(job.path)})
 
 
 def job_from_json(text: str) -> TrialSegment | AnnealJob:
     """The inverse of `job_to_json`."""
     values = json.loads(text)
-    values["path"] = path_from_json(values["path"])
+    values["path"] = history_from_json(values["path"])
     return TrialSegment(**values) if "until" in values else AnnealJob(**values)

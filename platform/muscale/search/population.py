@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from muscale.search.config_history import Path
+from muscale.search.config_history import ConfigHistory
 from muscale.search.record import Record
 from muscale.search.schedulers import GoOn, Start
 from muscale.settings.sweep import changeable
@@ -105,7 +105,7 @@ class Perturb:
         return config
 
 
-def _grafted(path: Path, rung: int, config: Config) -> Path:
+def _grafted(path: ConfigHistory, rung: int, config: Config) -> ConfigHistory:
     """The donor's path up to a rung, then another configuration."""
     return (*(entry for entry in path if entry[0] <= rung), (rung + 1, config))
 

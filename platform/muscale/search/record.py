@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
-from muscale.search.config_history import Path, path_from_json, path_of, path_to_json
+from muscale.search.config_history import ConfigHistory, history_from_json, history_of, history_to_json
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger import Ledger
 from search_spaces import Config, Space
@@ -53,7 +53,7 @@ class Record:
         self._ledger, self.sweep = ledger, sweep
         self.rounds = [self._round(row) for row in ledger.rounds(sweep)]
         self.configs: dict[int, Config] = {}
-        self.paths: dict[int, Path] = {}
+        self.paths: dict[int, ConfigHistory] = {}
         self.donors: dict[tuple[int, int], int] = {}
         self.arrivals: dict[tuple[int, int], RungResult] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
@@ -65,7 +65,7 @@ class Record:
             set()
         )  # first trials of brackets that a scheduler found to be over; a cancelled trial may change that
         self._last: dict[int, int] = {}
-        self._turns: dict[int, list[tuple[int, Path]]] = {}
+        self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._ranking: dict[int, list[tuple[float, int]]] = {}
         self._waiting: dict[int, list[tuple[float, int]]] = {}  # those of a ranking that may go on
         self._means: dict[int, list[float]] = {}  # of the rungs of which they were asked
@@ -78,7 +78,7 @@ class Record:
         events += [(row["sequence"], row) for row in ledger.decisions(sweep)]
         for _, row in sorted(events, key=lambda event: event[0]):
             if "until" in row:
-                self._gone_on(row["trial"], row["rung"], row["until"], path_from_json(row["path"]), row["donor"])
+                self._gone_on(row["trial"], row["rung"], row["until"], history_from_json(row["path"]), row["donor"])
             else:
                 self._arrived(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
         for rung, ranking in self._ranking.items():
@@ -121,11 +121,11 @@ class Record:
         )
         self._arrived(arrival)
 
-    def go_on(self, trial: int, until: int, path: Path | None = None, donor: int | None = None) -> None:
+    def go_on(self, trial: int, until: int, path: ConfigHistory | None = None, donor: int | None = None) -> None:
         """Note the decision that a trial goes on from where it is, in a population on another path."""
         rung, path = self.last_rung(trial), path or self.paths[trial]
         self._ledger.add_decision(
-            sweep=self.sweep, trial=trial, rung=rung, until=until, path=path_to_json(path), donor=donor
+            sweep=self.sweep, trial=trial, rung=rung, until=until, path=history_to_json(path), donor=donor
         )
         self._gone_on(trial, rung, until, path, donor)
 
@@ -133,7 +133,7 @@ class Record:
         """The rung at which a trial arrived last, −1 before the first."""
         return self._last.get(trial, -1)
 
-    def path_towards(self, trial: int, rung: int) -> Path:
+    def path_towards(self, trial: int, rung: int) -> ConfigHistory:
         """The path on which a trial trained towards a rung."""
         return next(path for first, path in reversed(self._turns[trial]) if first <= rung)
 
@@ -213,8 +213,8 @@ class Record:
 
     def _started(self, number: int, config: dict[str, Any], until: int) -> None:
         self.configs[number] = config
-        self.paths[number] = path_of(config)
-        self._turns[number] = [(0, path_of(config))]
+        self.paths[number] = history_of(config)
+        self._turns[number] = [(0, history_of(config))]
         self.open[number] = until
 
     def _arrived(self, arrival: RungResult) -> None:
@@ -241,7 +241,7 @@ class Record:
         else:
             self._passed(trial, rung)
 
-    def _gone_on(self, trial: int, rung: int, until: int, path: Path, donor: int | None) -> None:
+    def _gone_on(self, trial: int, rung: int, until: int, path: ConfigHistory, donor: int | None) -> None:
         self._passed(trial, rung)
         self.paths[trial] = path
         self._turns[trial].append((rung + 1, path))

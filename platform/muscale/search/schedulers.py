@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
-from muscale.search.config_history import Path
+from muscale.search.config_history import ConfigHistory
 from muscale.search.record import Record
 
 MIN_PEERS = 3
@@ -32,7 +32,7 @@ class GoOn:
 
     trial: int
     until: int
-    path: Path | None = None
+    path: ConfigHistory | None = None
     donor: int | None = None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from muscale.search.config_history import Path
+from muscale.search.config_history import ConfigHistory
 from muscale.store.lineage import Chain
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING
@@ -57,19 +57,19 @@ class TrialPlan:
         """Whether an annealed run ends from this rung: from any with a cooldown, else from the last."""
         return self.cools_down or rung == self.top
 
-    def rung(self, path: Path, rung: int) -> Chain:
+    def rung(self, path: ConfigHistory, rung: int) -> Chain:
         """The training up to a rung; warmup and decay are those of the whole trial."""
         if self.cools_down:
             return self._chain(self._run(path, rung)[:-1])
         (segment,) = chain(self.hyperparameters(path[0][1]), self.n_tokens)
         return self._chain((replace(segment, end=self.rung_tokens[rung]),))
 
-    def branch(self, path: Path, rung: int, *, seed: int | None = None) -> Chain:
+    def branch(self, path: ConfigHistory, rung: int, *, seed: int | None = None) -> Chain:
         """The run that ends from a rung, annealed; with another seed, of its own initial values and data order."""
         segments = self._run(path, rung) if self.cools_down else self.rung(path, rung).segments
         return self._chain(segments, seed)
 
-    def followed(self, path: Path, rung: int) -> Hyperparameters:
+    def followed(self, path: ConfigHistory, rung: int) -> Hyperparameters:
         """What the run that ends from a rung was given: the path up to there as stages of that run.
 
         Stages that were given to all trials lie at shares of the longest run, and so at others of a shorter one.
@@ -90,11 +90,11 @@ class TrialPlan:
                 before = after
         return replace(start, stages=tuple(stages))
 
-    def given(self, path: Path, rung: int) -> Hyperparameters:
+    def given(self, path: ConfigHistory, rung: int) -> Hyperparameters:
         """What a run of any length is to be given to do as this one did: what was given to all trials as it was given."""
         return self.hyperparameters(path[0][1]) if len(path) == 1 else self.followed(path, rung)
 
-    def _run(self, path: Path, rung: int) -> tuple[Segment, ...]:
+    def _run(self, path: ConfigHistory, rung: int) -> tuple[Segment, ...]:
         """The run that ends from a rung: a segment for each stage, then the cooldown."""
         tokens = self.rung_tokens[rung]
         return staged_branch(self.followed(path, rung), tokens, self.run_tokens(rung), tuned_at=self.n_tokens)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from muscale.actors.worker import Worker
-from muscale.search.config_history import Path as TrialPath
-from muscale.search.config_history import path_of
+from muscale.search.config_history import ConfigHistory, history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import Chain
 from proxy_models.architecture.config import ModelConfig
@@ -25,7 +24,7 @@ from search_spaces import Config
 BATCH = 128
 DONOR: Config = {"learning_rate": 0.011, "beta1": 0.9}
 CHANGED: Config = {"learning_rate": 0.011 * 0.8, "beta1": 0.8}
-COPY: TrialPath = ((0, DONOR), (1, CHANGED))
+COPY: ConfigHistory = ((0, DONOR), (1, CHANGED))
 
 
 @pytest.fixture
@@ -49,11 +48,11 @@ def assert_same(one: TrainState, other: TrainState) -> None:
 
 
 def test_a_copy_is_the_donor_s_training_gone_on_with_bit_for_bit(worker: Worker, plan: TrialPlan) -> None:
-    donor, copy = plan.rung(path_of(DONOR), 0), plan.rung(COPY, 1)
+    donor, copy = plan.rung(history_of(DONOR), 0), plan.rung(COPY, 1)
     worker.reach(donor)
     assert copy.parent is not None
     assert copy.parent.key == donor.key
-    worker.reach(plan.rung(path_of(DONOR), 1))  # that the donor has gone on meanwhile takes nothing away
+    worker.reach(plan.rung(history_of(DONOR), 1))  # that the donor has gone on meanwhile takes nothing away
     worker.reach(copy)
     row = worker.ledger.segment(copy.key)
     assert row is not None
@@ -66,11 +65,11 @@ def test_a_copy_is_the_donor_s_training_gone_on_with_bit_for_bit(worker: Worker,
     assert_same(state(worker, copy), second.state)
     assert (row["loss"], row["averaged_loss"]) == (second.loss, second.averaged_loss)
     assert copy.last.recipe == plan.hyperparameters(CHANGED).resolve(plan.n_tokens)
-    assert row["loss"] != worker.reach(plan.rung(path_of(DONOR), 1)).loss
+    assert row["loss"] != worker.reach(plan.rung(history_of(DONOR), 1)).loss
 
 
 def test_a_donor_s_pruned_state_is_trained_again_and_counted(worker: Worker, plan: TrialPlan) -> None:
-    donor, copy = plan.rung(path_of(DONOR), 0), plan.rung(COPY, 1)
+    donor, copy = plan.rung(history_of(DONOR), 0), plan.rung(COPY, 1)
     worker.reach(donor)
     kept = state(worker, donor)
     row = worker.ledger.segment(donor.key)
@@ -85,8 +84,8 @@ def test_a_donor_s_pruned_state_is_trained_again_and_counted(worker: Worker, pla
 
 
 def test_every_member_is_ranked_by_averaged_weights_whether_it_copied_or_not(worker: Worker, plan: TrialPlan) -> None:
-    again: TrialPath = (*COPY, (2, {**CHANGED, "beta1": 0.7}))
-    for path in (path_of(DONOR), COPY, again):
+    again: ConfigHistory = (*COPY, (2, {**CHANGED, "beta1": 0.7}))
+    for path in (history_of(DONOR), COPY, again):
         for rung in range(3):
             outcome = worker.reach(plan.rung(path, rung))
             assert outcome.averaged_loss is not None
@@ -96,7 +95,7 @@ def test_every_member_is_ranked_by_averaged_weights_whether_it_copied_or_not(wor
 def test_the_run_of_a_member_is_the_planned_run_of_the_schedule_that_it_followed(
     worker: Worker, plan: TrialPlan
 ) -> None:
-    again: TrialPath = (*COPY, (2, {**CHANGED, "beta1": 0.7}))
+    again: ConfigHistory = (*COPY, (2, {**CHANGED, "beta1": 0.7}))
     run = plan.branch(again, 2)
     best = plan.given(again, 2)
     assert [str(stage) for stage in best.stages] == [
@@ -109,7 +108,7 @@ def test_the_run_of_a_member_is_the_planned_run_of_the_schedule_that_it_followed
     assert planned.key == run.key
     assert run.parent is not None
     assert run.parent.key == plan.rung(again, 2).key
-    assert run.stem == plan.rung(path_of(DONOR), 0).stem
+    assert run.stem == plan.rung(history_of(DONOR), 0).stem
     outcome = worker.reach(run)
     assert worker.reach(planned) == outcome
     # A wider model and a longer run follow the same course.

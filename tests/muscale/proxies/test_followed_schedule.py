@@ -17,8 +17,7 @@ from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
 from muscale.plans.planning import Plan, make_plan
 from muscale.proxies import ladder, transfer
-from muscale.search.config_history import Path as TrialPath
-from muscale.search.config_history import path_of
+from muscale.search.config_history import ConfigHistory, history_of
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_conclusion import make_result
@@ -33,7 +32,7 @@ from scaling import HorizonLaw, fit
 from search_spaces import Config
 from tests.muscale.planted import planted_horizon
 
-PATH: TrialPath = ((0, {"learning_rate": 0.01}), (1, {"learning_rate": 0.012, "weight_decay_tau": 0.3}))
+PATH: ConfigHistory = ((0, {"learning_rate": 0.01}), (1, {"learning_rate": 0.012, "weight_decay_tau": 0.3}))
 MakeStudy = Callable[..., Path]
 
 
@@ -129,7 +128,7 @@ def test_every_run_of_the_ladder_follows_it_at_its_own_length(
 def test_only_runs_of_the_same_schedule_enter_the_law(
     config: StudyConfig, plan: TrialPlan, best: Hyperparameters, horizon: HorizonLaw
 ) -> None:
-    members = {"winner": PATH, "another": path_of({"learning_rate": 0.02})}
+    members = {"winner": PATH, "another": history_of({"learning_rate": 0.02})}
     jobs = [
         Job(purpose="sweep", label=label, hyperparameters=plan.followed(path, rung), chain=plan.branch(path, rung))
         for label, path in members.items()

@@ -14,7 +14,7 @@ from muscale.actors.jobs import Job
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
-from muscale.search.config_history import path_of
+from muscale.search.config_history import history_of
 from muscale.search.trial import TrialPlan
 from muscale.store.lineage import stems
 from proxy_models.training.numerics import Numerics
@@ -124,7 +124,7 @@ def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(
         rung_tokens=config.rung_tokens(),
     )
     jobs = [
-        Job(purpose="transfer", label="", hyperparameters=h, chain=plan.branch(path_of({}), rung))
+        Job(purpose="transfer", label="", hyperparameters=h, chain=plan.branch(history_of({}), rung))
         for rung in range(config.sweep.rungs)
     ]
     runs = pd.DataFrame([as_run(job) for job in jobs])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from muscale.search.config_history import Path, path_of
+from muscale.search.config_history import ConfigHistory, history_of
 from muscale.search.trial import TrialPlan
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -23,7 +23,7 @@ NUMERICS = Numerics(model=MODEL, base=MODEL, corpus_key="none", seed=0, evaluati
 def test_the_last_branch_of_a_trial_is_its_whole_run_under_its_schedule(schedule: ScheduleName) -> None:
     defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, schedule=schedule)
     plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=(40 * BATCH, 85 * BATCH))
-    path = path_of({"learning_rate": 0.02})
+    path = history_of({"learning_rate": 0.02})
     whole = plan.branch(path, 1)
     assert whole.segments == chain(plan.hyperparameters(path[0][1]), 100 * BATCH)
     assert whole.parent is not None
@@ -37,7 +37,7 @@ def test_all_of_a_trial_sees_the_data_of_its_longest_run(last_rung: int) -> None
     numerics = replace(NUMERICS, stages_by_fraction=True)
     rungs = (40 * BATCH, last_rung * BATCH)
     plan = TrialPlan(numerics=numerics, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
-    path = path_of({})
+    path = history_of({})
     whole = plan.branch(path, 1)
     assert whole.numerics == numerics.for_run(whole.last.end)
     assert plan.branch(path, 0).stem == whole.stem == plan.rung(path, 0).stem
@@ -49,9 +49,9 @@ def test_a_step_that_changes_nothing_begins_no_stage() -> None:
     plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
     low: Config = {"learning_rate": 0.02}
     high: Config = {"learning_rate": 0.03}
-    path: Path = ((0, low), (1, low), (2, high), (3, low))
+    path: ConfigHistory = ((0, low), (1, low), (2, high), (3, low))
     assert plan.followed(path, 1) == plan.hyperparameters(low)
-    assert plan.rung(path, 1).key == plan.rung(path_of(low), 1).key
+    assert plan.rung(path, 1).key == plan.rung(history_of(low), 1).key
     assert [(stage.after, stage.learning_rate) for stage in plan.followed(path, 3).stages] == [
         (40 / 85, 0.03 / 0.02),
         (60 / 85, 1.0),
@@ -64,7 +64,7 @@ def test_stages_lie_at_shares_of_the_trials_and_a_shorter_branch_records_where()
     defaults = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, stages=stages)
     rungs = (40 * BATCH, 85 * BATCH)
     plan = TrialPlan(numerics=NUMERICS, defaults=defaults, n_tokens=100 * BATCH, rung_tokens=rungs)
-    path = path_of({"learning_rate": 0.02})
+    path = history_of({"learning_rate": 0.02})
     whole = plan.branch(path, 1)
     assert whole.segments == chain(plan.followed(path, 1), 100 * BATCH)
     assert plan.given(path, 0) == plan.given(path, 1) == plan.followed(path, 1)

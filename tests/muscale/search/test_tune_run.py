@@ -44,7 +44,7 @@ class PlantedPlan:
 
     rung_tokens = (1000, 2000, 4000, 8000)
 
-    def rung(self, path: config_history.Path, rung: int) -> Any:
+    def rung(self, path: config_history.ConfigHistory, rung: int) -> Any:
         return path[0][1]["seed"], rung
 
 
