@@ -37,29 +37,22 @@ def chunked_cross_entropy(
 
     Args:
         hidden: (…, width).
-        weight: (vocab_size, width), not sharded; its gradient is summed over the chunks in its own precision.
+        weight: (vocab_size, width), not sharded, of the same dtype; its gradient is summed over the chunks in fp32.
         targets: (…), token ids.
         label_smoothing, z_loss: Terms of the training loss.
-
-    Products are in autocast's precision, as a readout's are.
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     rows = hidden.flatten(0, -2)
-    loss = _Chunked.apply(rows, weight, targets.flatten(), dtype, label_smoothing, z_loss)  # type: ignore[no-untyped-call]
+    loss = _Chunked.apply(rows, weight, targets.flatten(), label_smoothing, z_loss)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, smoothing: float, z_loss: float
-    ) -> Tensor:
-        table = weight.to(dtype)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         normalisers = torch.empty(len(hidden), device=hidden.device)
         for part in _chunks(len(hidden), len(weight)):
-            logits = multiply(hidden[part].to(dtype), table.t()).float()
+            logits = multiply(hidden[part], weight.t()).float()
             normaliser = torch.logsumexp(logits, dim=-1)
             normalisers[part] = normaliser
             loss = normaliser - (1 - smoothing) * logits.gather(1, targets[part, None]).squeeze(1)
@@ -69,29 +62,29 @@ class _Chunked(torch.autograd.Function):
                 loss = loss + z_loss * normaliser.square()
             total += loss.sum()
         ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.dtype, ctx.smoothing, ctx.z_loss = dtype, smoothing, z_loss
+        ctx.smoothing, ctx.z_loss = smoothing, z_loss
         return total / len(hidden)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
-        table = weight.to(ctx.dtype)
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        summed = torch.promote_types(weight.dtype, torch.float32)
+        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=summed)
         scale = gradient / len(hidden)  # with fp16's loss scale, before anything is rounded to fp16
         for part in _chunks(len(hidden), len(weight)):
-            states, normaliser = hidden[part].to(ctx.dtype), normalisers[part, None]
-            slope = multiply(states, table.t()).float().sub_(normaliser).exp_()
+            states, normaliser = hidden[part], normalisers[part, None]
+            slope = multiply(states, weight.t()).float().sub_(normaliser).exp_()
             if ctx.z_loss:
                 slope *= 1 + 2 * ctx.z_loss * normaliser
             if ctx.smoothing:
                 slope -= ctx.smoothing / len(weight)
             at_target = torch.full((len(slope), 1), ctx.smoothing - 1, device=slope.device)
             slope.scatter_add_(1, targets[part, None], at_target).mul_(scale)
-            low = slope.to(ctx.dtype)
-            of_hidden[part] = multiply(low, table)
+            low = slope.to(hidden.dtype)
+            of_hidden[part] = multiply(low, weight)
             of_weight += multiply(low.t(), states)
-        return of_hidden, of_weight, None, None, None, None
+        return of_hidden, of_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(n_positions: int, vocab_size: int) -> list[slice]:

@@ -1,5 +1,8 @@
 """The decoder that is searched, top to bottom: positions, norm, attention, MLP, block, model, loss.
 
+It computes in `Decoder.compute_dtype`: the embedding is cast to it, and each layer casts its own weights to the dtype of its input.
+Weights stay fp32, and so do rotary angles and the loss.
+
 Forward multipliers (muP's and the tuned ones) are zero-dimensional buffers, so that one compiled graph serves every
 trial of a shape. They are set by `Decoder.set_multipliers` from the parametrization, never saved with the weights.
 """
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
+from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
 from proxy_models.architecture.memory import Checkpointing, is_chunked
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.architecture.products import Linear
@@ -33,11 +37,13 @@ def rotary_angles(context_length: int, rotary_dim: int) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + r/2}) of the first r coordinates of every head by their position's angle.
 
-    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2); coordinates beyond r stay as they are.
+    x is (batch, time, heads, head_dim), the angles' cosine and sine are (time, 1, r / 2), fp32; coordinates beyond r stay as they
+    are, and so does the dtype.
     """
     n_pairs = cos.shape[-1]
     first, second, rest = x[..., :n_pairs], x[..., n_pairs : 2 * n_pairs], x[..., 2 * n_pairs :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    rotated = (part.to(x.dtype) for part in (first * cos - second * sin, second * cos + first * sin))
+    return torch.cat((*rotated, rest), dim=-1)
 
 
 def alibi_bias(context_length: int, n_heads: int) -> Tensor:
@@ -73,8 +79,8 @@ class Positions(NamedTuple):
 def norm_of(config: ModelConfig) -> nn.Module:
     """A norm over the width."""
     if config.norm == "layernorm":
-        return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=config.biases)
-    return nn.RMSNorm(config.d_model, eps=NORM_EPS)
+        return LayerNorm(config.d_model, eps=NORM_EPS, bias=config.biases)
+    return RMSNorm(config.d_model, eps=NORM_EPS)
 
 
 class Attention(nn.Module):
@@ -88,8 +94,8 @@ class Attention(nn.Module):
         self.key = Linear(width, d_kv, bias=config.biases)
         self.value = Linear(width, d_kv, bias=config.biases)
         if config.qk_norm:
-            self.query_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
-            self.key_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+            self.query_norm = RMSNorm(config.head_dim, eps=NORM_EPS)
+            self.key_norm = RMSNorm(config.head_dim, eps=NORM_EPS)
         self.output = Linear(width, width, bias=config.biases)
 
     def forward(self, x: Tensor, positions: Positions, scale: Tensor) -> Tensor:
@@ -165,7 +171,7 @@ class Block(nn.Module):
     def _map(self, x: Tensor, positions: Positions, attention_scale: Tensor, branch: Tensor) -> Tensor:
         if self.training and self.drop:
             kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop
-            branch = branch * kept / (1 - self.drop)
+            branch = (branch * kept / (1 - self.drop)).to(x.dtype)
         normed = self.attention_norm(x)
         if self.config.parallel:
             return cast(Tensor, x + branch * (self.attention(normed, positions, attention_scale) + self.mlp(normed)))
@@ -178,6 +184,9 @@ class Decoder(nn.Module):
 
     `time` may be anything up to `config.context_length`. A fresh decoder holds torch's own initial values;
     `proxy_models.initialize` writes the parametrization's.
+
+    Attributes:
+        compute_dtype: Of the residual stream and all products.
     """
 
     cos: Tensor | None
@@ -191,7 +200,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.compute_dtype = torch.float32
+        self.embedding = Embedding(config.vocab_size, config.d_model)
         if config.positions == "learned":
             self.position = nn.Embedding(config.context_length, config.d_model)
         last = max(1, config.n_layers - 1)
@@ -229,9 +239,9 @@ class Decoder(nn.Module):
         gathered only within the forward pass.
         """
         time = tokens.shape[1]
-        x = self.embedding(tokens) * self.embedding_multiplier
+        x = self.embedding(tokens, dtype=self.compute_dtype) * self.embedding_multiplier
         if self.config.positions == "learned":
-            x = x + own(self.position.weight)[:time]
+            x = x + own(self.position.weight)[:time].to(x.dtype)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         positions = self.positions(time)
         for block in self.blocks:
@@ -240,14 +250,16 @@ class Decoder(nn.Module):
         if targets is None:
             return cast(Tensor, self.readout(x))
         smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
-        weight = own(self.readout.weight)
+        weight = own(self.readout.weight).to(x.dtype)
         return chunked_cross_entropy(x, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
 
     def positions(self, time: int) -> Positions:
         """Return the positions of `time` tokens as attention takes them."""
         if self.cos is not None and self.sin is not None:
             return Positions(cos=self.cos[:time, None], sin=self.sin[:time, None])
-        return Positions(bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time])
+        return Positions(
+            bias=None if self.logit_bias is None else self.logit_bias[:, :time, :time].to(self.compute_dtype)
+        )
 
 
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:

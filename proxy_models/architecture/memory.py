@@ -1,8 +1,8 @@
 """Memory that training a decoder takes on each device: parameters, gradients, optimizer state, activations.
 
-Weights, gradients and moments are fp32, whatever matrices are multiplied in. Activations are counted tensor by tensor, as
-autograd keeps them for the backward pass of `Decoder` (tests compare the count with what it keeps, in fp32 and bf16); attention
-is taken to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
+Weights, gradients and moments are fp32, whatever the model computes in; weights are gathered, or copied, in that precision.
+Activations are counted tensor by tensor, as autograd keeps them for the backward pass of `Decoder` (tests compare the count with
+what it keeps, in fp32 and bf16); attention is taken to be fused, so that its weights are never kept (Dao et al., arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from proxy_models.architecture.config import ModelConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]
-"""Precision of matrix products; weights and moments are always fp32, and fp16 scales the loss."""
+"""Precision of the residual stream and of all products; weights and moments are always fp32, and fp16 scales the loss."""
 Sharding = Literal["none", "zero2", "full", "hybrid"]
 """State sharded across devices: none; optimizer state and gradients (ZeRO-2), with the parameters, though these are gathered for the
 duration of a step; parameters too (ZeRO-3, FSDP); or the last inside a node only, and copied over nodes.
@@ -43,10 +43,11 @@ class MemoryEstimate:
     Attributes:
         parameters: Weights that the device keeps.
         gathered: Weights outside the blocks, gathered from the forward pass to the end of the backward pass, and those of the
-            block that is computed; all of them under "none" and "zero2", as FSDP2 computes with a copy; 0 on one device.
+            block that is computed; all of them under "none" and "zero2", as FSDP2 computes with a copy. On one device, the
+            copies in low precision that the backward pass needs.
         gradients: Gradients that it keeps.
         optimizer: Moments that it keeps.
-        activations: Kept between forward and backward of one micro-batch, with the matrices in low precision.
+        activations: Kept between forward and backward of one micro-batch.
     """
 
     parameters: int
@@ -82,7 +83,7 @@ def training_memory(
     Args:
         config: The model.
         micro_batch: Sequences that a device takes at once.
-        precision: Precision of matrix products.
+        precision: What the model computes in.
         optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
         sharding: State sharded across the devices.
         world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
@@ -102,13 +103,17 @@ def training_memory(
     share = 1 if sharding == "none" else world_size
     groups = config.n_params_by_group
     outside = groups["embedding"] + groups["positions"] + groups["readout"]
-    gathered = outside + (n - outside) // config.n_layers if sharding in ("full", "hybrid") else n
     in_blocks = config.n_matrix_entries // tensor_parallel
+    if world_size * tensor_parallel == 1:
+        copied = in_blocks if checkpointing == "none" else in_blocks // config.n_layers
+        gathered = 0 if precision == "fp32" else copied + groups["readout"]
+    else:
+        gathered = outside + (n - outside) // config.n_layers if sharding in ("full", "hybrid") else n
     moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
     moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
     return MemoryEstimate(
         parameters=_FP32 * (n // share),
-        gathered=_FP32 * gathered if world_size * tensor_parallel > 1 else 0,
+        gathered=_COMPUTE_BYTES[precision] * gathered,
         gradients=_FP32 * n // share,
         optimizer=_FP32 * moments // share,
         activations=activation_bytes(config, micro_batch, precision, checkpointing, tensor_parallel=tensor_parallel),
@@ -135,10 +140,8 @@ def activation_bytes(
     Devices that share products each keep their own heads and columns of the MLP, and all of the residual stream, the norms
     and the logits.
 
-    Chunked logits are not kept; those of one chunk and their exponentials are in memory while the loss is computed.
-
-    In low precision these are also a copy of every matrix that is not cast again, and one of a norm's output for each matrix
-    that reads it, as autocast makes them.
+    Chunked logits are not kept; those of one chunk and their exponentials are in memory while the loss is computed. The loss is
+    computed from logits in fp32.
     """
     compute = _COMPUTE_BYTES[precision]
     width = config.d_model
@@ -146,20 +149,17 @@ def activation_bytes(
         size // tensor_parallel
         for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
     )
-    is_low, n_up = compute < _FP32, 2 if config.activation == "swiglu" else 1
-    copies = (3, n_up) if is_low else (1, 0 if config.parallel else 1)  # for attention and MLP
-    block = _norm(config) + compute * width * sum(copies)
+    n_up, n_norms, norm = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2, _norm(config, compute)
+    block = n_norms * (norm + compute * width)
     block += compute * (mixed + 2 * d_kv)  # queries, keys, values
     block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
     if config.qk_norm:
-        block += _FP32 * (mixed + d_kv + n_heads + n_kv_heads)
-    if not config.parallel:
-        block += _norm(config)
+        block += compute * (mixed + d_kv) + _FP32 * (n_heads + n_kv_heads)
     kept_of_mlp = {"swiglu": 4, "gelu": 2, "relu": 1, "relu2": 2}[config.activation]
     block += compute * kept_of_mlp * d_ff
     if config.mlp_dropout:
         block += width  # a mask of bytes
-    again = _FP32 * width + (
+    again = compute * width + (
         compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
         if checkpointing == "selective"
         else 0
@@ -167,12 +167,10 @@ def activation_bytes(
     blocks = block * config.n_layers if checkpointing == "none" else again * config.n_layers + block
     n_positions, vocab_size = micro_batch * config.context_length, config.vocab_size
     if is_chunked(n_positions, vocab_size):
-        head, standing = _FP32 * (width + 1), 2 * _FP32 * CHUNK_ENTRIES
+        head, standing = compute * width + _FP32, 2 * _FP32 * CHUNK_ENTRIES
     else:
         head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
-    kept_layers = config.n_layers if checkpointing == "none" else 1
-    matrices = config.n_matrix_entries // tensor_parallel // config.n_layers * kept_layers + vocab_size * width
-    return n_positions * (blocks + _norm(config) + head) + standing + (compute * matrices if is_low else 0)
+    return n_positions * (blocks + norm + head) + standing
 
 
 def largest_micro_batch(
@@ -209,7 +207,7 @@ def largest_micro_batch(
     return 1
 
 
-def _norm(config: ModelConfig) -> int:
-    """Bytes a token of a norm: its fp32 input and its statistics."""
+def _norm(config: ModelConfig, compute: int) -> int:
+    """Bytes a token of a norm: its input and its statistics, which a GPU keeps in fp32."""
     statistics = 2 if config.norm == "layernorm" else 1
-    return _FP32 * (config.d_model + statistics)
+    return compute * config.d_model + _FP32 * statistics

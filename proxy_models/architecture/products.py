@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch import library as operators
 from torch.utils.flop_counter import register_flop_formula
 
+from proxy_models.architecture.layers import cast_like
+
 _MIN_FEATURES, _MIN_ROWS = 64, 256  # below, the overhead of a call exceeds its savings
 
 
@@ -35,14 +37,14 @@ MKL_IS_SLOW = _mkl_is_slow()  # here and not at the first call, which torch.comp
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, computed by the faster library."""
+    """torch's linear layer in the precision of its input, computed by the faster library."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in_features) to (…, out_features)."""
         if self.bias is None and _suits(input, self.weight):
             rows = cast(Tensor, _Product.apply(input.flatten(0, -2), self.weight))
             return rows.unflatten(0, input.shape[:-1])
-        return F.linear(input, self.weight, self.bias)
+        return F.linear(input, self.weight.to(input.dtype), cast_like(self.bias, input))
 
 
 def _suits(input: Tensor, weight: Tensor) -> bool:
@@ -52,7 +54,6 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
         and input.numel() >= _MIN_ROWS * input.shape[-1]
         and input.dtype == weight.dtype == torch.float32
         and input.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()  # which `_Product` does not follow
         and MKL_IS_SLOW
     )

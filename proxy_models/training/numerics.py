@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
+
+from cattrs.gen import make_dict_unstructure_fn
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
 from proxy_models.hashing import content_key
-from proxy_models.serialization import Serializable
+from proxy_models.serialization import Serializable, converter
 from proxy_models.training.guard import GuardSettings
 
 SEMANTICS = 1
 """Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of
 a sum): results of another number are not reused. tests/muscale/golden.json holds losses that are fixed by the number."""
+ROUNDING = 2
+"""As `SEMANTICS`, for bf16 and fp16 alone: raise it with a change of what is rounded to them; fp32 keys stay. 1 was autocast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +31,13 @@ class Numerics(Serializable):
         seed: Seeds the initial values, the data order and dropout.
         evaluation_tokens: Held-out tokens that are evaluated.
         scheme, depth_exponent, decay_scaling: Arguments of `parametrize`.
-        precision: Precision of matrix products.
+        precision: What the model computes in.
         guard: Settings of the stability guard; None: every step is taken.
         stages_by_fraction: True if stages of the corpus end at fractions of the run.
         run_tokens: Length of the run, set by `for_run`; None where no stage ends at a fraction of it, so that runs of several
             lengths may share their beginning.
         semantics: Version of the training semantics.
+        rounding: Version of what is rounded to bf16 or fp16; not written, nor in the key, in fp32.
     """
 
     model: ModelConfig
@@ -48,6 +53,7 @@ class Numerics(Serializable):
     stages_by_fraction: bool = False
     run_tokens: int | None = None
     semantics: int = SEMANTICS
+    rounding: int = ROUNDING
 
     def __post_init__(self) -> None:
         if self.run_tokens is not None and not self.stages_by_fraction:
@@ -89,3 +95,16 @@ class Numerics(Serializable):
     def key(self) -> str:
         """Hash of every field."""
         return content_key(self.to_dict())
+
+
+_every_field = make_dict_unstructure_fn(Numerics, converter)
+
+
+def _written(numerics: Numerics) -> dict[str, Any]:
+    fields = _every_field(numerics)
+    if numerics.precision == "fp32":
+        del fields["rounding"]
+    return fields
+
+
+converter.register_unstructure_hook(Numerics, _written)

@@ -1,11 +1,10 @@
-"""Precision of matrix products: fp32, or bf16 and fp16 by autocast; weights, moments and the loss are always fp32.
+"""Precision of a training: the dtype that a model computes in, and fp16's loss scale; weights, moments and the loss are always fp32.
 
 On a GPU fp32 is not TF32, unless the process allows it by `torch.set_float32_matmul_precision`.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -13,30 +12,21 @@ from torch import Tensor
 
 from proxy_models.architecture.memory import Precision
 
-_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""`Decoder.compute_dtype` of each precision."""
 LEAST_SCALE = 2.0**-14  # gradients that overflow at a loss scale below this overflow at any
 _FIRST_SCALE = 2.0**16  # torch's default; it halves with each overflow and doubles after 2000 steps without one
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of a forward pass."""
-    dtype = _DTYPES.get(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 
 
 @cache
 def unsupported(precision: Precision, device: torch.device) -> str | None:
     """Return the reason why this device cannot train in this precision, or None; it multiplies two small matrices."""
-    dtype = _DTYPES.get(precision)
-    if dtype is None:
-        return None
-    matrix = torch.ones(2, 2, device=device)
     try:
-        with torch.autocast(device.type, dtype=dtype):
-            product = matrix @ matrix
+        matrix = torch.ones(2, 2, device=device, dtype=DTYPES[precision])
+        _ = matrix @ matrix
     except RuntimeError as error:
         return str(error)
-    return None if product.dtype == dtype else f"autocast to {precision} leaves {product.dtype} on {device}"
+    return None
 
 
 class LossScaler:

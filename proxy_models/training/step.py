@@ -20,7 +20,7 @@ from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.guard import Divergence, Guard, Spike
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, set_rates
-from proxy_models.training.precision import LEAST_SCALE, LossScaler, autocast
+from proxy_models.training.precision import LEAST_SCALE, LossScaler
 from proxy_models.training.state import capture, restore, without_moments
 
 Loss = Callable[[Decoder, Tensor], Tensor]
@@ -60,7 +60,7 @@ class Stepper:
         Args:
             module: The model, on its device, sharded or not.
             optimizer: Its optimizer, with a peak rate in each group.
-            numerics: Gives seed, precision and guard.
+            numerics: Gives seed, guard and whether a loss scale is needed; the module has the precision already.
             recipe: Gives the norm to clip at.
             loss: `training_loss`, or the same compiled.
             micro_batch: Sequences of one forward and backward pass; None: all of the (local) batch.
@@ -76,7 +76,7 @@ class Stepper:
         self._loss, self._micro_batch, self._mean = loss, micro_batch, mean
         self._rank, self._ranks, self._before_part = rank, ranks, before_part
         self._device = self.parameters[0].device
-        self._numerics, self._precision, self._seed = numerics, numerics.precision, numerics.seed
+        self._numerics, self._seed = numerics, numerics.seed
         self._random = numerics.model.is_random
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
         self._guard = Guard(numerics.guard) if numerics.guard else None
@@ -133,8 +133,7 @@ class Stepper:
         return torch.stack(shares).sum()
 
     def _backward(self, sequences: Tensor, share: float) -> Tensor:
-        with autocast(self._precision, self._device):
-            loss = self._loss(self.module, sequences)
+        loss = self._loss(self.module, sequences)
         if share != 1:
             loss = loss * share
         (self._scaler.scaled(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]

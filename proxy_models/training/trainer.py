@@ -141,7 +141,7 @@ class Trainer:
         compiled = compilation.decide(self._compile, n_tokens, self.device.type)
         generators = () if self.device == CPU else (self.device,)
         with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
-            warm = self._warm.get(numerics.model, compiled=compiled)
+            warm = self._warm.get(numerics.model, compiled=compiled, precision=numerics.precision)
             stepper = self._prepare(warm, numerics, segment, state)
             sums = [
                 RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)

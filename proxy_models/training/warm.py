@@ -10,7 +10,9 @@ from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.architecture.memory import Precision
 from proxy_models.training.device import CPU
+from proxy_models.training.precision import DTYPES
 from proxy_models.training.step import Loss
 
 _WARM_MODELS = 4
@@ -18,15 +20,18 @@ _EVALUATION_BATCH = 64  # sequences
 
 
 class WarmModel:
-    """One decoder of one shape on one device, kept between trainings; compiled or eager."""
+    """One decoder of one shape and precision on one device, kept between trainings; compiled or eager."""
 
-    def __init__(self, config: ModelConfig, *, compiled: bool, device: torch.device = CPU) -> None:
+    def __init__(
+        self, config: ModelConfig, *, compiled: bool, precision: Precision = "fp32", device: torch.device = CPU
+    ) -> None:
         self.module = Decoder(config).to(device)  # built on the CPU, so that its constants are the same everywhere
+        self.module.compute_dtype = DTYPES[precision]
         self.loss: Loss = torch.compile(_own_code(training_loss), dynamic=False) if compiled else training_loss
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> float:
-        """Mean loss over the sequences, nats per token: in fp32 and eager, so that it depends on neither, without dropout."""
+        """Mean loss over the sequences, nats per token: in the training's precision, eager, without dropout."""
         module, was_training = self.module, self.module.training
         module.eval()
         try:
@@ -41,13 +46,13 @@ class WarmModels:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
-        self._models: OrderedDict[tuple[ModelConfig, bool], WarmModel] = OrderedDict()
+        self._models: OrderedDict[tuple[ModelConfig, bool, Precision], WarmModel] = OrderedDict()
 
-    def get(self, config: ModelConfig, *, compiled: bool) -> WarmModel:
-        """Return the model of this shape."""
-        key = (config, compiled)
+    def get(self, config: ModelConfig, *, compiled: bool, precision: Precision = "fp32") -> WarmModel:
+        """Return the model of this shape and precision."""
+        key = (config, compiled, precision)
         if key not in self._models:
-            self._models[key] = WarmModel(config, compiled=compiled, device=self._device)
+            self._models[key] = WarmModel(config, compiled=compiled, precision=precision, device=self._device)
             if len(self._models) > _WARM_MODELS:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)

@@ -39,7 +39,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
 from proxy_models.training.device import CPU, datasheet_flops, send, usable, wait
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.precision import autocast
+from proxy_models.training.precision import DTYPES
 from proxy_models.training.trainer import Trainer
 
 L = import_lightning()
@@ -126,10 +126,12 @@ def random_windows(tokens: Tokens, setting: Setting) -> Tensor:
     return torch.stack([torch.from_numpy(tokens[s : s + setting.context + 1].astype("int64")) for s in starts])
 
 
-def torchs_own(model: Decoder) -> Decoder:
-    """The same model with torch's `Linear` in place of ours."""
+def decoder(config: ModelConfig, setting: Setting) -> Decoder:
+    """A model in the setting's precision; in fp32 with torch's `Linear` in place of ours, whose products differ there."""
+    model = Decoder(config)
+    model.compute_dtype = DTYPES[setting.precision]
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and setting.precision == "fp32":
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
     return model
 
@@ -146,7 +148,7 @@ def plain(corpus: Corpus, setting: Setting, *, compiled: bool = False) -> Loop:
 
     @cache
     def warm(config: ModelConfig) -> tuple[Decoder, Callable[[Decoder, Tensor], Tensor]]:
-        return torchs_own(Decoder(config)).to(setting.device), torch.compile(
+        return decoder(config, setting).to(setting.device), torch.compile(
             next_token_loss, dynamic=False
         ) if compiled else next_token_loss
 
@@ -159,8 +161,7 @@ def plain(corpus: Corpus, setting: Setting, *, compiled: bool = False) -> Loop:
             for group in optimizer.param_groups:
                 group["lr"] = 0.004 * min(1.0, (step + 1) / 10)
             sequences = send(random_windows(corpus.train, setting), setting.device)
-            with autocast(setting.precision, setting.device):
-                loss = loss_of(model, sequences)
+            loss = loss_of(model, sequences)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -187,7 +188,7 @@ class Module(L.LightningModule):  # type: ignore[misc,name-defined]
 
     def __init__(self, config: ModelConfig, setting: Setting) -> None:
         super().__init__()
-        self.model, self.setting = torchs_own(Decoder(config)), setting
+        self.model, self.setting = decoder(config, setting), setting
         self.marks: list[float] = []
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -212,7 +213,6 @@ def lightning(corpus: Corpus, setting: Setting) -> Loop:
                 max_steps=n_steps,
                 accelerator="gpu" if setting.on_gpu else "cpu",
                 devices=1,
-                precision="32-true" if setting.precision == "fp32" else f"{setting.precision}-mixed",
                 gradient_clip_val=1.0,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -229,7 +229,7 @@ def lightning(corpus: Corpus, setting: Setting) -> Loop:
 
 def reached_flops(config: ModelConfig, setting: Setting) -> float:
     """FLOP/s of matrix products of the MLP's shape."""
-    dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
+    dtype = DTYPES[setting.precision]
     x = torch.randn(setting.batch_tokens, config.d_model, device=setting.device, dtype=dtype)
     w = torch.randn(config.d_model, config.d_ff, device=setting.device, dtype=dtype)
     multiply = product if setting.device == CPU and setting.precision == "fp32" and MKL_IS_SLOW else torch.mm

@@ -10,7 +10,8 @@ from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
-from proxy_models.training.precision import autocast
+from proxy_models.architecture.memory import Precision
+from proxy_models.training.precision import DTYPES
 from tests.proxy_models.peak_memory import peak_bytes
 
 
@@ -36,27 +37,27 @@ def test_loss_and_gradients_equal_the_unchunked_ones(
         torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
 
 
-def of_decoder(model: Decoder, precision: str, sequences: Tensor) -> tuple[float, list[Tensor]]:
-    with autocast(precision, torch.device("cpu")):  # type: ignore[arg-type]
-        loss = training_loss(model, sequences)
+def of_decoder(model: Decoder, sequences: Tensor) -> tuple[float, list[Tensor]]:
+    loss = training_loss(model, sequences)
     return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
 def test_a_decoder_s_loss_is_chunked_where_its_logits_are_too_many(
-    monkeypatch: pytest.MonkeyPatch, tied: bool, precision: str, tolerance: float
+    monkeypatch: pytest.MonkeyPatch, tied: bool, precision: Precision, tolerance: float
 ) -> None:
     model = Decoder(ModelConfig(d_model=32, n_layers=1, context_length=16, tied=tied, label_smoothing=0.1, z_loss=1e-3))
+    model.compute_dtype = DTYPES[precision]
     sequences = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(memory, "CHUNK_ENTRIES", 8 * 16 * 256)
     asked: list[int] = []
     model.readout.register_forward_hook(lambda *_: asked.append(1))
-    whole, gradients = of_decoder(model, precision, sequences)
+    whole, gradients = of_decoder(model, sequences)
     evaluated = next_token_loss(model, sequences).item()
     assert len(asked) == 2
     monkeypatch.setattr(memory, "CHUNK_ENTRIES", 8 * 16 * 256 - 1)
-    loss, chunked = of_decoder(model, precision, sequences)
+    loss, chunked = of_decoder(model, sequences)
     assert loss == pytest.approx(whole, rel=1e-6)
     for here, there in zip(chunked, gradients, strict=True):
         assert float(torch.dist(here, there)) <= tolerance * float(there.norm())

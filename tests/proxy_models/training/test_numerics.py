@@ -37,9 +37,18 @@ def test_every_field_is_in_the_key(change: dict[str, Any]) -> None:
     assert replace(NUMERICS, **change).key != NUMERICS.key
 
 
-@pytest.mark.parametrize("guard", [None, GuardSettings(action="rewind", window=9)])
-def test_numerics_and_their_key_survive_json(guard: GuardSettings | None) -> None:
-    numerics = replace(NUMERICS, guard=guard)
+def test_a_change_of_what_is_rounded_is_in_the_keys_of_low_precision_alone() -> None:
+    assert replace(NUMERICS, rounding=1).key == NUMERICS.key
+    assert "rounding" not in NUMERICS.to_dict()
+    low = replace(NUMERICS, precision="bf16")
+    assert replace(low, rounding=1).key != low.key
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"guard": GuardSettings(action="rewind", window=9)}, {"precision": "bf16", "rounding": 1}]
+)
+def test_numerics_and_their_key_survive_json(change: dict[str, Any]) -> None:
+    numerics = replace(NUMERICS, **change)
     again = Numerics.from_dict(json.loads(json.dumps(numerics.to_dict())))
     assert again == numerics
     assert again.key == numerics.key

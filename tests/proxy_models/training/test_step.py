@@ -14,6 +14,7 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.guard import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
+from proxy_models.training.precision import DTYPES
 from proxy_models.training.state import capture, restore
 from proxy_models.training.step import Stepper, step_seed
 
@@ -28,6 +29,7 @@ def batch(number: int = 0) -> Tensor:
 
 def stepper(numerics: Numerics = NUMERICS, **options: Any) -> Stepper:
     module = Decoder(numerics.model)
+    module.compute_dtype = DTYPES[numerics.precision]
     initialize(module, numerics.parametrization(RECIPE.optimizer), RECIPE, seed=numerics.seed)
     return Stepper(
         module, make_optimizer(module, numerics.parametrization(RECIPE.optimizer), RECIPE), numerics, RECIPE, **options

@@ -1,6 +1,7 @@
 """Sharding of a decoder: the device mesh, Lightning's strategy for it, and a build in which no device holds the full model.
 
-Data parallelism is FSDP2's, over one or two mesh dimensions; tensor parallelism is DTensor's, within it. On a mesh all parameters
+Data parallelism is FSDP2's, over one or two mesh dimensions: fp32 shards, gathered in the run's precision, gradients reduced in
+fp32. Tensor parallelism is DTensor's, within it. On a mesh all parameters
 are DTensors under their own names, which optimizer groups, clipping and checkpoints use.
 
 Tested on gloo with up to four ranks, compiled with up to two; not tested on several GPUs or nodes.
@@ -11,12 +12,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,6 +37,7 @@ from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of
+from proxy_models.training.precision import DTYPES
 
 import_lightning()
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
@@ -127,6 +130,7 @@ def build_decoder(
         raise ValueError(f"tensor_parallel = {parallelism.tensor_parallel} needs as many ranks, launched together")
     with torch.device("meta"):
         model = Decoder(numerics.model)
+    model.compute_dtype = DTYPES[numerics.precision]
     for block in _blocks(model):
         block.checkpointing = parallelism.checkpointing
     if tensor:
@@ -194,11 +198,17 @@ def settle(model: nn.Module) -> None:
 def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_params: int) -> None:
     """Shard each large block, and the rest as one unit."""
     replicated = parallelism.sharding in ("none", "hybrid")
-    dimensions = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
+    shard = partial(
+        fully_shard,
+        mesh=mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS],
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+    )
     for block in _blocks(model):
         if sum(parameter.numel() for parameter in block.parameters()) >= min_unit_params:
-            fully_shard(block, mesh=dimensions, reshard_after_forward=parallelism.sharding in ("full", "hybrid"))
-    fully_shard(model, mesh=dimensions, reshard_after_forward=False)  # needed again at once, as backward begins with it
+            shard(block, reshard_after_forward=parallelism.sharding in ("full", "hybrid"))
+    shard(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
 
 
 def _share_products(model: Decoder, mesh: DeviceMesh) -> None:

@@ -117,6 +117,18 @@ def test_one_process_equals_the_lean_loop_and_a_finished_run_is_not_trained_agai
     assert train(run) == first
 
 
+@pytest.mark.parametrize(("world_size", "tolerance"), [(1, 0.0), (2, 1e-3)])
+def test_sharded_ranks_round_to_bf16_where_the_lean_loop_does(
+    run: FullRun, corpus: Corpus, gloo_ranks: GlooRanks, world_size: int, tolerance: float
+) -> None:
+    # Measured on two ranks, whose halves of a batch are summed in another order: 1e-4.
+    run = replace(run, numerics=replace(run.numerics, precision="bf16"), min_unit_params=0)
+    curve, loss = lean(run, corpus)
+    gloo_ranks.train(run, world_size)
+    np.testing.assert_allclose(losses(run), curve, rtol=tolerance)
+    assert result(run) == pytest.approx(loss, rel=tolerance)
+
+
 def varied(run: FullRun, **numerics: Any) -> FullRun:
     """The run with dropout, a loss of its own for training, a batch ramp and cycles."""
     model, base = (

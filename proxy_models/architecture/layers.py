@@ -1,0 +1,63 @@
+"""Layers that compute in the precision of their input: each casts its own weights, which stay fp32.
+
+Under FSDP2 the weights are gathered in that precision, and the cast is none. So one process and many round at the same places.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class Embedding(nn.Embedding):
+    """torch's look-up table, in a given precision."""
+
+    def forward(self, input: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Map ids (…) to rows (…, embedding_dim) of that dtype."""
+        table = self.weight.to(dtype)
+        if dtype == torch.float32 or table.device.type != "cpu":
+            return F.embedding(input, table)
+        return cast(Tensor, _LookUp.apply(input, table))  # type: ignore[no-untyped-call]
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, width) to the same shape."""
+        return F.rms_norm(x, self.normalized_shape, cast_like(self.weight, x), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (…, width) to the same shape."""
+        weight, bias = cast_like(self.weight, input), cast_like(self.bias, input)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def cast_like(weight: Tensor | None, input: Tensor) -> Tensor | None:
+    """Return the weight in the precision of an input."""
+    return None if weight is None else weight.to(input.dtype)
+
+
+class _LookUp(torch.autograd.Function):
+    """A look-up whose gradient is summed in fp32, as a GPU does; on the CPU torch's sum of ones in bf16 stops at 256."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.n_rows, ctx.dtype = len(table), table.dtype
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        of_table = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.n_rows, -1, False)
+        return None, of_table.to(ctx.dtype)
