@@ -31,8 +31,7 @@ from scaling.fits.fitting import fit, select
 from scaling.fits.runs import Table, require_convention
 from scaling.forms import Chinchilla
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
-from scaling.minimizers.bootstrap import widening
-from scaling.weights import stem_weights
+from scaling.minimizers.bootstrap import stem_weights, widening
 
 SAME_BUDGET = 0.05
 """Decades of compute by which neighbours among the runs of one budget may differ."""

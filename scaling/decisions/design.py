@@ -22,7 +22,7 @@ from scaling.arrays import Array
 from scaling.fits.ensemble import PRIOR, Ensemble
 from scaling.forms.law import compute_flops
 from scaling.forms.powers import Joint, JointPowers
-from scaling.weights import noise_weights
+from scaling.minimizers.bootstrap import noise_weights
 
 MISFIT_PER_DECADE = 0.01
 """Standard deviation of log loss that is added for each decade between a run and the target (public ladders)."""

@@ -22,10 +22,9 @@ from numpy.typing import ArrayLike
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
-from scaling.minimizers.bootstrap import widening
+from scaling.minimizers.bootstrap import stem_weights, widening
 from scaling.presentation import lines, span
 from scaling.serialization import JsonResult
-from scaling.weights import stem_weights
 
 PARAMETERS = ("floor", "ceiling", "midpoint", "width")
 MIN_ROWS = 6

@@ -22,10 +22,9 @@ from scaling.forms.law import NATS, Law, compute_flops
 from scaling.forms.mean import mean_of
 from scaling.forms.powers import Joint
 from scaling.forms.problem import Problem, Values
-from scaling.minimizers.bootstrap import free_columns, refit, widening
+from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
 from scaling.minimizers.newton import Prior, minimize
 from scaling.minimizers.starts import screened
-from scaling.weights import noise_weights, stem_weights
 
 PRIOR = {"E": (0.6, 0.6), "alpha": (0.35, 0.5), "beta": (0.35, 0.5), "g": (1.0, 0.35)}
 """Centre (of E: as a share of the least loss) and standard deviation of the logarithm, the same for every ladder."""

@@ -22,11 +22,10 @@ from scaling.fits.runs import Runs, Table, check_runs, naming, read_table, requi
 from scaling.forms import ALL_FORMS, Chinchilla
 from scaling.forms.law import NATS, Form, Law
 from scaling.forms.problem import Problem
-from scaling.minimizers.bootstrap import free_columns, refit, widening
+from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, stem_weights, widening
 from scaling.minimizers.multistart import N_STARTS as N_MULTISTARTS
 from scaling.minimizers.multistart import descend
 from scaling.minimizers.starts import minima, require_loss, screened
-from scaling.weights import noise_weights, stem_weights
 
 MIN_LEVELS = 3
 """Distinct N, and distinct D, below which the three numbers of E + A/N^alpha (E + B/D^beta) cannot be separated."""

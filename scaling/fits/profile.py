@@ -32,12 +32,11 @@ from scaling.errors import ScalingError
 from scaling.fits.profile_trace import Quantity, Trace
 from scaling.forms.law import Form, Law, params_exponent
 from scaling.forms.problem import Problem
-from scaling.minimizers.bootstrap import free_columns, refit, share_seen
+from scaling.minimizers.bootstrap import free_columns, noise_weights, refit, share_seen, stem_weights
 from scaling.minimizers.newton import objective
 from scaling.minimizers.starts import minima
 from scaling.presentation import counted, lines
 from scaling.serialization import JsonResult, OrInfinite, TableLayout
-from scaling.weights import noise_weights, stem_weights
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -25,9 +25,9 @@ from scaling.arrays import Array
 from scaling.checks import losses, numbers, require_columns
 from scaling.checks import names as names_of
 from scaling.errors import ScalingError
+from scaling.minimizers.bootstrap import stem_weights
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, TableLayout
-from scaling.weights import stem_weights
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

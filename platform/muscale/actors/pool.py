@@ -11,15 +11,33 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from muscale.actors.actor import TrainingActor
 from muscale.errors import StageError, WorkerLostError, last_line
-from muscale.fingerprint import package_fingerprint
+from muscale.fingerprint import package_fingerprint, require_same_package
 from muscale.settings.tables import ResourceSettings
-from muscale.store.ledger import Ledger
+from muscale.store.ledger import Ledger, Outcome
+from muscale.store.lineage import Chain
 
 IDLE_SECONDS = 20.0
 """How long a worker without work stays warm while others are at work; somebody else may want its device."""
 _STARTS = 3  # that may fail one after the other
+
+
+class TrainingActor:
+    """A worker in a process of its own, if that computes with the driver's code."""
+
+    def __init__(self, ledger: Ledger, resources: ResourceSettings, package: str) -> None:
+        require_same_package(package)
+        import torch  # here, as the driver names this class and needs no torch
+
+        from muscale.actors.worker import Worker
+
+        torch.set_num_threads(resources.threads)
+        stall_seconds = 60 * resources.stall_minutes
+        self._worker = Worker(ledger, compiled=resources.compile, device=resources.device, stall_seconds=stall_seconds)
+
+    def reach(self, chain: Chain) -> Outcome:
+        """Train the chain to its end."""
+        return self._worker.reach(chain)
 
 
 @dataclass(eq=False, kw_only=True)

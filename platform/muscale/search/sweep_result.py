@@ -8,14 +8,15 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from muscale.errors import StageError
+from muscale.search.across_scales import box_of, coordinates
 from muscale.search.rung_optima import RungOptima, edge_messages
-from muscale.search.sweep_importance import importance_of
 from muscale.search.sweep_tables import COST, config_of, format_narrowing, format_values
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from scaling import Finalists, Importance, ScalingError, pareto_front
+from scaling import Finalists, Importance, ScalingError, hyperparameter_importance, pareto_front
 from scaling.serialization import converter
 from search_spaces import Space
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 COSTS = (COST, "cost_seconds")
+MIN_VALUES = 3
+"""Different values from which a hyperparameter has a slope and a bend; with two it is compared as a choice is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,3 +253,32 @@ class SweepResult:
         row = self.trials.set_index("trial").loc[self.winner].to_dict()
         for miss in self.fitted.misses(config_of(row, self.space), int(row["n_tokens"])):
             yield f"the winner, trial {self.winner}, is not the fitted optimum: {miss}"
+
+
+def importance_of(trials: pd.DataFrame, space: Space, seed: int) -> Importance:
+    """Shares of the variance of log loss, each hyperparameter on the scale on which it was searched, an ordinal by its rank.
+
+    What a condition left out of a trial lies in the middle there (of a choice: at its first), so only the trials that have it
+    tell its share.
+
+    Args:
+        trials: A row each: the searched values (missing where a condition left one out) and `loss`, nats per token, all of
+            one length (NaN: diverged).
+        space: What was searched.
+        seed: Of the resampling.
+
+    Raises:
+        ScalingError: If the trials are too few, or tell nothing.
+    """
+    box = box_of(space)
+    table = pd.DataFrame([coordinates(space, config_of(row, space)) for row in trials.to_dict("records")])
+    table = table.assign(loss=trials["loss"].to_numpy())
+    n_values = table[table["loss"].notna()].drop(columns="loss").nunique()
+    numeric = [name for name in box.bounds if n_values[name] >= MIN_VALUES]
+    others = [str(name) for name, n in n_values.items() if n > 1 and name not in numeric]
+    if not numeric and not others:
+        raise ScalingError(f"no hyperparameter takes two values in {int(table['loss'].notna().sum())} finished trials")
+    bounds = {name: box.bounds[name] for name in numeric}
+    for name, ends in bounds.items():
+        table[name] = np.clip(table[name], *ends)
+    return hyperparameter_importance(table, numeric, others, box=bounds, seed=seed)

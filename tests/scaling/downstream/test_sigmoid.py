@@ -13,7 +13,7 @@ from scipy.optimize import curve_fit
 from scipy.stats import linregress
 
 from scaling import DownstreamLaw, Law, ScalingError, TaskForecast, TwoStep, fit, fit_downstream, fit_two_step
-from scaling.weights import stem_weights
+from scaling.minimizers.bootstrap import stem_weights
 
 Ladder = Callable[..., pd.DataFrame]
 

@@ -7,8 +7,7 @@ import pytest
 
 from scaling import Chinchilla, Joint
 from scaling.forms.problem import Problem
-from scaling.minimizers.bootstrap import free_columns, share_seen, widening
-from scaling.weights import stem_weights
+from scaling.minimizers.bootstrap import free_columns, share_seen, stem_weights, widening
 
 LAW = Chinchilla().law(E=1.8, A=400.0, B=2000.0, alpha=0.34, beta=0.37)
 
