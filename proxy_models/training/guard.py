@@ -4,21 +4,19 @@ The reference is the median and the median absolute deviation of the accepted st
 can't move. Skipping the batch, and going back before skipping, are what PaLM's training did by hand (Chowdhery et al., arXiv
 2204.02311, section 5.1).
 
-The guard is off unless a run asks for it. A search wants to know which configurations are unstable, and one whose spikes are
-skipped would be ranked as if it were stable; and a decision needs the numbers of each step at once, which makes an accelerator
-wait. A loss that is not finite ends a run as diverged, guard or none.
+The guard is off unless a run asks for it: a search wants to know which configurations are unstable, and one whose spikes are
+skipped would be ranked as if it were stable. A loss that is not finite ends a run as diverged, guard or none.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 _MAD_TO_SD = 1.4826  # of a normal distribution
 _LEAST_DEVIATION = 0.01  # of the median: in a window with less noise than this, small steps would be spikes
@@ -81,61 +79,77 @@ class Spike:
         return f"step {self.step}: {self.quantity} {self.value:.4g} above {self.limit:.4g}, {self.action}"
 
 
-class Guard:
-    """Judges one step after the other; `memory` is all the state that it needs to go on."""
+Verdict = Spike | Divergence
 
-    def __init__(self, settings: GuardSettings, memory: NDArray[np.float64] | None = None) -> None:
+
+class Guard:
+    """Judges one step after the other on the device, where the window stays; `read` tells what it found, at any later time."""
+
+    def __init__(self, settings: GuardSettings, device: torch.device, memory: Tensor | None = None) -> None:
         self.settings = settings
-        self._losses: deque[float] = deque(maxlen=settings.window)
-        self._norms: deque[float] = deque(maxlen=settings.window)
+        self._window = torch.full((2, settings.window), math.nan, dtype=torch.float64, device=device)
         self._spikes: deque[int] = deque(maxlen=settings.max_spikes + 1)
+        self._unread: list[tuple[int, Tensor]] = []
         if memory is not None:
-            kept = memory[:, ~np.isnan(memory[0])]
-            self._losses.extend(kept[0].tolist())
-            self._norms.extend(kept[1].tolist())
-            self._spikes.extend(int(step) for step in memory[2][~np.isnan(memory[2])])
+            self._window.copy_(memory[:2, -settings.window :])
+            self._spikes.extend(int(step) for step in memory[2].tolist() if not math.isnan(step))
 
     @property
-    def memory(self) -> NDArray[np.float64]:
-        """Losses, norms and steps of spikes, newest last, NaN where there are none yet; shape (3, n) fixed by the settings."""
-        rows = np.full((3, max(self.settings.window, self.settings.max_spikes + 1)), np.nan)
-        remembered: tuple[Sequence[float], ...] = (self._losses, self._norms, self._spikes)
-        for row, values in zip(rows, remembered, strict=True):
-            if values:
-                row[-len(values) :] = values
+    def memory(self) -> Tensor:
+        """Losses, norms and steps of the spikes read, newest last, NaN where there are none yet; float64 (3, n), n by the settings."""
+        rows = torch.full((3, max(self.settings.window, self.settings.max_spikes + 1)), math.nan, dtype=torch.float64)
+        rows[:2, -self.settings.window :] = self._window.cpu()
+        if self._spikes:
+            rows[2, -len(self._spikes) :] = torch.tensor(self._spikes)
         return rows
 
-    def judge(self, step: int, loss: float, norm: float) -> Spike | Divergence | None:
-        """Return None if the step may be taken, else the spike or the divergence."""
+    def judge(self, step: int, loss: Tensor, norm: Tensor) -> Tensor:
+        """Whether the step may be taken: a bool on the device, which the host need not wait for."""
+        values = torch.stack([loss, norm]).double()
+        known = (~self._window[:1].isnan()).sum(dim=1)
+        limits = torch.where(
+            known >= self.settings.window // 2, robust_limit(self._window, self.settings.threshold), math.inf
+        )
+        passes = (values.isfinite() & (values <= limits)).all()
+        self._window = torch.where(passes, torch.cat([self._window[:, 1:], values[:, None]], dim=1), self._window)
+        self._unread.append((step, torch.cat([values, limits])))
+        return passes
+
+    def read(self) -> dict[int, Verdict]:
+        """The steps since the last time that may not be taken, and why; waits for the device."""
+        unread, self._unread = self._unread, []
+        figures = torch.stack([of_step for _, of_step in unread]).tolist() if unread else []
+        verdicts = {step: self._verdict(step, *values) for (step, _), values in zip(unread, figures, strict=True)}
+        return {step: verdict for step, verdict in verdicts.items() if verdict}
+
+    def _verdict(self, step: int, loss: float, norm: float, loss_limit: float, norm_limit: float) -> Verdict | None:
         for name, value in (("training loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return Divergence(step=step, reason=f"the {name} is {value} at step {step}")
-        spike = self._spike(step, "loss", loss, self._losses) or self._spike(step, "gradient norm", norm, self._norms)
-        if spike is None:
-            self._losses.append(loss)
-            self._norms.append(norm)
+        action = self.settings.action
+        if loss > loss_limit:
+            spike = Spike(step=step, quantity="loss", value=loss, limit=loss_limit, action=action)
+        elif norm > norm_limit:
+            spike = Spike(step=step, quantity="gradient norm", value=norm, limit=norm_limit, action=action)
+        else:
             return None
         self._spikes.append(step)
         recent = sum(step - earlier < self.settings.window for earlier in self._spikes)
-        if recent > self.settings.max_spikes:
-            return Divergence(
-                step=step, reason=f"{recent} spikes within {self.settings.window} steps, the last at {spike}"
-            )
-        return spike
-
-    def _spike(
-        self, step: int, quantity: Literal["loss", "gradient norm"], value: float, window: deque[float]
-    ) -> Spike | None:
-        if len(window) < self.settings.window // 2:
-            return None
-        limit = robust_limit(np.array(window), self.settings.threshold)
-        if value <= limit:
-            return None
-        return Spike(step=step, quantity=quantity, value=value, limit=limit, action=self.settings.action)
+        if recent <= self.settings.max_spikes:
+            return spike
+        reason = f"{recent} spikes within {self.settings.window} steps, the last at {spike}"
+        return Divergence(step=step, reason=reason)
 
 
-def robust_limit(values: NDArray[np.float64], threshold: float) -> float:
-    """Median plus `threshold` robust standard deviations."""
-    median = float(np.median(values))
-    deviation = _MAD_TO_SD * float(np.median(np.abs(values - median)))
-    return median + threshold * max(deviation, _LEAST_DEVIATION * abs(median))
+def robust_limit(values: Tensor, threshold: float) -> Tensor:
+    """Median plus `threshold` robust standard deviations of each row, NaN apart."""
+    median = _median(values)
+    deviation = _MAD_TO_SD * _median((values - median[:, None]).abs())
+    return median + threshold * torch.maximum(deviation, _LEAST_DEVIATION * median.abs())
+
+
+def _median(values: Tensor) -> Tensor:
+    """Median of each row, of an even number the mean of the middle two; NaN, which sorts last, does not count."""
+    known, ascending = (~values.isnan()).sum(dim=1, keepdim=True), values.sort(dim=1).values
+    low, high = ((known - 1) // 2).clamp(min=0), (known // 2).clamp(max=values.shape[1] - 1)
+    return ((ascending.gather(1, low) + ascending.gather(1, high)) / 2).squeeze(1)

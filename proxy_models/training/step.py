@@ -3,7 +3,8 @@
 Random numbers (dropout) of a step are a function of (seed, tokens seen, rank), so that a resumed run draws the same. With
 another micro-batch size, number of ranks or kind of device the draws differ, from the same distribution.
 
-On a GPU only the guard and fp16's loss scale wait, as they need a number to go on.
+On a GPU no step waits but in fp16, for the loss scale, and with a guard that rewinds or whose optimizer is not AdamW: its fused kernel
+alone leaves out a step, with moments and count of steps, by a flag on the device.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.parametrization import Parametrization
 from proxy_models.recipes.recipe import Recipe
-from proxy_models.training.guard import Divergence, Guard, Spike
+from proxy_models.training.guard import Divergence, Guard, Spike, Verdict
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, set_rates
 from proxy_models.training.precision import LEAST_SCALE, LossScaler
@@ -37,8 +39,7 @@ class Stepper:
     """Takes the steps of one training, with the state that passes between steps besides weights and moments.
 
     Attributes:
-        spikes: Steps that the guard left out.
-        divergence: Set by the step that ended the training.
+        verdicts: Why steps were not taken, by their number, as of the last `settle`.
     """
 
     def __init__(
@@ -71,15 +72,14 @@ class Stepper:
         """
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
-        self.spikes: list[Spike] = []
-        self.divergence: Divergence | None = None
+        self.verdicts: dict[int, Verdict] = {}
         self._loss, self._micro_batch, self._mean = loss, micro_batch, mean
         self._rank, self._ranks, self._before_part = rank, ranks, before_part
         self._device = self.parameters[0].device
         self._numerics, self._seed = numerics, numerics.seed
         self._random = numerics.model.is_random
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
-        self._guard = Guard(numerics.guard) if numerics.guard else None
+        self._guard = Guard(numerics.guard, self._device) if numerics.guard else None
         self._good: dict[str, Tensor] = {}
 
     @property
@@ -87,13 +87,28 @@ class Stepper:
         """The table that the training follows."""
         return self._numerics.parametrization(self.recipe.optimizer)
 
+    @property
+    def spikes(self) -> tuple[Spike, ...]:
+        """Steps that the guard left out."""
+        return tuple(verdict for verdict in self.verdicts.values() if isinstance(verdict, Spike))
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The first step that ended the training."""
+        return next((verdict for verdict in self.verdicts.values() if isinstance(verdict, Divergence)), None)
+
+    def settle(self) -> None:
+        """Read the guard's verdicts on the steps since the last time; waits for the device."""
+        if self._guard:
+            self.verdicts |= self._guard.read()
+
     def step(
         self, sequences: Tensor, *, number: int, tokens: int, rate_factor: float, of: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Take step `number`, which starts after `tokens` tokens; return its loss and its gradient norm before clipping.
 
-        `of` is the number of sequences in the global batch; None: every rank has as many as this one. Afterwards `divergence`
-        may be set; the weights are then those before the step.
+        `of` is the number of sequences in the global batch; None: every rank has as many as this one. A step with a verdict leaves
+        weights, moments and the optimizer's count of steps as they were.
         """
         guard = self._guard
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
@@ -110,7 +125,7 @@ class Stepper:
             self._scaler.step(self.optimizer, take=taken)
             if self._scaler.scale < LEAST_SCALE:
                 reason = f"the gradients overflow fp16 at every loss scale at step {number}"
-                self.divergence = Divergence(step=number, reason=reason)
+                self.verdicts[number] = Divergence(step=number, reason=reason)
         elif taken:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -140,16 +155,17 @@ class Stepper:
         return loss.detach()
 
     def _passes(self, guard: Guard, number: int, loss: Tensor, norm: Tensor) -> bool:
+        """Whether to call the optimizer, which leaves a masked step out by itself."""
         if self._scaler and bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm)):
             return True  # the scaler leaves the step out, and tries a smaller scale
-        verdict = guard.judge(number, float(loss), float(norm))
-        if isinstance(verdict, Divergence):
-            self.divergence = verdict
-        elif verdict:
-            self.spikes.append(verdict)
-            if self._good:
-                restore(self.module, self.optimizer, self._good)
-        return verdict is None
+        passes = guard.judge(number, loss, norm)
+        if guard.settings.action == "skip" and isinstance(self.optimizer, AdamW) and not self._scaler:
+            self.optimizer.found_inf = (~passes).float()  # type: ignore[attr-defined]  # as torch's own loss scaler sets it
+            return True
+        self.settle()
+        if isinstance(self.verdicts.get(number), Spike) and self._good:
+            restore(self.module, self.optimizer, self._good)
+        return number not in self.verdicts
 
     def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         """Go on under another recipe with an optimizer made for it.
@@ -164,11 +180,12 @@ class Stepper:
 
     def memory(self) -> dict[str, Tensor]:
         """Return the state that the next step needs besides weights and moments: loss scale, the guard's window, its snapshot."""
+        self.settle()
         tensors = {}
         if self._scaler:
             tensors["scaler"] = self._scaler.state()
         if self._guard:
-            tensors["guard"] = torch.from_numpy(self._guard.memory)
+            tensors["guard"] = self._guard.memory
         return tensors | {f"{GOOD}{name}": tensor for name, tensor in self._good.items()}
 
     def remember(self, tensors: dict[str, Tensor]) -> None:
@@ -176,5 +193,5 @@ class Stepper:
         if self._scaler:
             self._scaler.load(tensors["scaler"])
         if self._guard:
-            self._guard = Guard(self._guard.settings, tensors["guard"].numpy())
+            self._guard = Guard(self._guard.settings, self._device, tensors["guard"])
         self._good = {n.removeprefix(GOOD): tensor for n, tensor in tensors.items() if n.startswith(GOOD)}

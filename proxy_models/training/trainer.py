@@ -179,7 +179,7 @@ class Trainer:
             average_losses=losses,
             curve=recorder.curve(),
             divergence=divergence,
-            spikes=tuple(stepper.spikes),
+            spikes=stepper.spikes,
             seconds=seconds,
             compiled=compiled,
         )
@@ -225,9 +225,12 @@ class Trainer:
                 running.add(tokens, batch)
             if moves:
                 moves()
-            if stepper.divergence:
-                return stepper.divergence
-            if (number + 1 - first) % WAIT_EVERY == 0 or after == segment.end:
+            waits = (number + 1 - first) % WAIT_EVERY == 0 or after == segment.end
+            if waits or self.device == CPU:
+                stepper.settle()
+                if stepper.divergence:
+                    return stepper.divergence
+            if waits:
                 if divergence := _divergence(recorder.losses, first):
                     return divergence
                 if on_step:

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from muscale.errors import StageError
 
@@ -113,6 +114,14 @@ def of_all_ranks(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def rank_mean(value: Tensor) -> Tensor:
+    """Mean over all ranks, on the device; not waited for on a GPU."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value
 
 
 @contextmanager

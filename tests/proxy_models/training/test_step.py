@@ -39,6 +39,7 @@ def stepper(numerics: Numerics = NUMERICS, **options: Any) -> Stepper:
 def take(one: Stepper, number: int = 0, sequences: Tensor | None = None) -> tuple[float, float]:
     chosen = batch(number) if sequences is None else sequences
     loss, norm = one.step(chosen, number=number, tokens=number * 112, rate_factor=1.0)
+    one.settle()
     return float(loss), float(norm)
 
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
-from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank, rank_device
+from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank, rank_device, rank_mean
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
@@ -43,6 +43,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
 from proxy_models.training.device import send
+from proxy_models.training.guard import Divergence
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
@@ -54,7 +55,19 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
-_FLUSH_EVERY = 20  # steps between writes of the metrics
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """A step whose figures are still on the device."""
+
+    before: int  # tokens, as `after`
+    after: int
+    number: int
+    rate_factor: float
+    loss: Tensor
+    norm: Tensor
+    step_seconds: float
+    seconds: float  # since the run's start, at the step's end
 
 
 class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
@@ -79,10 +92,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.model: Decoder | None = None
         self.compiled = False
         self._spent = spent  # seconds, by earlier attempts up to the start
+        self._taken: list[_Taken] = []
         self._rows: list[dict[str, Any]] = []
         self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
-        self._agreement = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
+        self._flags = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
 
     def configure_model(self) -> None:
         """Build the decoder sharded over the ranks; without a checkpoint, with initial values that do not depend on the sharding."""
@@ -180,7 +194,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             ),
             rank=self.data_rank,
             ranks=self.data_ranks,
-            mean=self._agreement.mean,
+            mean=rank_mean,
             before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
         )
         if checkpoint:
@@ -189,15 +203,44 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.tokens = self._recorded = tokens
 
     def training_step(self, _batch: Tensor, _index: int) -> None:
-        """Take one step on this rank's share of the batch, then record, evaluate and save when they are due."""
-        began, run = time.perf_counter(), self.run
+        """Take the steps up to the next agreement of the ranks; then read their figures, and evaluate, save and end if that is due.
+
+        Lightning broadcasts and waits for the device in each of its calls, and so does the read: not in each step, therefore.
+        """
+        run, before = self.run, self._recorded
         if self.tokens == run.n_tokens:
-            return  # Lightning requested one more call before the last step
-        before = self.interventions.position(self.tokens)
-        if before >= run.n_tokens:  # the last batches are skipped
-            self.tokens = run.n_tokens
-            self._record({}, began)
+            return  # Lightning requested one more call before the last one
+        for _ in range(self._flags.steps):
+            if self._skips_to_end:
+                break
+            self.take_step()
+            if self.tokens == run.n_tokens or self._passes_evaluation(before) or self._passes_checkpoint(before):
+                break
+        n_taken = len(self._taken)
+        if not self._read():
             return
+        if self._skips_to_end:
+            self.tokens = run.n_tokens
+            self._rows.append({"tokens": self.tokens, "seconds": time.perf_counter() - self._started})
+        self._recorded = self.tokens
+        self._flags.agree(n_taken)
+        self._act(before)
+
+    @property
+    def _skips_to_end(self) -> bool:
+        """Whether the last batches are skipped."""
+        return self.tokens < self.run.n_tokens <= self.interventions.position(self.tokens)
+
+    def _passes_evaluation(self, before: int) -> bool:
+        return passes(self.run.evaluate_every_tokens, before, self.tokens)
+
+    def _passes_checkpoint(self, before: int) -> bool:
+        return passes(self.run.checkpoint_every_tokens, before, self.tokens)
+
+    def take_step(self) -> None:
+        """Take one step on this rank's share of the batch, without waiting for the device."""
+        began, run = time.perf_counter(), self.run
+        before = self.interventions.position(self.tokens)
         segment = run.segment_at(before)
         if segment.recipe != self._stepper.recipe:
             self._go_on_under(segment.recipe)
@@ -208,27 +251,66 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         whole = batch // run.numerics.model.context_length
         number = run.n_steps(before)
         rate_factor = segment.rate_factor(before) * self.interventions.rewarmth(before, batch)
-        spikes = len(self._stepper.spikes)
         loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)
-        left_out = len(self._stepper.spikes) > spikes
-        trouble = self._trouble(loss, number)
-        if run.on_spike and (trouble or left_out):
-            self._intervene(before, number, trouble or str(self._stepper.spikes[-1]))
-            return
-        if trouble:
-            raise StageError(f"promote: the run diverged: {trouble}")
-        self.tokens = before + batch
-        row = {"train_loss": float(loss), "grad_norm": float(norm), "rate_factor": rate_factor, "left_out": left_out}
-        self._record(row, began)
+        self.tokens, ended = before + batch, time.perf_counter()
+        self._taken.append(
+            _Taken(
+                before=before,
+                after=self.tokens,
+                number=number,
+                rate_factor=rate_factor,
+                loss=loss,
+                norm=norm,
+                step_seconds=ended - began,
+                seconds=ended - self._started,
+            )
+        )
 
-    def _trouble(self, loss: Tensor, number: int) -> str | None:
-        """Why this step would end the run as diverged."""
-        if divergence := self._stepper.divergence:
-            return divergence.reason
-        return None if torch.isfinite(loss) else f"the training loss is {float(loss)} at step {number}"
+    def _read(self) -> bool:
+        """Read the figures of the steps taken, and record those that count; False if the last one does not.
 
-    def _intervene(self, tokens: int, number: int, reason: str) -> None:
-        """Skip the step after `tokens` tokens, or roll back and skip it on the way.
+        Raises:
+            StageError: If the run diverged.
+        """
+        taken, self._taken = self._taken, []
+        began = time.perf_counter()
+        figures = (
+            torch.stack([figure.float() for one in taken for figure in (one.loss, one.norm)]).tolist() if taken else []
+        )
+        self._stepper.settle()
+        waited = (time.perf_counter() - began) / max(len(taken), 1)
+        for count, (one, loss, norm) in enumerate(zip(taken, figures[::2], figures[1::2], strict=True), start=1):
+            verdict, trouble = self._stepper.verdicts.get(one.number), None
+            if isinstance(verdict, Divergence):
+                trouble = verdict.reason
+            elif not math.isfinite(loss):
+                trouble = f"the training loss is {loss} at step {one.number}"
+            if self.run.on_spike and (trouble or verdict):
+                self.tokens = one.before
+                if self._intervene(one.before, one.number, trouble or str(verdict)):
+                    return False
+                continue
+            if trouble:
+                self.tokens = one.before
+                raise StageError(f"promote: the run diverged: {trouble}")
+            self.tokens = one.after
+            self._rows.append(
+                {
+                    "tokens": one.after,
+                    "train_loss": loss,
+                    "grad_norm": norm,
+                    "rate_factor": one.rate_factor,
+                    "left_out": verdict is not None,
+                    "step_seconds": one.step_seconds + waited,
+                    "blocked_seconds": self.blocked,
+                    "seconds": one.seconds + count * waited,
+                }
+            )
+            self._recorded, self.blocked = one.after, 0.0
+        return not taken or self.tokens == taken[-1].after
+
+    def _intervene(self, tokens: int, number: int, reason: str) -> bool:
+        """Skip the step after `tokens` tokens, or roll back to skip it on the way; True if rolled back.
 
         Raises:
             StageError: If the policy allows no further intervention.
@@ -241,7 +323,6 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
                 f"promote: the run diverged: {reason}, after {policy.max_interventions} interventions; "
                 "promote.max_interventions would allow more"
             )
-        self._stepper.divergence = None
         start, checkpoint = tokens, None
         if policy.action == "rollback":
             start, checkpoint = self.checkpoints.latest() or self.run.origin
@@ -257,8 +338,10 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         if self.global_rank == 0:
             record_incident(self.run.directory, incident)
         logging.getLogger(__name__).warning("%s", incident)
-        if policy.action == "rollback":
-            self._roll_back(start, checkpoint)
+        if policy.action == "skip":
+            return False
+        self._roll_back(start, checkpoint)
+        return True
 
     def _roll_back(self, start: int, checkpoint: Path | None) -> None:
         self._flush()
@@ -278,36 +361,30 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self.trainer.optimizers = [optimizer]
         self._stepper.go_on_under(recipe, optimizer)
 
-    def _record(self, row: dict[str, Any], began: float) -> None:
-        """Record the step that has just ended, evaluate and save when due, and end the run if it was preempted.
+    def _act(self, before: int) -> None:
+        """Evaluate and save what has become due since `before` tokens, and end the run if it was preempted.
 
         Raises:
             StageError: If the validation loss is not finite.
             PreemptedError: Once the state is saved.
         """
-        run, before, tokens = self.run, self._recorded, self.tokens
-        at_end, evaluated = tokens == run.n_tokens, time.perf_counter()
-        row = {"tokens": tokens, **row, "step_seconds": evaluated - began, "blocked_seconds": self.blocked}
-        if at_end or passes(run.evaluate_every_tokens, before, tokens):
-            row |= self.evaluate()
-            row["evaluation_seconds"] = time.perf_counter() - evaluated
-            if not math.isfinite(row["val_loss"]):
+        run, tokens, flags = self.run, self.tokens, self._flags
+        at_end = tokens == run.n_tokens
+        if at_end or self._passes_evaluation(before):
+            began, losses = time.perf_counter(), self.evaluate()
+            if not math.isfinite(losses["val_loss"]):
                 step = run.n_steps(tokens)
                 raise StageError(f"promote: the run diverged: the validation loss is not finite at step {step}")
-        row["seconds"] = time.perf_counter() - self._started
-        self._rows.append(row)
-        self._recorded, self.blocked = tokens, 0.0
-        agreed = self._agreement
-        if at_end or agreed.saves or agreed.ends or passes(run.checkpoint_every_tokens, before, tokens):
+            ended = time.perf_counter()
+            self._rows[-1] |= {**losses, "evaluation_seconds": ended - began, "seconds": ended - self._started}
+        self._flush()  # before the save: a checkpoint implies that the rows before it are written
+        if at_end or flags.saves or flags.ends or self._passes_checkpoint(before):
             with self._blocking():
-                self._flush()  # first: a checkpoint implies that the rows before it are written
                 self.checkpoints.save(self._stepper, tokens)
-                agreed.saved()
-                if at_end or agreed.ends:
+                flags.saved()
+                if at_end or flags.ends:
                     self.checkpoints.finish()
-        elif len(self._rows) >= _FLUSH_EVERY:
-            self._flush()
-        if agreed.ends and not at_end:
+        if flags.ends and not at_end:
             broadcast_from_rank0(lambda: self._notice.file.unlink(missing_ok=True))  # the notice was followed
             raise PreemptedError(f"promote: preempted, saved at {tokens:,} tokens")
 
@@ -341,7 +418,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
-        """Write the metrics of all steps however the block ends: their time counts, even if they are trained again."""
+        """Write the metrics of all steps that were read, however the block ends: their time counts, even if they are trained again."""
         try:
             yield
         finally:
@@ -431,7 +508,7 @@ def _origin(run: FullRun) -> tuple[int, Path | None]:
 
 
 class _Calls(IterableDataset[int]):
-    """One item per remaining step, also after rollbacks."""
+    """One item per remaining call of `training_step`, also after rollbacks."""
 
     def __init__(self, module: FullRunModule) -> None:
         self._module = module

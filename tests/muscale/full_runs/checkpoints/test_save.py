@@ -135,15 +135,15 @@ def test_a_swapped_optimizer_and_a_later_stage_resume_in_their_middle_at_another
 
 
 def test_training_continues_while_a_checkpoint_is_written(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    further, write, taken = threading.Event(), checkpoint_folder.write_manifest, FullRunModule.training_step
+    further, write, taken = threading.Event(), checkpoint_folder.write_manifest, FullRunModule.take_step
     writing: list[int] = []
 
     def after_more_steps(folder: Path, hashes: dict[str, str]) -> None:
         assert further.wait(60), "training waited for the write"
         write(folder, hashes)
 
-    def step(module: FullRunModule, batch: object, index: int) -> None:
-        taken(module, batch, index)  # type: ignore[arg-type]
+    def step(module: FullRunModule) -> None:
+        taken(module)
         if module.checkpoints.is_writing:
             writing.append(module.tokens // BATCH)
         if module.tokens == BATCH * 9:
@@ -151,9 +151,9 @@ def test_training_continues_while_a_checkpoint_is_written(run: FullRun, monkeypa
             further.set()
 
     monkeypatch.setattr("muscale.full_runs.checkpoints.save.write_manifest", after_more_steps)
-    monkeypatch.setattr(FullRunModule, "training_step", step)
+    monkeypatch.setattr(FullRunModule, "take_step", step)
     train(run)
-    assert {6, 7, 8} <= set(writing)
+    assert {7, 8, 9} <= set(writing)
     assert standing(run) == [12, 16]
 
 
@@ -178,13 +178,13 @@ def test_the_newest_are_kept_and_one_for_each_so_many_tokens(run: FullRun) -> No
 def test_checkpoints_by_time_are_made_between_those_by_tokens(run: FullRun, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("muscale.full_runs.train.rank_flags.time.monotonic", lambda: clock[0])
-    taken = FullRunModule.training_step
+    taken = FullRunModule.take_step
 
-    def step(module: FullRunModule, batch: object, index: int) -> None:
+    def step(module: FullRunModule) -> None:
         clock[0] += 60  # a minute a step
-        taken(module, batch, index)  # type: ignore[arg-type]
+        taken(module)
 
-    monkeypatch.setattr(FullRunModule, "training_step", step)
+    monkeypatch.setattr(FullRunModule, "take_step", step)
     train(replace(run, checkpoint_every_minutes=4, keep_last=9))
     assert standing(run) == [4, 6, 10, 12, 16]
 

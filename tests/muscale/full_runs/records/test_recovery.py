@@ -175,13 +175,13 @@ def test_interventions_have_a_budget_and_a_run_without_a_policy_ends(
 
 def takes_its_time(_rank: int) -> None:
     """A tenth of a second for each step, so that a signal comes in its middle."""
-    taken = FullRunModule.training_step
+    taken = FullRunModule.take_step
 
-    def step(self: FullRunModule, _batch: Tensor, _index: int) -> None:
+    def step(self: FullRunModule) -> None:
         time.sleep(0.1)
-        taken(self, _batch, _index)
+        taken(self)
 
-    FullRunModule.training_step = step  # type: ignore[method-assign]
+    FullRunModule.take_step = step  # type: ignore[method-assign]
 
 
 def test_sigterm_on_one_rank_saves_on_all_and_the_run_resumes_exactly(run: FullRun, tmp_path: Path) -> None:

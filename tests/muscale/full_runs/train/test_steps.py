@@ -1,0 +1,184 @@
+"""Steps of the full run: the host waits for the device at every k-th only, and a spike is left out on the device."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
+from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.train import rank_flags
+from muscale.full_runs.train.module import FullRunModule, train
+from muscale.full_runs.train.rank_flags import RankFlags
+from muscale.settings.promote import SpikePolicy
+from muscale.store.spike_handling import read_incidents
+from proxy_models.data.corpus import Corpus
+from proxy_models.training.guard import GuardSettings
+from proxy_models.training.step import Stepper
+from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, rows, small_corpus, small_run, start
+
+READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "new_tensor")
+BOUNDARIES = {0, 1, 6, 12, 16}  # before the first step, after it, the checkpoints, the end
+SPIKE = 9
+Patch = Callable[[Any, str, Any], None]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def run(corpus: Corpus, tmp_path: Path) -> FullRun:
+    return small_run(corpus, tmp_path / "run")
+
+
+def skipping(run: FullRun, **policy: Any) -> FullRun:
+    numerics = replace(run.numerics, guard=GuardSettings(window=8, threshold=20.0))
+    return replace(run, numerics=numerics, on_spike=SpikePolicy(action="skip", **policy))
+
+
+def with_spike(patch: Patch, factor: float = 100.0, *, at: int = SPIKE) -> None:
+    """Scale the loss of one step."""
+    step = Stepper.step
+
+    def scaled(self: Stepper, sequences: Tensor, *, number: int, **given: Any) -> tuple[Tensor, Tensor]:
+        loss, usual = self._loss, factor if number == at else 1.0
+        self._loss = lambda module, batch: loss(module, batch) * usual
+        try:
+            return step(self, sequences, number=number, **given)
+        finally:
+            self._loss = loss
+
+    patch(Stepper, "step", scaled)
+
+
+def count_reads(patch: Patch, written: Path) -> None:
+    """Write after how many steps the host read a tensor, for each of its reads from the first step to the last."""
+    steps: list[int] = []
+    reads: list[tuple[int, str]] = []
+    taken, flush = FullRunModule.take_step, FullRunModule.on_train_end
+    patch(rank_flags, "MOST_SECONDS", float("inf"))  # however slow the machine is
+
+    def take_step(self: FullRunModule) -> None:
+        steps.append(len(steps))
+        taken(self)
+
+    def counted(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if steps and threading.current_thread() is threading.main_thread():  # others write a checkpoint
+                reads.append((len(steps), name))
+            return read(self, *args, **kwargs)
+
+        return method
+
+    def on_train_end(self: FullRunModule) -> None:
+        written.write_text(json.dumps(reads))
+        steps.clear()
+        flush(self)
+
+    for name in READS:
+        patch(Tensor, name, counted(name, getattr(Tensor, name)))
+    patch(FullRunModule, "take_step", take_step)
+    patch(FullRunModule, "on_train_end", on_train_end)
+
+
+def on_rank(folder: Path, rank: int) -> None:
+    """As a fault of a forked rank: a spike, and its reads counted."""
+    with_spike(setattr)
+    count_reads(setattr, folder / f"{rank}.json")
+
+
+def read_after(path: Path) -> set[int]:
+    return {after for after, _ in json.loads(path.read_text())}
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_no_step_reads_a_tensor_but_before_a_checkpoint_or_an_evaluation(
+    run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    count_reads(monkeypatch.setattr, tmp_path / "reads.json")
+    train(skipping(run) if guarded else run)
+    assert len(losses(run)) == STEPS
+    assert read_after(tmp_path / "reads.json") <= BOUNDARIES
+
+
+def test_two_ranks_leave_out_a_spike_as_one_process_does_and_read_no_tensor_in_between(
+    run: FullRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = skipping(run)
+    assert ended(start(run, 2, fault=partial(on_rank, tmp_path))) == [0, 0]
+    assert [incident.step for incident in read_incidents(run.directory)] == [SPIKE]
+    for rank in range(2):
+        assert read_after(tmp_path / f"{rank}.json") <= BOUNDARIES
+    alone = replace(run, directory=tmp_path / "alone")
+    with_spike(monkeypatch.setattr)
+    train(alone)
+    assert [row["tokens"] // BATCH for row in rows(alone)] == [n for n in range(1, STEPS + 1) if n != SPIKE + 1]
+    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-3)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_divergence_noticed_late_ends_the_run_at_its_step_before_anything_of_later_ones_is_kept(
+    run: FullRun, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    with_spike(monkeypatch.setattr, float("nan"), at=8)
+    if guarded:
+        run = skipping(run, max_interventions=0)
+    with pytest.raises(StageError, match="diverged: the training loss is nan at step 8"):
+        train(run)
+    assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, 9))
+    saved = [path.name.removesuffix(".unfinished") for path in (run.directory / CHECKPOINTS).iterdir()]
+    assert saved == [f"tokens={6 * BATCH}"]
+    attempts = (run.directory / "attempts.jsonl").read_text().splitlines()
+    assert json.loads(attempts[-1])["step"] == 8
+
+
+def test_ranks_agree_every_sixteen_steps_or_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, notified = [0.0], [False]
+    monkeypatch.setattr("muscale.full_runs.train.rank_flags.time.monotonic", lambda: clock[0])
+    flags = RankFlags(every_seconds=100.0, notice=lambda: notified[0])
+    assert flags.steps == 1
+
+    def after(seconds: float, steps: int) -> int:
+        clock[0] += seconds
+        flags.agree(steps)
+        return flags.steps
+
+    assert after(30.0, 1) == 1, "the first step compiles"
+    assert after(0.05, 1) == 16
+    assert after(16.0, 16) == 5
+    assert after(60.0, 5) == 1
+    assert not flags.ends
+    assert flags.saves
+    flags.saved()
+    notified[0] = True
+    after(1.0, 1)
+    assert (flags.saves, flags.ends) == (False, True)
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "no decay"])
+def test_a_step_masked_on_the_device_leaves_weights_moments_and_count_of_steps(name: str) -> None:
+    # What `Stepper` relies on in torch: the fused kernel obeys `found_inf`.
+    weight = torch.nn.Parameter(torch.randn(7, 5))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1 if name == "weight_decay" else 0.0, fused=True)
+    for _ in range(3):
+        weight.grad = torch.randn(7, 5)
+        optimizer.step()
+    before = [weight.detach().clone(), *(tensor.clone() for tensor in optimizer.state[weight].values())]
+    weight.grad = torch.full((7, 5), float("nan"))
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    after = [weight.detach(), *optimizer.state[weight].values()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
