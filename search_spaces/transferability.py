@@ -27,11 +27,11 @@ class TransferClass(StrEnum):
     UNDER_MUP = "under_mup"
     """Unchanged, as a value at the base shape: the parametrization does the scaling."""
     BY_LAW = "by_law"
-    """By a fitted law along the axes named with it; unchanged, as under muP, where proxy and target agree on them."""
+    """Transfers by a fitted law along the axes named with it; unchanged, as under muP, where proxy and target agree on them."""
     MUST_MATCH = "must_match"
     """Part of what is trained: proxy and target have the same, or nothing else transfers either."""
     NEVER = "never"
-    """Not at all: the target takes an explicit value."""
+    """Does not transfer: the target takes an explicit value."""
 
 
 @dataclass(frozen=True, kw_only=True)

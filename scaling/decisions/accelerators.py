@@ -222,7 +222,7 @@ class Budget(Result):
         return None if hours is None or self.n_devices is None else hours / self.n_devices / HOURS_PER_DAY
 
     def of_flops(self, compute_flops: float) -> "Budget":
-        """Another compute on the same devices."""
+        """The budget with another compute on the same devices."""
         return Budget(compute_flops=compute_flops, accelerator=self.accelerator, n_devices=self.n_devices)
 
     def __str__(self) -> str:

@@ -276,7 +276,7 @@ def _warnings(
     budget: float,
     tolerance: float,
 ) -> tuple[str, ...]:
-    """Warnings about the answer, beside those of its forecast."""
+    """Warnings about the answer itself; its forecast has its own."""
     n_params, n_tokens = float(answer["n_params"]), float(answer["n_tokens"])
     warnings: list[str] = []
     if fit and forecast is None:

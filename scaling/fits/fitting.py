@@ -178,7 +178,7 @@ def _require_points(checked: Runs, form: Form) -> None:
 
 
 def row_warnings(rows: pd.DataFrame) -> list[str]:
-    """Why a ladder's intervals can't be relied on, from its rows alone."""
+    """Reasons why a ladder's intervals can't be relied on, from its rows alone."""
     warnings = []
     n_runs = rows["stem"].nunique()
     if n_runs < MIN_RUNS:

@@ -237,7 +237,7 @@ class ScalingFit(JsonResult):
         return draw_parameters(parameters_data(self.law, self.draws, pairs, level), self.loss_unit)
 
     def plot_variants(self, target: Forecast) -> "go.Figure":
-        """Loss by each of the fits behind a forecast, beside the forecast and its interval."""
+        """Loss by each of the fits behind a forecast, with the forecast and its interval."""
         from scaling.fits.spread_figures import draw_variants, variants_data
 
         return draw_variants(variants_data(self.law, self.ensemble, target), self.loss_unit)

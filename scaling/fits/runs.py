@@ -27,9 +27,9 @@ Table: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 """A table of runs, or the path of one: Parquet, CSV or JSON Lines."""
 BITS = "bits per token"
 LEAST_COUNT = 1000.0
-"""Fewer parameters or tokens are a number in millions or billions (assumed: no language model is as small)."""
+"""Smallest count of parameters or tokens; a smaller number is in millions or billions (assumed)."""
 MOST_COUNT = 1e30
-"""More is no count (assumed); the FLOPs of both at this bound are still finite."""
+"""Largest count (assumed); the FLOPs of both at this bound are still finite."""
 RATIO = (1e-2, 1e5)
 """Median D/N outside of which N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
 FLOPS_FACTOR = 3.0
@@ -170,7 +170,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     needed = tuple(dict.fromkeys(("n_params", "n_tokens", *columns, "loss")))
     require_columns(runs, (*needed, *(name for name in OPTIONAL if name in runs)))
     factor, unit = to_nats(loss_unit)
-    reason = _told(runs)
+    reason = _stated_reasons(runs)
     open_ = reason == ""
     considered = runs[open_]
 
@@ -222,8 +222,8 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     )
 
 
-def _told(runs: pd.DataFrame) -> NDArray[np.object_]:
-    """Why the table itself leaves a row out, "" where it doesn't, [K]."""
+def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
+    """Reasons why the table itself leaves rows out, "" where it doesn't, [K]."""
     if "left_out" not in runs:
         return np.full(len(runs), "", dtype=object)
     reasons = ["" if pd.api.types.is_scalar(reason) and pd.isna(reason) else reason for reason in runs["left_out"]]

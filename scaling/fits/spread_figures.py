@@ -131,7 +131,7 @@ def variants_data(fitted: Law, ensemble: Ensemble, target: Forecast) -> pd.DataF
 
 
 def draw_variants(data: pd.DataFrame, loss_unit: str = NATS) -> "go.Figure":
-    """A strip for each fit: its loss beside the forecast and its interval."""
+    """A strip for each fit: its loss against the forecast and its interval."""
     import plotly.graph_objects as go
 
     figure = go.Figure()

@@ -28,12 +28,12 @@ class MeanOf(Form):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """With the form's own."""
+        """The form's name, with the number of fits."""
         return f"mean of {self.count} fits of {self.form.name}"
 
     @property
     def formula(self) -> str:  # type: ignore[override]
-        """With the form's own."""
+        """The form's formula, averaged over the fits."""
         return f"exp of the mean of log({self.form.formula}) over {self.count} fits"
 
     @property

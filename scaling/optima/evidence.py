@@ -12,7 +12,7 @@ from scaling.optima.optimum import fit_optimum
 from scaling.optima.transfer import MAX_DRIFT, MAX_HALF_WIDTH, MIN_SIZES, MIN_SPAN, Transfer, half_width, values_of
 
 MAX_SEEDS = 8
-"""More are not proposed: where they would not decide, the drift is too near its bound for a decision (assumed)."""
+"""Most that are proposed: where they would not decide, the drift is too near its bound for a decision (assumed)."""
 STEPS_BEYOND = 2
 """Grid steps by which tested values are extended where an optimum lies outside them (assumed)."""
 COLUMNS = ["along", "over", "add", "settings", "new_runs", "n_tokens", "half_width", "decides"]

@@ -97,7 +97,7 @@ def drift_data(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_drifts(data: pd.DataFrame, bound: float) -> "go.Figure":
-    """The drift of each optimum with its interval, beside the band of ±`bound` octaves that a pass needs."""
+    """The drift of each optimum with its interval, and the band of ±`bound` octaves that a pass needs."""
     import plotly.graph_objects as go
 
     figure = go.Figure()

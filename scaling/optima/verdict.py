@@ -61,7 +61,7 @@ class Verdict(JsonResult):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not a pass, those of a failure alone where there is one; each after the name of its transfer."""
+        """Reasons why it is not a pass, those of a failure alone where there is one; each after the name of its transfer."""
         failed = self.verdict == "fail"
         shown = [t for t in self.transfers if not failed or t.verdict == "fail"]
         several = len(self.transfers) + len(self._unfitted) > 1
@@ -119,7 +119,7 @@ class Verdict(JsonResult):
         return draw_verdict([transfer.plot() for transfer in self.transfers])
 
     def plot_drifts(self) -> "go.Figure":
-        """The drift of each optimum with its interval, beside the band that a pass needs."""
+        """The drift of each optimum with its interval, and the band that a pass needs."""
         from scaling.optima.figures import draw_drifts, drift_data
 
         return draw_drifts(drift_data(self.table()), MAX_DRIFT)

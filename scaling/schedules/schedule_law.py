@@ -120,7 +120,7 @@ class ScheduleLaw(JsonResult):
         return loss
 
     def unsupported_reasons(self, schedule: pd.DataFrame) -> tuple[str, ...]:
-        """Why a prediction of this schedule is outside the declared support; empty inside.
+        """Reasons why a prediction of this schedule is outside the declared support; empty inside.
 
         Raises:
             ValueError: a column is missing or breaks its rule, the rows are of several runs, or the rate is 0 in every row.

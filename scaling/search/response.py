@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 NEAR = 0.01
-"""Nothing is tried that the surface itself takes to be this much worse (of log loss) than its minimum.
+"""Excess of log loss over the surface's minimum beyond which nothing is suggested.
 
 Of .005, .01, .02 and no limit, .01 was chosen on Step Law's grid (tests/benchmarks/search_replay.py)."""
 PRIOR_WEIGHT = 10.0

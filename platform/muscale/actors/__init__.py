@@ -1,1 +1,1 @@
-"""Who trains: the runs that a stage wants, and the warm actors that reach their ends."""
+"""Training by actors: the runs that a stage wants, and the pool of warm workers that train them."""

@@ -1,4 +1,4 @@
-"""Whether the token files are those that were written: bytes that changed on a disk change every loss, and nothing else tells."""
+"""Check that the token files are those that were written: bytes that changed on a disk change every loss, unnoticed."""
 
 from __future__ import annotations
 

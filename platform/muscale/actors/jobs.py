@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from muscale.actors.pool import PooledWorker, WorkerPool
 
 ATTEMPTS = 3
-"""At a training whose worker was lost; what it had finished is in the ledger."""
+"""Starts of a training whose workers are lost; what it had finished is in the ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)

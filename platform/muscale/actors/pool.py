@@ -18,7 +18,7 @@ from muscale.store.ledger import Ledger, Outcome
 from muscale.store.lineage import Chain
 
 IDLE_SECONDS = 20.0
-"""How long a worker without work stays warm while others are at work; somebody else may want its device."""
+"""Time that an idle worker stays warm while others work; somebody else may want its device."""
 _STARTS = 3  # that may fail one after the other
 
 

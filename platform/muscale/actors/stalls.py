@@ -24,7 +24,7 @@ _AT_MOST = 2.0  # ticks that one look counts: a process that was stopped, or a m
 
 @contextmanager
 def ended_where_stalled(path: Path, seconds: float, what: str) -> Iterator[Callable[[], None]]:
-    """Kill this process once it makes no progress for `seconds` of its own time; yields what tells of progress.
+    """Kill this process once it makes no progress for `seconds` of its own time; yields the function that reports progress.
 
     Args:
         path: Where is written what each of its threads was doing then.

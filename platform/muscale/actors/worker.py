@@ -69,7 +69,7 @@ class Worker:
             )
 
     def _nearest_state(self, chain: Chain) -> TrainState | None:
-        """The last kept state on the chain's own line that its training can go on from."""
+        """The last kept state on the chain's own line that its training can resume from."""
         for row in self.ledger.line(chain.line):
             if row["tokens"] <= _latest_start(chain) and (state := self._load(row)):
                 return state

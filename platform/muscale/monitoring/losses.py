@@ -28,7 +28,7 @@ class LossSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages and the ledger."""
+        """Name of the source in messages and in the ledger."""
 
     def read(self) -> list[Row]:
         """The rows in their order in the source.

@@ -62,7 +62,7 @@ class RunStatus(Result):
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the end, at the rate of the last steps."""
+        """Seconds until the end, at the rate of the last steps."""
         if self.tokens_per_second is None or self.ended:
             return None
         return max(0, self.n_tokens - self.tokens) / self.tokens_per_second

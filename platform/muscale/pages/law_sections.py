@@ -25,7 +25,7 @@ GROUP = "The law"
 def law_sections(
     fit: ScalingFit | None, plan: dict[str, Any] | None = None, further: NextStems | None = None
 ) -> list[Section]:
-    """A section for each figure; without a fit the first alone, which says how to get it.
+    """A section for each figure; without a fit the first alone, with the command that makes it.
 
     Args:
         fit: The law.

@@ -141,7 +141,7 @@ class LivePage:
         asked = [row for kind in (ResultKind.CANCEL_TRIAL, ResultKind.CANCEL_STUDY) for row in ledger.results(kind)]
         values = {
             "owners": self._at_work(),
-            "asked": [_told(row) for row in asked],
+            "asked": [_described(row) for row in asked],
             "actions": self.token is not None,
             "running": () if so_far is None or self.study.config.sweep.is_population else so_far.running,
         }
@@ -203,7 +203,7 @@ def _owners(ledger: Ledger) -> list[str]:
     return [f"process {process} on {host} {what}" for (host, process), what in work.items()]
 
 
-def _told(row: dict[str, Any]) -> str:
+def _described(row: dict[str, Any]) -> str:
     asked = row["payload"]
     what = f"trial {asked['trial']}" if row["kind"] == ResultKind.CANCEL_TRIAL else "the study"
     return f"{row['created_at'][:19].replace('T', ' ')} UTC: {what} was asked to end: {asked['reason']}"

@@ -13,10 +13,10 @@ _STAGES = {"sweep": "sweep", "transfer": "transfer", "ladder": "ladder", "ablate
 
 def overview(study: StudyContents) -> str:
     """The study's place, the runs of each stage, the forecast registered last and the measured loss."""
-    return lines(dict(_told(study)))
+    return lines(dict(_rows(study)))
 
 
-def _told(study: StudyContents) -> Iterator[tuple[str, str]]:
+def _rows(study: StudyContents) -> Iterator[tuple[str, str]]:
     yield "study", f"{study.config.name}, in {study.directory}"
     runs, check = study.ledger.least_losses(), study.ledger.latest_result(ResultKind.CHECK)
     yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"

@@ -127,7 +127,7 @@ def _of_gate(contents: ReportContents) -> list[Tile]:
 
 
 def lineage(contents: ReportContents) -> list[Step]:
-    """From the corpus to the bundle."""
+    """Steps from the corpus to the bundle."""
     corpus, verdict, law, bundle = contents.corpus, contents.transfer, contents.fit, contents.bundle
     plan, forecast, promotion = contents.plan, contents.forecast, contents.promotion
     return [

@@ -39,7 +39,7 @@ def box_of(space: Space) -> SearchBox:
 
 
 def expected_drift(space: Space) -> dict[str, dict[str, tuple[float, float]]]:
-    """What the horizon law's and the batch law's priors say of the box of a space, in octaves or ranks per doubling.
+    """Drift of the optimum in a space's box by the horizon and batch laws' priors, in octaves or ranks per doubling.
 
     Where the batch is searched too, the rate is the best at the best batch, of which published laws don't agree even about
     the sign: nothing is stated of it. Nor is anything with size, which is the parametrization's to settle.
@@ -53,7 +53,7 @@ def expected_drift(space: Space) -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def coordinates(space: Space, config: Config) -> dict[str, Any]:
-    """Where a configuration lies in the box; what is inactive lies in the middle, or at the first choice."""
+    """Coordinates of a configuration in the box; an inactive value lies in the middle, or at the first choice."""
     point: dict[str, Any] = {}
     for name in space.searched:
         distribution = space[name]
@@ -105,7 +105,7 @@ class AcrossScales:
         return self.prior_runs()
 
     def propose(self, number: int, known: Known) -> Config:
-        """What the surface suggests, given the prior runs and the sweep's own trials so far."""
+        """The surface's suggestion, given the prior runs and the sweep's own trials so far."""
         space, box = self.space, replace(box_of(self.space), drift=expected_drift(self.space))
         scale = {N_PARAMS: float(self.n_params), N_TOKENS: float(self.n_tokens)}
         rows = [

@@ -1,4 +1,4 @@
-"""What a sweep may cost, and what it has cost: the sweep stops before the first segment that would go beyond it."""
+"""Budget and cost of a sweep, which stops before the first segment that would go beyond it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Budget:
         return any(limit is not None for limit in (self.max_tokens, self.max_flops, self.max_device_hours))
 
     def for_population(self) -> Budget:
-        """The same for a population, whose members all come to the end: no more of them than that allows."""
+        """The budget of a population, whose members all come to the end: no more of them than that allows."""
         members = self.trials
         while members and self._tokens_of(members) > self.most_tokens:
             members -= 1
@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def most_tokens(self) -> int:
-        """What the sweep can cost at most: every trial to its end, annealed at every rung, and the repetitions."""
+        """Upper bound of the sweep's cost: every trial to its end, annealed at every rung, and the repetitions."""
         tokens = self._tokens_of(self.trials)
         by_flops = tokens if self.max_flops is None else int(self.max_flops / (6.0 * self.n_params))
         return min(tokens, by_flops, tokens if self.max_tokens is None else self.max_tokens)
@@ -78,11 +78,11 @@ class Budget:
         return record.tokens + sum(self._owed(record, rung) for rung in range(len(self.rung_tokens)))
 
     def _tokens_of(self, trials: int) -> int:
-        """So many trials to their end, annealed at every rung, and the repetitions."""
+        """Cost of `trials` trials to their end, annealed at every rung, and of the repetitions."""
         return trials * (self.rung_tokens[-1] + sum(self.branch_tokens)) + self._kept(trials)
 
     def _kept(self, trials: int) -> int:
-        """For the repetitions of those who will lead among so many trials."""
+        """Tokens for the repetitions of the finalists among so many trials."""
         return min(self.n_finalists, trials) * self.repeat_tokens
 
     def _hours(self, record: Record, tokens: float) -> float:
@@ -90,7 +90,7 @@ class Budget:
         return record.seconds / max(record.tokens, 1) * tokens / 3600 * self.devices
 
     def _owed(self, record: Record, rung: int, *, more: int = 0) -> int:
-        """Tokens of the branches from a rung: of those that went on, `more` of them than now, and of the leaders beside them."""
+        """Tokens of the branches from a rung: of the trials that were continued, `more` of them than now, and of the best ones."""
         if rung < 0:
             return 0
         arrived, gone = len(record.ranking(rung)), record.n_went_on.get(rung, 0) + more

@@ -15,7 +15,7 @@ from muscale.search.schedulers import GoOn, Scheduler, Start
 
 
 class Engine:
-    """Hands out jobs until nothing is left to do: open segments first, then what the scheduler says, at last the anneal jobs.
+    """Hands out jobs until nothing is left to do: open segments first, then the scheduler's, at last the anneal jobs.
 
     Args:
         record: What was suggested, measured and decided.
@@ -68,7 +68,7 @@ class Engine:
         return not self.record.open and self._move() is None and not self._anneal_jobs()
 
     def next(self) -> TrialSegment | AnnealJob | None:
-        """What to train next, or None if there is nothing to begin now."""
+        """The next job, or None if there is nothing to start now."""
         if self.is_stopping:
             return None
         self.record.heed_cancels()
@@ -139,7 +139,7 @@ class Engine:
         return job
 
     def _move(self) -> Start | GoOn | None:
-        """What the scheduler wants, if the budget allows it; where it does not allow another trial, the scheduler goes on without."""
+        """The scheduler's next segment, if the budget allows it; where it allows no new trial, one of the trials that are there."""
         may_start = self.budget.allows_trial(self.record)
         move = self._scheduler.next(self.record, may_start=may_start)
         if isinstance(move, Start) and not self._allows(move):
@@ -159,5 +159,5 @@ class Engine:
 
 
 def _name(what: TrialSegment | AnnealJob) -> int | AnnealJob:
-    """What a job is known by; a segment begins elsewhere once it has come to a rung."""
+    """Identity of a job; a segment starts elsewhere once it has come to a rung."""
     return what if isinstance(what, AnnealJob) else what.trial

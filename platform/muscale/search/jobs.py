@@ -29,7 +29,7 @@ class AnnealJob:
 
 
 def job_to_json(job: TrialSegment | AnnealJob) -> str:
-    """As text, which a Tune trial's config carries."""
+    """JSON of a job, for the config of a Tune trial."""
     return json.dumps({**vars(job), "path": history_to_json(job.path)})
 
 

@@ -107,5 +107,5 @@ def _trial(
 
 
 def _time(text: str | None) -> datetime | None:
-    """Of the ledger's, as Optuna keeps it: local and without a zone."""
+    """Time of the ledger as Optuna keeps it: local and without a zone."""
     return None if text is None else datetime.fromisoformat(text).astimezone(UTC).astimezone().replace(tzinfo=None)

@@ -21,10 +21,10 @@ from search_spaces import Config, Integer, LogUniform, Space, Uniform
 
 
 class Explore(Protocol):
-    """How a copy's hyperparameters are chosen."""
+    """Choice of a copy's hyperparameters."""
 
     def changed(self, record: Record, trial: int, rung: int, donor: int) -> Config:
-        """The configuration with which `trial` goes on from the donor's state at `rung`."""
+        """The configuration with which `trial` continues from the donor's state at `rung`."""
         ...
 
 

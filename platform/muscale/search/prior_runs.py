@@ -1,4 +1,4 @@
-"""What other runs can teach a sweep: annealed runs at other sizes and lengths, of this study and of others like it."""
+"""Prior runs of a sweep: annealed runs at other sizes and lengths, of this study and of others like it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _KINDS: dict[str, Any] = {
     "numerics": dict,
     "segment": dict,
 }
-"""What the columns of another study's runs must hold: SQLite keeps any value in any column."""
+"""Types that the columns of another study's runs must have: SQLite keeps any value in any column."""
 SHAPE = ("model", "seed", "run_tokens")
-"""In which runs of one family may differ; their rates are all given at the family's base shape."""
+"""Fields in which runs of one family may differ; their rates are all given at the family's base shape."""
 
 
 def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
-    """In what a run of the ledger differs from a study beyond what is searched, "" if in nothing; what the space fixes counts."""
+    """Difference between a run of the ledger and a study beyond what is searched, "" if none; what the space fixes counts."""
     searched = {"learning_rate", *space.searched}
     fixed: dict[str, Any] = {name: d.value for name, d in space.items() if isinstance(d, Fixed)}
     for found, wanted, free in (
@@ -64,7 +64,7 @@ def values_of(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def usable_runs(
     runs: Sequence[pd.DataFrame], defaults: Hyperparameters, space: Space, numerics: Numerics
 ) -> pd.DataFrame:
-    """Runs that tell where the optimum lies: a column for each searched hyperparameter, n_params, n_tokens, loss (NaN: diverged).
+    """Runs that locate the optimum: a column for each searched hyperparameter, n_params, n_tokens, loss (NaN: diverged).
 
     Args:
         runs: Tables of ledgers.
@@ -97,7 +97,7 @@ def usable_runs(
 
 
 def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
-    """How many runs of another study a sweep uses, and if none, why most are left out.
+    """Message with the number of another study's runs that a sweep uses, and if none, why most are left out.
 
     Args:
         source: The study's file or directory, or its ledger.

@@ -122,7 +122,7 @@ class Record:
         self._arrived(arrival)
 
     def go_on(self, trial: int, until: int, path: ConfigHistory | None = None, donor: int | None = None) -> None:
-        """Note the decision that a trial goes on from where it is, in a population on another path."""
+        """Record the decision to continue a trial from where it is, in a population on another path."""
         rung, path = self.last_rung(trial), path or self.paths[trial]
         self._ledger.add_decision(
             sweep=self.sweep, trial=trial, rung=rung, until=until, path=history_to_json(path), donor=donor
@@ -184,7 +184,7 @@ class Record:
         return statistics.fmean(self.losses(trial, rung))
 
     def place(self, trial: int, rung: int) -> int:
-        """How many that were not cancelled stand before a trial in a rung's ranking."""
+        """Number of trials, cancelled ones aside, before a trial in a rung's ranking."""
         here = (self.loss(trial, rung), trial)
         gone = sum((self.loss(c, rung), c) < here for c in self.cancelled if (c, rung) in self.arrivals)
         return bisect_left(self.ranking(rung), here) - gone
@@ -199,7 +199,7 @@ class Record:
         return sum(arrival.tokens for arrival in arrivals), sum(arrival.seconds for arrival in arrivals)
 
     def status(self, trial: int, top: int) -> str:
-        """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where no scheduler let it go on."""
+        """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where no scheduler continued it."""
         if trial in self.open:
             return "running"
         if self.diverged(trial) or self.last_rung(trial) == top:
@@ -255,7 +255,7 @@ class Record:
         self.n_went_on[rung] = self.n_went_on.get(rung, 0) + 1
 
     def _changed(self, trial: int, rung: int) -> bool:
-        """Whether it came to this rung and to the next with a loss: a member that diverged may go on as another's copy."""
+        """Whether it came to this rung and to the next with a loss: a member that diverged may continue as another's copy."""
         both = ((trial, rung), (trial, rung + 1))
         return all(at in self.arrivals and math.isfinite(self.loss(*at)) for at in both)
 

@@ -1,4 +1,4 @@
-"""What the trials of a sweep tell a sampler: each the loss that it would have ended at."""
+"""View of a sweep's record for a sampler: each trial with the loss that it would have ended at."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Observation:
 
 
 class Known(Protocol):
-    """What a sampler may look at."""
+    """Protocol of what a sampler reads."""
 
     @property
     def observations(self) -> Sequence[Observation]:
@@ -38,7 +38,7 @@ class Known(Protocol):
 
 
 class RecordView:
-    """What a record tells, worked out when it is asked for: a grid never asks."""
+    """View of a record, computed when it is read: a grid never reads it."""
 
     def __init__(self, record: Record, top: int) -> None:
         self._record, self._top = record, top
@@ -85,7 +85,7 @@ class MemoizedByConfig(Generic[T]):
         self._known: dict[int, tuple[Config, T]] = {}
 
     def __call__(self, config: Config) -> T:
-        """What the function gives for it; one that was asked about must not change."""
+        """Value of the function at a configuration, which must not change afterwards."""
         known = self._known.get(id(config))
         if known is None:  # its configuration is held, so that no other gets its id
             known = self._known[id(config)] = config, self._function(config)

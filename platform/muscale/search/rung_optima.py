@@ -26,9 +26,9 @@ AT_BOUND = 0.01
 """An interval that comes so near a bound, in widths of the box, is not closed on that side (assumed)."""
 RATE = "learning_rate"
 GROUP = "sweep"
-"""Of a sweep's optima, in the horizon law."""
+"""Weight of a sweep's optima in the horizon law."""
 ROUNDING = 0.1
-"""By how much a length may fall short for its whole batches."""
+"""Share by which a length may fall short because batches are whole."""
 COLUMNS = ("n_tokens", "hyperparameter", "best", "low", "high", "probability", "n_runs", "status")
 
 
@@ -52,7 +52,7 @@ class RungOptima:
         return replace(box_of(self.space), scales=(N_TOKENS,))
 
     @property
-    def is_told(self) -> bool:
+    def has_surface(self) -> bool:
         """Whether there are runs enough for a surface."""
         return bool(self.space.searched) and int(self.runs["loss"].notna().sum()) >= len(self.box.names) + SPARE
 
@@ -98,7 +98,7 @@ class RungOptima:
     def _table(self, lengths: Sequence[int]) -> pd.DataFrame:
         rows = [
             [n, name, best, *self._ends(optimum, name), optimum.n_here, self._status(optimum, name)]
-            for n, optimum in ((n, self.at(n)) for n in (lengths if self.is_told else ()))
+            for n, optimum in ((n, self.at(n)) for n in (lengths if self.has_surface else ()))
             for name, best in self._best(optimum).items()
         ]
         return pd.DataFrame(rows, columns=list(COLUMNS))
@@ -109,7 +109,7 @@ class RungOptima:
         On whatever scale the rate was searched; none where it was a choice, which has no interval.
         """
         rows = []
-        for n in self.lengths if self.is_told and RATE in self.box.bounds else ():
+        for n in self.lengths if self.has_surface and RATE in self.box.bounds else ():
             optimum = self.at(n)
             if RATE in self._best(optimum) and self._status(optimum, RATE) == "ok":
                 low, high = (self._log2_rate(optimum, end) for end in optimum.intervals[RATE])
@@ -127,7 +127,7 @@ class RungOptima:
 
     def misses(self, config: Config, n_tokens: int) -> list[str]:
         """Hyperparameters of a configuration that lie outside the closed interval of the optimum at a length, with why."""
-        if not self.is_told or n_tokens not in self.lengths:
+        if not self.has_surface or n_tokens not in self.lengths:
             return []
         optimum, place, table = self.at(n_tokens), coordinates(self.space, config), self._table([n_tokens])
         out = []
@@ -181,7 +181,7 @@ def edge_messages(table: pd.DataFrame, space: Mapping[str, Any]) -> list[str]:
 
 
 def for_horizon(fitted: RungOptima, config: StudyConfig, numerics: Numerics) -> pd.DataFrame:
-    """A sweep's best rates as observations of the horizon law, `optima` of `scaling.fit_verdict`; empty where they tell nothing.
+    """A sweep's best rates as observations of the horizon law, `optima` of `scaling.fit_verdict`; empty where there are none.
 
     They do where the sweep followed the full run's schedule, and every length saw the data that a run of its own would have
     seen. Lengths shorter, beside the longest, than the grids' own horizons are left out: a branch has the warmup of the whole
@@ -194,7 +194,7 @@ def for_horizon(fitted: RungOptima, config: StudyConfig, numerics: Numerics) -> 
     """
     columns = ["group", N_TOKENS, "log2_rate", "stderr"]
     own_schedule = (config.sweep.schedule or config.hyperparameters.schedule) == config.hyperparameters.schedule
-    if not own_schedule or numerics.stages_by_fraction or not fitted.is_told:
+    if not own_schedule or numerics.stages_by_fraction or not fitted.has_surface:
         return pd.DataFrame(columns=columns)
     rates = fitted.rates().assign(group=GROUP)
     shortest = min(config.transfer.horizons) * max(fitted.lengths)

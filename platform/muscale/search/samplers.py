@@ -1,4 +1,4 @@
-"""Where the next configuration comes from: grids, draws, and Optuna's samplers, each a function of what is known so far.
+"""Samplers of the next configuration: grids, draws, and Optuna's, each a function of the results so far.
 
 A sampler holds no state between calls: what it needs is in the observations, so an interrupted sweep asks on as if it had
 not been interrupted. `muscale.search.across_scales` has our own.
@@ -18,7 +18,7 @@ from muscale.search.record_view import Known, MemoizedByConfig, Observation
 from search_spaces import Config, Space
 
 MAX_OBSERVATIONS = 1000
-"""That an Optuna sampler is given, the best and the latest half each, and CMA-ES, the latest: their cost grows with them, and
+"""Most trials that an Optuna sampler gets, the best and the latest half each, and CMA-ES, the latest: their cost grows with them, and
 far or old ones tell little (a covariance adapts within tens of generations, of which this is over a hundred)."""
 CLIP = 1.1
 """A Gaussian process and a covariance matrix see no loss above this many times the best: beyond it lies a wall, on which the
@@ -99,7 +99,7 @@ class LossClip:
 
     @classmethod
     def of(cls, finite: Sequence[float], *, clip: float = math.inf) -> LossClip:
-        """Of trials of which these ended with a loss, clipped at so many times the best."""
+        """The clip of trials of which these ended with a loss, at `clip` times the best."""
         if not finite:
             return cls(worst=math.log(256), highest=math.inf)
         return cls(worst=max(finite) * 1.01, highest=min(finite) * clip)
@@ -130,7 +130,7 @@ class OptunaSampler:
         return MemoizedByConfig(self.space.contains)
 
     def propose(self, number: int, known: Known) -> Config:
-        """What the sampler suggests for trial `number`."""
+        """The sampler's suggestion for trial `number`."""
         import optuna
 
         from muscale.search.optuna_space import optuna_params_of, suggest

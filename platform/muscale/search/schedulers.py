@@ -1,4 +1,4 @@
-"""Which trial does what next: early stopping as functions of the record.
+"""Schedulers: early stopping as functions of the record.
 
 A scheduler looks at the record alone, so the same record gives the same move, in whatever process. Trials wait at a rung without
 holding a worker, and one that never gets on has been stopped.
@@ -82,7 +82,7 @@ class Asha:
         return None if record.open else self._last_move(record)
 
     def _last_move(self, record: Record) -> GoOn | None:
-        """Where a rung has sent nobody on, its best goes."""
+        """The continuation of the best trial of a rung from which none was continued."""
         for rung in reversed(range(self.top)):
             if record.ranking(rung) and not record.ranking(rung + 1):
                 trial = _next_of(record, rung, 1)
@@ -100,14 +100,14 @@ class MedianStopping:
     top: int
 
     def next(self, record: Record, *, may_start: bool) -> Start | GoOn | None:
-        """A trial that may go on, or else a new one."""
+        """A trial that may be continued, or else a new one."""
         for rung in reversed(range(self.top)):
             if (trial := self._passing(record, rung)) is not None:
                 return GoOn(trial=trial, until=rung + 1)
         return Start(until=0) if may_start else None
 
     def _passing(self, record: Record, rung: int) -> int | None:
-        """Of those that wait at a rung and may go on, the one with the least loss there."""
+        """The trial with the least loss of those that wait at a rung and may continue."""
         if not (waiting := record.waiting(rung)):
             return None
         means = record.means(rung)

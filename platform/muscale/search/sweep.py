@@ -70,7 +70,7 @@ def trial_plan(config: StudyConfig, numerics: Numerics) -> TrialPlan:
 
 
 def budget(config: StudyConfig, plan: TrialPlan) -> Budget:
-    """What the study file allows a sweep."""
+    """Budget that the study file gives a sweep."""
     settings, resources = config.sweep, config.resources
     branches = [plan.run_tokens(k) - plan.rung_tokens[k] if plan.has_branch(k) else 0 for k in range(plan.top + 1)]
     return Budget(
@@ -108,7 +108,7 @@ class Sweep:
 
     @cached_property
     def key(self) -> str:
-        """What makes two sweeps the same search."""
+        """Key of the search: sweeps with the same key share their record."""
         settings = self.config.to_dict()["sweep"]
         searched = {name: value for name, value in settings.items() if name not in _HOW_MUCH}
         return input_key(self.numerics.to_dict(), self.config.hyperparameters.to_dict(), searched)
@@ -119,7 +119,7 @@ class Sweep:
         return trial_plan(self.config, self.numerics)
 
     def record(self) -> Record:
-        """What the ledger has of it."""
+        """Record of the search in the ledger."""
         return Record(self.ledger, self.key)
 
     def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, search_round: Round | None = None) -> Engine:
@@ -164,7 +164,7 @@ class Sweep:
         return []
 
     def prior_runs(self) -> pd.DataFrame:
-        """Runs of this study and of those that it learns from, which tell where the optimum lies at other scales."""
+        """Runs of this study and of those that it learns from, which locate the optimum at other scales."""
         settings = self.config.sweep
         studies = [file for file in self.sources() if not is_outside(file)]
         tables = [self.ledger.runs(), *(runs_of(file) for file in studies)]
@@ -173,7 +173,7 @@ class Sweep:
         return pd.concat([known, *outside], ignore_index=True) if any(map(len, outside)) else known
 
     def results_from(self, file: Path) -> pd.DataFrame:
-        """Results of a table, or of a study of Optuna's, as their owner tells them."""
+        """Results of a table, or of a study of Optuna's, under their owner's names."""
         n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
         return outside_results(file, self.config.sweep.space, n_params=n_params, n_tokens=n_tokens)
 
@@ -182,7 +182,7 @@ class Sweep:
         return [*(self.ledger.directory / file for file in self.config.sweep.learn_from), *map(Path, self.learn_from)]
 
     def _budget(self, record: Record, search_round: Round) -> Budget:
-        """What it may cost, up to the end of a round."""
+        """Budget up to the end of a round."""
         settings = self.config.sweep
         trials = settings.trials
         if search_round.searcher == "grid":
@@ -230,7 +230,7 @@ class Sweep:
 
 
 def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
-    """Search, or go on searching, up to the budget; then anneal, then repeat the leaders.
+    """Start or resume the search, up to the budget; then anneal, then repeat the leaders.
 
     Another process that runs the same sweep is waited for.
 
@@ -274,7 +274,7 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
 
 
 def _prune(sweep: Sweep) -> None:
-    """Remove the states that nothing goes on from, unless somebody else is at work on this study."""
+    """Remove the states that nothing resumes from, unless somebody else is at work on this study."""
     expired = expired_leases(sweep.ledger)
     if set(held_leases(sweep.ledger, expired)) <= {f"sweep {sweep.key}"}:
         prune(sweep.ledger, top_k=sweep.config.sweep.top_k, expired=expired)
@@ -349,5 +349,5 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
         [(e.trial, e.seed, math.nan if outcome.loss is None else outcome.loss) for e, outcome in ended],
         columns=["trial", "seed", "loss"],
     )
-    runs_beside = sweep.ledger.runs(but_of=("sweep", "full"))
-    return make_result(sweep.config, sweep.plan, record, annealed, repeated, runs_beside)
+    other_runs = sweep.ledger.runs(but_of=("sweep", "full"))
+    return make_result(sweep.config, sweep.plan, record, annealed, repeated, other_runs)

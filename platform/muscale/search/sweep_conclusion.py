@@ -1,4 +1,4 @@
-"""What a sweep's record comes to: the winner, how sure that is over seeds, and what is doubtful about the search."""
+"""Conclusion of a sweep's record: the winner, its certainty over seeds, and warnings about the search."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_result(
 
 
 def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Finalists | None:
-    """The comparison of the leaders; what later stages tell of the noise may change how sure it is, not whom they follow."""
+    """Comparison of the finalists; noise known from later stages may change its certainty, not the winner that they follow."""
     if not repeated["loss"].notna().any():
         return None
     try:
@@ -121,7 +121,7 @@ def _notes(
 
 
 def _budget_notes(config: StudyConfig, plan: TrialPlan, record: Record) -> Iterator[str]:
-    """That fewer trials were begun than asked for, with the limits that may be why."""
+    """Warning that fewer trials were started than asked for, with the limits that may be why."""
     settings, last_round = config.sweep, record.rounds[-1]
     named = {name: getattr(settings, name) for name in ("max_tokens", "max_flops", "max_device_hours")}
     limits = [f"sweep.{name} = {value:g}" for name, value in named.items() if value is not None]

@@ -181,7 +181,7 @@ def draw_response(data: pd.DataFrame, name: str, space: Space) -> go.Figure:
 
 
 def coloured_by(space: Space) -> str:
-    """The hyperparameter that tells members of a population apart: the rate, or else the first that changes on the way."""
+    """The hyperparameter that distinguishes members of a population: the rate, or else the first that changes on the way."""
     return RATE if RATE in space else changeable(space)[0]
 
 

@@ -43,7 +43,7 @@ class SweepProgress:
 
 
 def describe_sources(sweep: Sweep) -> Iterator[str]:
-    """Enter results from outside, and tell what of each teacher informs the searcher.
+    """Enter imported results, and report the runs that the searcher uses from each source.
 
     All are looked at when a sweep begins, and those that are named with the command always; of a sweep that has begun, a
     teacher of the study file may be gone.

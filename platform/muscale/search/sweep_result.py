@@ -67,7 +67,7 @@ class SweepResult:
 
     @cached_property
     def fitted(self) -> RungOptima:
-        """The surface through the annealed runs; those of a population changed their values on the way, and tell none."""
+        """The surface through the annealed runs; those of a population changed their values on the way, and have none."""
         return RungOptima(runs=self.annealed.iloc[:0] if self.is_population else self.annealed, space=self.space)
 
     @property
@@ -89,12 +89,12 @@ class SweepResult:
         )
 
     def importance(self) -> Importance:
-        """Which hyperparameters the loss at the last rung depends on, from every trial, stopped ones corrected to that rung.
+        """Importance of each hyperparameter for the loss at the last rung, from every trial, stopped ones corrected to that rung.
 
         What a condition left out of a trial lies in the middle there, so its importance comes from the trials that have it.
 
         Raises:
-            StageError: If the trials are too few, or tell nothing.
+            StageError: If the trials are too few, or none of their values differ.
         """
         found = self.importance_or_reason
         if isinstance(found, str):
@@ -168,7 +168,7 @@ class SweepResult:
         return draw_response(response_data(self.annealed, self.fitted, self.space, name), name, self.space)
 
     def plot_lineage(self) -> go.Figure:
-        """In a population, who went on from whose state; the winner's path stands out.
+        """Lineage of a population: copies between members; the winner's path stands out.
 
         Raises:
             StageError: If it was no population.
@@ -259,7 +259,7 @@ def importance_of(trials: pd.DataFrame, space: Space, seed: int) -> Importance:
     """Shares of the variance of log loss, each hyperparameter on the scale on which it was searched, an ordinal by its rank.
 
     What a condition left out of a trial lies in the middle there (of a choice: at its first), so only the trials that have it
-    tell its share.
+    determine its share.
 
     Args:
         trials: A row each: the searched values (missing where a condition left one out) and `loss`, nats per token, all of
@@ -268,7 +268,7 @@ def importance_of(trials: pd.DataFrame, space: Space, seed: int) -> Importance:
         seed: Of the resampling.
 
     Raises:
-        ScalingError: If the trials are too few, or tell nothing.
+        ScalingError: If the trials are too few, or none of their values differ.
     """
     box = box_of(space)
     table = pd.DataFrame([coordinates(space, config_of(row, space)) for row in trials.to_dict("records")])

@@ -1,4 +1,4 @@
-"""What a sweep's record tells, as tables: its trials, their results at rungs, their annealed runs, and the noise of seeds."""
+"""Tables of a sweep's record: its trials, their results at rungs, their annealed runs, and the noise of seeds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def trials_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame, repeat
 
 
 def copies_table(record: Record) -> pd.DataFrame:
-    """In a population, a row for each copy: trial, rung, donor and the values that it went on with."""
+    """Copies in a population, a row each: trial, rung, donor and the values that it continued with."""
     rows = [
         {"trial": trial, "rung": rung, "donor": donor, **record.config_at(trial, rung + 1)}
         for (trial, rung), donor in record.donors.items()
@@ -124,7 +124,7 @@ def expected_losses(plan: TrialPlan, record: Record) -> dict[int, float]:
 
 
 def known_noise(runs: pd.DataFrame, plan: TrialPlan, space: Space) -> tuple[float, float] | None:
-    """How far runs at the base shape differ by their seed, from runs beside the sweep's; None where no seeds were repeated.
+    """Noise of seeds at the base shape, from runs of other stages; None where no seeds were repeated.
 
     A standard deviation of log loss and its degrees of freedom, as `scaling.compare_finalists` takes it.
 
@@ -164,7 +164,7 @@ def format_values(row: Mapping[str, Any], space: Space, given: Hyperparameters) 
 
 
 def format_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:
-    """What was cut for a round and what was not, a line for each hyperparameter, with the reason."""
+    """Description of a narrowing: for each hyperparameter a line with its range and the reason."""
     table = narrowing["table"]
     smaller = any(row["before"] != row["after"] for row in table)
     where = "a narrower space" if smaller else "the same space, as nothing could be cut"

@@ -1,4 +1,4 @@
-"""What Ray Tune runs for a trial: a process that lets a worker of the pool train, and reports what came of it."""
+"""Tune's trainable: a process that lets a worker of the pool train, and reports the result."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SweepTrainable(tune.Trainable):
         }
 
     def _loss(self, job: TrialSegment, outcome: Outcome) -> float | None:
-        """What the trial is ranked by at this rung, None after a divergence."""
+        """Loss by which the trial is ranked at this rung, None after a divergence."""
         if outcome.diverged:
             return None
         if self._rank_by == "annealed" and self._plan.has_branch(self._rung):

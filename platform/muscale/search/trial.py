@@ -1,4 +1,4 @@
-"""What one suggestion of a sweep means: a run at the base shape, its rungs and its branches."""
+"""Runs of one suggestion of a sweep: at the base shape, with rungs and branches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TrialPlan:
         return self._chain(segments, seed)
 
     def followed(self, path: ConfigHistory, rung: int) -> Hyperparameters:
-        """What the run that ends from a rung was given: the path up to there as stages of that run.
+        """Hyperparameters of the run that ends from a rung: the path up to there as stages of that run.
 
         Stages that were given to all trials lie at shares of the longest run, and so at others of a shorter one.
         """
@@ -91,7 +91,7 @@ class TrialPlan:
         return replace(start, stages=tuple(stages))
 
     def given(self, path: ConfigHistory, rung: int) -> Hyperparameters:
-        """What a run of any length is to be given to do as this one did: what was given to all trials as it was given."""
+        """Hyperparameters with which a run of any length repeats this one; those of all trials as they were given."""
         return self.hyperparameters(path[0][1]) if len(path) == 1 else self.followed(path, rung)
 
     def _run(self, path: ConfigHistory, rung: int) -> tuple[Segment, ...]:

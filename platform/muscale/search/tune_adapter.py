@@ -137,7 +137,7 @@ class StopAtRung(FIFOScheduler):
         return super().choose_trial_to_run(tune_controller)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Whether the job goes on."""
+        """Whether the job continues."""
         return str(TrialScheduler.STOP if self._jobs.ends(trial.trial_id) else TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
@@ -147,6 +147,6 @@ class StopAtRung(FIFOScheduler):
 
 
 def arrival(result: dict[str, Any]) -> RungResult:
-    """What a trainable reported, as the record has it."""
+    """Record's form of a trainable's report."""
     values = {name: result[name] for name in RungResult.__dataclass_fields__}
     return RungResult(**{**values, "loss": None if result["diverged"] else float(result["loss"])})

@@ -60,7 +60,7 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
     jobs, begun = EngineSearcher(engine, pool), time.time()
     with tempfile.TemporaryDirectory(prefix="muscale-tune-") as scratch:
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(trainable, **parameters), beside_driver()),
+            tune.with_resources(tune.with_parameters(trainable, **parameters), on_driver_node()),
             tune_config=tune.TuneConfig(
                 metric=METRIC,
                 mode=MODE,
@@ -95,8 +95,8 @@ def run_engine(engine: Engine, trainable: Any, parameters: dict[str, Any], pool:
         raise StageError(f"sweep: {n} trial{'s' if n > 1 else ''} failed; trial {trial}: {why}{stalled}")
 
 
-def beside_driver() -> tune.PlacementGroupFactory:
-    """What a Tune trial asks for: a place on the driver's node, and none of the CPUs and devices, which its worker holds."""
+def on_driver_node() -> tune.PlacementGroupFactory:
+    """Resources of a Tune trial: a place on the driver's node, and none of the CPUs and devices, which its worker holds."""
     import ray
     from ray import tune
 

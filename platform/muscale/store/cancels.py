@@ -47,7 +47,7 @@ def cancelled_trials(ledger: Ledger, sweep: str) -> dict[int, str]:
 
 
 def cancel_study(ledger: Ledger, reason: str) -> None:
-    """Ask every process that trains for the study to end as at Ctrl-C; the same command goes on.
+    """Ask every process that trains for the study to end as at Ctrl-C; the same command continues.
 
     Raises:
         StageError: If the reason is longer than `LONGEST_REASON` characters.

@@ -201,7 +201,7 @@ def _me() -> str:
 
 
 def _began(process: psutil.Process) -> str:
-    """When a process began, in seconds after its machine did: the system's clock stands in both times, and may be set."""
+    """Start of a process, in seconds after its machine's: the system's clock, which may be set, cancels out."""
     return f"{process.create_time() - psutil.boot_time():.2f}"
 
 

@@ -228,7 +228,7 @@ class Ledger:
         return runs_table(self.read(find_runs, sorted(without), sorted(but_of)), without)
 
     def least_losses(self) -> dict[str, tuple[int, float]]:
-        """How many runs each purpose has, and their least loss, NaN where all diverged."""
+        """Number of runs of each purpose, and their least loss, NaN where all diverged."""
         found = self.read(_least_losses)
         return {purpose: (n, math.nan if loss is None else loss) for purpose, n, loss in found}
 
@@ -247,7 +247,7 @@ class Ledger:
         return self.read(find, "rungs", {"sweep": sweep}, ["sequence"])
 
     def decisions(self, sweep: str) -> list[dict[str, Any]]:
-        """Every decision of the sweep that a trial goes on, in order."""
+        """Every decision of the sweep to continue a trial, in order."""
         return self.read(find, "decisions", {"sweep": sweep}, ["sequence"])
 
     def add_round(self, **values: Any) -> None:
@@ -263,7 +263,7 @@ class Ledger:
         self.write(_add_event, rungs.name, stamped(rungs, values))
 
     def add_decision(self, **values: Any) -> None:
-        """Insert the decision that a trial goes on, with the sweep's next sequence number; one that is there stays."""
+        """Insert the decision to continue a trial, with the sweep's next sequence number; one that is there stays."""
         self.write(_add_event, decisions.name, stamped(decisions, values))
 
     def run_losses(self, keys: Sequence[str]) -> dict[str, float]:
@@ -305,7 +305,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:
-    """What `find_runs` found, as the table that `Ledger.runs` describes."""
+    """Table of `Ledger.runs` from the rows of `find_runs`."""
     table = pd.DataFrame(rows, columns=[column.name for column in _run_columns(without)])
     table["loss"] = table["loss"].astype(float)
     table.insert(8, "compute_flops", 6.0 * table["n_params"].astype(float) * table["n_tokens"].astype(float))

@@ -100,7 +100,7 @@ def input_key(*inputs: Any) -> str:
 
 
 def stems(chains: Sequence[Chain]) -> dict[str, list[Chain]]:
-    """Chains by stem, the shorter before the longer: each goes on where the one before it stopped."""
+    """Chains by stem, the shorter before the longer: each continues where the one before it stopped."""
     grouped: dict[str, list[Chain]] = {}
     for chain in sorted(chains, key=lambda chain: chain.last.end):
         grouped.setdefault(chain.stem, []).append(chain)

@@ -61,7 +61,7 @@ def open_ledger(settings: StorageSettings, directory: Path, name: str) -> Ledger
 
 
 def read_place(directory: Path) -> dict[str, Any] | None:
-    """Where the ledger of a study's directory lies, or None where it has no such file.
+    """Place of the ledger of a study's directory, or None where it has no such file.
 
     Raises:
         StudyDirectoryError: If the file can't be used.

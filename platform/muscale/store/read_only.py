@@ -24,11 +24,11 @@ from muscale.store.storage import require_schema, sqlite_schema
 from muscale.store.tables import REFUSALS
 
 MAX_VALUE_BYTES = 1 << 28
-"""Of one value; a fit with its bootstrap takes some megabytes (assumed)."""
+"""Largest size of one value; a fit with its bootstrap takes some megabytes (assumed)."""
 _GENERATED = (2, 3)  # `hidden` in `table_xinfo`: computed when the column is read, or when it was written
 
 Read = Callable[..., Any]
-"""As `Storage.read`: calls a function with a connection and further arguments."""
+"""Calls a function with a connection and further arguments, as `Storage.read` does."""
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def fault_of(connection: sqlite3.Connection, triggers: Collection[str] = ()) -> 
 
 
 def _refusing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call; its errors are refused as faults of the source."""
+    """Make the call; its errors are refused as faults of the source."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -49,7 +49,7 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeHandling:
-    """The handling of a run's spikes: with the guard's settings, it determines the numbers beside the segments.
+    """The handling of a run's spikes: with the guard's settings, it determines the numbers together with the segments.
 
     The policy alone does not tell where a run went back to, as that is where its checkpoints happened to lie; and a run that left
     batches out is another training than one that saw them. So both are part of the key that the ledger knows the run by.

@@ -20,11 +20,11 @@ class _JsonText(sa.TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str:
-        """To the database."""
+        """Convert a value to the database's."""
         return json.dumps(value)
 
     def process_result_value(self, value: str | None, dialect: sa.Dialect) -> Any:
-        """From the database."""
+        """Convert a value from the database's."""
         return None if value is None else json.loads(value)
 
 

@@ -86,7 +86,7 @@ class Mirror:
         self._sent: dict[str, Sent] = {}
         self._rests: dict[str, tuple[float, float]] = {}  # by name: until when, and how long the next time
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._given: Counter[str] = Counter()  # by name: runs that it had something new of
 
     @contextmanager
@@ -115,7 +115,7 @@ class Mirror:
             yield
         finally:
             done.set()
-            thread.join(0.0 if "slow" in self._told else PATIENCE_SECONDS)
+            thread.join(0.0 if "slow" in self._reported else PATIENCE_SECONDS)
             if thread.is_alive():
                 self._tell("slow", f"not done after {PATIENCE_SECONDS:.0f} s; no longer waited for")
 
@@ -178,8 +178,8 @@ class Mirror:
 
     def _tell(self, about: str, text: str) -> None:
         """Log a warning once for each subject."""
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._reported:
+            self._reported.add(about)
             line = redacted(" ".join(text.split()))
             _log.warning("tracking: %s; the work continues, and `muscale sync` sends what is missing", line)
 

@@ -106,7 +106,7 @@ def _trial_summary(record: Record, trial: int, status: str, annealed: float | No
 
 
 class FullRun:
-    """A full run: its training curve in stretches, its evaluations, and the forecast beside both as lines.
+    """A full run: its training curve in stretches, its evaluations, and the forecast as lines next to both.
 
     Args:
         ledger: The study's.

@@ -15,7 +15,7 @@ from muscale.settings.tables import TrackingSettings
 from muscale.tracking.tracked import Row, TrackedRun, Tracker
 
 SECONDS = 20.0
-"""That the beginning of a run may wait for the server, and its end for what is still to be sent (assumed)."""
+"""Most that a run's start waits for the server, and its end for unsent records (assumed)."""
 _LIGHT: dict[str, Any] = {
     # Of an offline run these cost half a second (the packages alone .4 s; without them .02 s, measured), and all of them tell
     # of the machine, which is nobody's business.
@@ -34,7 +34,7 @@ _LIGHT: dict[str, Any] = {
 
 
 def mode_of(settings: TrackingSettings) -> Literal["online", "offline", "off"]:
-    """Where runs go: what the study file says or, with "auto", WANDB_MODE, else online where there is a key."""
+    """Mode of new runs: the study file's or, with "auto", WANDB_MODE, else online where there is a key."""
     if settings.wandb != "auto":
         return settings.wandb
     match os.environ.get("WANDB_MODE", ""):
@@ -73,7 +73,7 @@ class WandbTracker(Tracker[Any]):
 
     @property
     def place(self) -> str:
-        """Of runs that were kept offline the server knows nothing yet."""
+        """Where marks of sent values belong: the server knows nothing of runs that were kept offline."""
         return f"{self.name}-{self.mode}"
 
     def _begin(self, run: TrackedRun) -> Any:
