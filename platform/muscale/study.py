@@ -30,6 +30,7 @@ from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
 from muscale.plans import next_stems, plan_file, planning
 from muscale.plans.gate import require_check
+from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
 from muscale.plans.planning import Plan
 from muscale.progress import Display, following
@@ -429,12 +430,13 @@ class Study(Result):
             return smoke_test_on_cluster(plan, config, self.ledger, self._numerics, steps=steps)
 
     def _to_promote(self, plan: Plan | str | Path | None, *, register: bool) -> tuple[Plan, StudyConfig]:
-        """The plan that is meant, and the settings that it is promoted with."""
+        """The plan that is meant, and the settings that it is promoted with, the layout chosen where it is "auto"."""
         if isinstance(plan, str | Path):
             path = plan_file.path_of(self.directory, str(plan)) if str(plan).isalnum() else Path(plan)
-            return plan_file.read(path, self.ledger, self.config, along=lambda plan: self._band(plan).along)
+            plan, config = plan_file.read(path, self.ledger, self.config, along=lambda plan: self._band(plan).along)
+            return plan, with_layout(plan, config)
         plan = plan or self.plan()
-        return self.register(plan) if register else plan, self.config
+        return self.register(plan) if register else plan, with_layout(plan, self.config)
 
     def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
         from muscale.full_runs.promote.dry_run import dry_run

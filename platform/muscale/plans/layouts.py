@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
 
-from muscale.plans.step_time import Links, StepTime, links_of, step_time
+from muscale.errors import StageError
+from muscale.plans.planning import Plan
+from muscale.plans.step_time import LINKS, Links, StepTime, links_of, step_time
+from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
+from muscale.settings.promote import LAYOUT
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
@@ -34,6 +38,12 @@ class Layout:
     step: StepTime
     memory: MemoryEstimate
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Its keys of [promote]."""
+        own = self.parallelism
+        return dict(zip(LAYOUT, (own.sharding, own.tensor_parallel, own.checkpointing), strict=True))
+
     def __str__(self) -> str:
         """The keys of [promote], and what they give."""
         chosen = self.parallelism
@@ -51,11 +61,13 @@ def fitting_layouts(
     device: Accelerator | str,
     links: Links | None = None,
     smallest_batch_tokens: int | None = None,
+    micro_batch: int | None = None,
+    shard_ranks: int | None = None,
     optimizer: str = "adamw",
     precision: Precision = "bf16",
     compiled: bool = True,
 ) -> list[Layout]:
-    """All layouts that fit, each with its largest micro-batch, the fastest first.
+    """All layouts that fit, the fastest first.
 
     Args:
         model: The shape.
@@ -64,6 +76,8 @@ def fitting_layouts(
         device: Or its name.
         links: Of the device; None: by its name.
         smallest_batch_tokens: At the beginning of a ramp; None: `batch_tokens`.
+        micro_batch: Sequences of a pass; None: for each layout as many as fit.
+        shard_ranks: Of hybrid layouts; None: a node's.
         optimizer, precision, compiled: Of the run.
 
     Raises:
@@ -74,7 +88,7 @@ def fitting_layouts(
     limit = int(MEMORY_SHARE * device.memory_bytes)
     sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
     found = []
-    for parallelism in _candidates(model, workers, sequences, links.node_devices):
+    for parallelism in _candidates(model, workers, sequences, links.node_devices, shard_ranks):
         replicas, shards, _ = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
         state: dict[str, Any] = {
             "precision": precision,
@@ -84,22 +98,23 @@ def fitting_layouts(
             "tensor_parallel": parallelism.tensor_parallel,
             "checkpointing": parallelism.checkpointing,
         }
-        micro_batch = largest_micro_batch(model, -(-sequences // (replicas * shards)), limit=limit, **state)
-        memory = training_memory(model, micro_batch=micro_batch, **state)
+        share = -(-sequences // (replicas * shards))
+        taken = micro_batch or largest_micro_batch(model, share, limit=limit, **state)
+        memory = training_memory(model, micro_batch=taken, **state)
         if memory.total > limit:
             continue
         step = step_time(
             model,
             parallelism,
             workers=workers,
-            micro_batch=micro_batch,
+            micro_batch=taken,
             batch_tokens=batch_tokens,
             device=device,
             links=links,
             precision=precision,
             compiled=compiled,
         )
-        found.append(Layout(parallelism=parallelism, micro_batch=micro_batch, step=step, memory=memory))
+        found.append(Layout(parallelism=parallelism, micro_batch=taken, step=step, memory=memory))
     return sorted(found, key=lambda layout: layout.step.total)
 
 
@@ -109,13 +124,80 @@ def propose_layout(layouts: list[Layout]) -> Layout | None:
     return min(near, key=lambda layout: _complexity(layout.parallelism), default=None)
 
 
-def _candidates(model: ModelConfig, workers: int, sequences: int, node_devices: int) -> Iterator[Parallelism]:
+def conditions_of(plan: Plan, config: StudyConfig) -> dict[str, Any] | None:
+    """Arguments of `step_time` and of `fitting_layouts` for a plan; None where nothing is known of the devices' links."""
+    device = config.plan.device
+    if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
+        return None
+    return {
+        "workers": config.promote.workers,
+        "batch_tokens": plan.hyperparameters.batch_tokens,
+        "device": device,
+        "precision": plan.precision,
+        "compiled": config.promote.compile is not False,
+    }
+
+
+def layouts_of(plan: Plan, config: StudyConfig) -> list[Layout]:
+    """The layouts that fit a plan on the study's devices, the fastest first; none where nothing is known of their links."""
+    h, settings = plan.hyperparameters, config.promote
+    if (conditions := conditions_of(plan, config)) is None:
+        return []
+    return fitting_layouts(
+        plan.model,
+        smallest_batch_tokens=h.batch_tokens >> h.batch_doublings,
+        micro_batch=settings.micro_batch,
+        shard_ranks=settings.shard_ranks,
+        optimizer=h.optimizer,
+        **conditions,
+    )
+
+
+def with_layout(plan: Plan, config: StudyConfig) -> StudyConfig:
+    """The study with the layout's keys of [promote] that are "auto" chosen; explicit ones stay.
+
+    Raises:
+        StageError: If nothing is known of the devices' links, or no such layout fits.
+    """
+    settings = config.promote
+    if not settings.open_layout:
+        return config
+    key = f"promote.{settings.open_layout[0]}"
+    if conditions_of(plan, config) is None:
+        raise StageError(
+            f'{key}: "auto" needs resources.gpus_per_worker and plan.accelerator, one of {", ".join(LINKS)}; got '
+            f"{config.resources.gpus_per_worker:g} and {config.plan.accelerator}"
+        )
+    stated = {name: value for name in LAYOUT if (value := getattr(settings, name)) != "auto"}
+    least = settings.workers_min or settings.workers
+    layouts = [
+        layout
+        for layout in layouts_of(plan, config)
+        if stated.items() <= layout.keys.items()
+        and not any(layout.parallelism.unfit(least))
+        and (least == settings.workers or layout.parallelism.sharding != "hybrid" or settings.shard_ranks)
+    ]
+    if (chosen := propose_layout(layouts)) is None:
+        raise StageError(
+            f"{key}: no layout of {plan.n_params:,} parameters fits {settings.workers} × {config.plan.accelerator}; take more workers"
+        )
+    return config.model_copy(update={"promote": settings.model_copy(update=chosen.keys)})
+
+
+def _candidates(
+    model: ModelConfig, workers: int, sequences: int, node_devices: int, shard_ranks: int | None
+) -> Iterator[Parallelism]:
     """Layouts that so many workers form and the model can be divided into; hybrid only over nodes."""
     degrees = [degree for degree in range(1, workers + 1) if workers % degree == 0 and model.n_kv_heads % degree == 0]
     for sharding, degree, checkpointing in product(get_args(Sharding), degrees, get_args(Checkpointing)):
         if sharding == "hybrid" and (workers <= node_devices or degree > node_devices):
             continue
-        parallelism = Parallelism(sharding=sharding, tensor_parallel=degree, checkpointing=checkpointing)
+        together = shard_ranks if sharding == "hybrid" else None
+        if together and together % degree:
+            continue
+        parallelism = Parallelism(
+            sharding=sharding, shard_ranks=together, tensor_parallel=degree, checkpointing=checkpointing
+        )
         errors = (
             *parallelism.layout_errors(model),
             *parallelism.unfit(workers, sequences=sequences, node_ranks=node_devices),

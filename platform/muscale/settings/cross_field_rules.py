@@ -135,6 +135,8 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
         if first % context:
             yield f"{key}: must be a multiple of model.context_length = {context}, got {first}"
             continue
+        if promote.open_layout:
+            continue
         reasons = promote.parallelism.unfit(promote.workers, sequences=first // context)
         yield from (f"promote.workers: {reason}" for reason in reasons)
 
@@ -142,7 +144,7 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
 def _elastic_errors(promote: PromoteSettings) -> Iterator[str]:
     """Reasons why a full run could not continue on promote.workers_min workers."""
     least = promote.workers_min
-    if least is None or least == promote.workers:
+    if least is None or least == promote.workers or promote.open_layout:
         return
     yield from (f"promote.workers_min: {reason}" for reason in promote.parallelism.unfit(least))
     if promote.sharding == "hybrid" and promote.shard_ranks is None:

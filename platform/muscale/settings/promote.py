@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from muscale.errors import StageError
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.training.compilation import Compile
 from proxy_models.training.guard import GuardSettings
+
+LAYOUT = ("sharding", "tensor_parallel", "activation_checkpointing")
+"""Keys that may be "auto"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +70,15 @@ class PromoteSettings(StrictTable):
     max_interventions: Annotated[int, Field(ge=0)] = 3
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after going back
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # of the rate, after going back
-    sharding: Sharding = "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
+    # of the three keys, "auto" takes what has the best predicted step of what fits; needs plan.accelerator
+    sharding: Sharding | Literal["auto"] = (
+        "full"  # what is cut over the workers; "hybrid" cuts inside a node and copies over nodes
+    )
     shard_ranks: PositiveInt | None = None  # of "hybrid": workers that one copy of the model lies on; none: a node's
-    tensor_parallel: PositiveInt = 1  # neighbouring workers that share every product of the blocks
-    activation_checkpointing: Checkpointing = "none"  # what of a block is computed again in its backward pass
+    tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
+    activation_checkpointing: Checkpointing | Literal["auto"] = (
+        "none"  # what of a block is computed again in its backward pass
+    )
     micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
     compile: Compile | None = None  # of each block; none: resources.compile, on GPUs "auto"
     bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
@@ -135,8 +144,18 @@ class PromoteSettings(StrictTable):
 
     @pydantic.model_validator(mode="after")
     def _layout_holds(self) -> Self:
-        _ = self.parallelism.grid(self.workers, node_ranks=self.tensor_parallel)  # a node's ranks are not known yet
+        if self.open_layout:
+            if self.sharding == "auto" and self.shard_ranks is not None:
+                raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
+            return self
+        parallelism = self.parallelism
+        _ = parallelism.grid(self.workers, node_ranks=parallelism.tensor_parallel)  # a node's ranks are not known yet
         return self
+
+    @property
+    def open_layout(self) -> tuple[str, ...]:
+        """Keys of the layout that are "auto"."""
+        return tuple(name for name in LAYOUT if getattr(self, name) == "auto")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -145,10 +164,14 @@ class PromoteSettings(StrictTable):
 
     @property
     def parallelism(self) -> Parallelism:
-        """The layout over the workers; not part of the run's key."""
+        """The layout over the workers; not part of the run's key.
+
+        Raises:
+            StageError: If a part of it is "auto", which only the promotion of a plan chooses.
+        """
+        sharding, tensor, checkpointing = self.sharding, self.tensor_parallel, self.activation_checkpointing
+        if sharding == "auto" or tensor == "auto" or checkpointing == "auto":
+            raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; state the layout here')
         return Parallelism(
-            sharding=self.sharding,
-            shard_ranks=self.shard_ranks,
-            tensor_parallel=self.tensor_parallel,
-            checkpointing=self.activation_checkpointing,
+            sharding=sharding, shard_ranks=self.shard_ranks, tensor_parallel=tensor, checkpointing=checkpointing
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from muscale import StudyConfig
+import pytest
+
+from muscale import StageError, StudyConfig
 from muscale.settings.parallelism import Parallelism
 
 MakeStudy = Callable[..., Path]
@@ -30,3 +32,10 @@ def test_a_full_run_resumes_with_fewer_workers_only_in_whole_groups(make_study: 
     hybrid = ["promote.workers=8", "promote.sharding=hybrid"]
     fours = [*hybrid, "promote.shard_ranks=4", "promote.workers_min=4"]
     assert StudyConfig.read(micro, fours).promote.sizes == (4, 8)
+
+
+def test_an_open_layout_is_refused_where_nothing_chooses_it(make_study: MakeStudy) -> None:
+    settings = StudyConfig.read(make_study(), ["promote.tensor_parallel=auto"]).promote
+    assert settings.open_layout == ("tensor_parallel",)
+    with pytest.raises(StageError, match="promote.tensor_parallel"):
+        _ = settings.parallelism

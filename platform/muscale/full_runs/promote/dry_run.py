@@ -27,7 +27,7 @@ from muscale.plans.gate import (
     precision_line,
     transfer_line,
 )
-from muscale.plans.layouts import Layout, fitting_layouts, propose_layout
+from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_layout
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
@@ -223,30 +223,25 @@ def memory_of(plan: Plan, config: StudyConfig) -> MemoryEstimate:
 
 def _predicted(plan: Plan, config: StudyConfig) -> tuple[StepTime | None, Layout | None]:
     """The predicted step of the run's layout, and the layout that is predicted to be the fastest."""
-    device, settings, h = config.plan.device, config.promote, plan.hyperparameters
-    if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
+    proposed = propose_layout(layouts_of(plan, config))
+    layout, workers = config.promote.parallelism, config.promote.workers
+    if (conditions := conditions_of(plan, config)) is None:
         return None, None
-    conditions: dict[str, Any] = {
-        "workers": settings.workers,
-        "batch_tokens": h.batch_tokens,
-        "device": device,
-        "precision": plan.precision,
-        "compiled": settings.compile is not False,
-    }
-    smallest = h.batch_tokens >> h.batch_doublings
-    fitting = fitting_layouts(plan.model, smallest_batch_tokens=smallest, optimizer=h.optimizer, **conditions)
-    node_ranks = min(settings.workers, LINKS[device.name].node_devices)
-    layout = settings.parallelism
-    if any(layout.unfit(settings.workers, node_ranks=node_ranks)) or any(layout.layout_errors(plan.model)):
-        return None, propose_layout(fitting)
-    micro_batch = _micro_batch(plan, config)
-    return step_time(plan.model, layout, micro_batch=micro_batch, **conditions), propose_layout(fitting)
+    if any(layout.unfit(workers, node_ranks=_node_ranks(config))) or any(layout.layout_errors(plan.model)):
+        return None, proposed
+    return step_time(plan.model, layout, micro_batch=_micro_batch(plan, config), **conditions), proposed
+
+
+def _node_ranks(config: StudyConfig) -> int:
+    """Workers on a node as far as the accelerator tells, else all of them."""
+    links = LINKS.get(config.plan.accelerator or "")
+    return min(config.promote.workers, links.node_devices) if links else config.promote.workers
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:
     """Settings that memory depends on, without the micro-batch."""
     layout, workers = config.promote.parallelism, config.promote.workers
-    _, shards, _ = layout.grid(workers, node_ranks=workers)  # the number of nodes is unknown here: one
+    _, shards, _ = layout.grid(workers, node_ranks=_node_ranks(config))
     return {
         "precision": plan.precision,
         "optimizer": plan.hyperparameters.optimizer,

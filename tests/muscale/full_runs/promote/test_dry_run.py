@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from muscale import Plan, StudyConfig
+from muscale import Plan, StageError, StudyConfig
 from muscale.full_runs.promote.dry_run import DryRun, dry_run
+from muscale.plans.layouts import with_layout
 from muscale.plans.planning import make_plan
-from proxy_models.architecture.memory import training_memory
+from proxy_models.architecture.memory import activation_bytes, training_memory
 from proxy_models.data.corpus import Corpus, write_corpus
 from scaling import Verdict
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -35,7 +36,7 @@ def look(make_study: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Lo
         config = StudyConfig.read(path, overrides)
         plan: Plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=0)
         before = sorted(directory.rglob("*"))
-        found = dry_run(plan, config, corpus, check=None, verdict=UNSETTLED, directory=directory)
+        found = dry_run(plan, with_layout(plan, config), corpus, check=None, verdict=UNSETTLED, directory=directory)
         assert sorted(directory.rglob("*")) == before
         return found
 
@@ -107,3 +108,23 @@ def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> 
     (line,) = [line for line in odd.gate.lines if line.name == "layout"]
     assert line.status == "failed"
     assert "heads over 8" in line.compared
+
+
+def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(look: Look) -> None:
+    on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"', "promote.workers=4")
+    every = ("promote.sharding=auto", "promote.tensor_parallel=auto", "promote.activation_checkpointing=auto")
+    chosen = look(*on_gpus, *every)
+    assert chosen.launch.sharding in ("none", "zero2"), "the model is tiny"
+    assert f'sharding = "{chosen.launch.sharding}"' in chosen.launch.proposed
+    stated = look(*on_gpus, *every[:2], "promote.activation_checkpointing=full")
+    kept = activation_bytes(stated.plan.model, stated.launch.micro_batch, stated.plan.precision, "full")
+    assert stated.memory.activations == kept
+
+
+def test_an_open_layout_needs_devices_whose_links_are_known(look: Look) -> None:
+    with pytest.raises(
+        StageError, match=r'promote.sharding: "auto" needs .*plan.accelerator.*H100 SXM.* got 0 and None'
+    ):
+        look("promote.sharding=auto")
+    with pytest.raises(StageError, match=r"promote.tensor_parallel.*TPU v5e"):
+        look("promote.tensor_parallel=auto", "resources.gpus_per_worker=1.0", 'plan.accelerator="TPU v5e"')
