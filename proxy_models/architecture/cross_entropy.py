@@ -4,6 +4,9 @@ Per position, with logits z, target y, V tokens, smoothing s and the weight c of
 lse(z) - (1 - s)·z_y - s/V·sum(z) + c·lse(z)², and its gradient softmax(z)·(1 + 2·c·lse(z)) - s/V - (1 - s)·[y].
 Both are those of `F.cross_entropy` with label smoothing, and of z-loss (Chowdhery et al., arXiv 2204.02311, section 5).
 Going backward costs one product more than with the logits kept: 8/6 of the readout's floating-point operations.
+
+The loops over chunks are operators of their own, so that torch.compile sees one node in place of every chunk's. Of a weight whose
+rows (tokens) are sharded, each rank computes its own logits; what ranks exchange is two or three numbers a position.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch import library as operators
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from proxy_models.architecture import memory
 from proxy_models.architecture.products import multiply
+from proxy_models.architecture.sharded import first_row, is_sharded, own, within
 
 
 def whole_cross_entropy(
@@ -36,55 +42,155 @@ def chunked_cross_entropy(
     """Mean cross-entropy of the logits hidden · weightᵀ, of which only `memory.CHUNK_ENTRIES` are in memory at a time.
 
     Args:
-        hidden: (…, width).
-        weight: (vocab_size, width), not sharded, of the same dtype; its gradient is summed over the chunks in fp32.
+        hidden: (…, width), the same on every rank that has a part of the weight; the gradient is that of a rank's own logits.
+        weight: (vocab_size, width), whole or sharded by rows, of the same dtype; its gradient is summed over the chunks in fp32.
         targets: (…), token ids.
         label_smoothing, z_loss: Terms of the training loss.
     """
+    vocab_size, first, group = len(weight), None, None
+    if is_sharded(weight):
+        first, group = first_row(weight), weight.device_mesh.get_group()
     rows = hidden.flatten(0, -2)
-    loss = _Chunked.apply(rows, weight, targets.flatten(), label_smoothing, z_loss)  # type: ignore[no-untyped-call]
+    loss = _Chunked.apply(  # type: ignore[no-untyped-call]
+        rows, own(weight), targets.flatten(), first, vocab_size, group, label_smoothing, z_loss
+    )
     return cast(Tensor, loss)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
-        normalisers = torch.empty(len(hidden), device=hidden.device)
-        for part in _chunks(len(hidden), len(weight)):
-            logits = multiply(hidden[part], weight.t()).float()
-            normaliser = torch.logsumexp(logits, dim=-1)
-            normalisers[part] = normaliser
-            loss = normaliser - (1 - smoothing) * logits.gather(1, targets[part, None]).squeeze(1)
-            if smoothing:
-                loss = loss - smoothing / len(weight) * logits.sum(dim=-1)
-            if z_loss:
-                loss = loss + z_loss * normaliser.square()
-            total += loss.sum()
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int | None,
+        vocab_size: int,
+        group: Any,
+        smoothing: float,
+        z_loss: float,
+    ) -> Tensor:
+        statistics = torch.ops.muscale.logit_statistics(hidden, weight, targets, first, bool(smoothing))
+        if group is not None:
+            statistics = _over_ranks(statistics, group)
+        normalisers = statistics[0].clone()
+        losses = normalisers - (1 - smoothing) * statistics[1]
+        if smoothing:
+            losses = losses - smoothing / vocab_size * statistics[2]
+        if z_loss:
+            losses = losses + z_loss * normalisers.square()
         ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.smoothing, ctx.z_loss = smoothing, z_loss
-        return total / len(hidden)
+        ctx.settings = (first, smoothing, smoothing / vocab_size, z_loss)
+        return cast(Tensor, torch.ops.muscale.sum_by_chunk(losses, len(weight)) / len(hidden))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
-        summed = torch.promote_types(weight.dtype, torch.float32)
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=summed)
         scale = gradient / len(hidden)  # with fp16's loss scale, before anything is rounded to fp16
-        for part in _chunks(len(hidden), len(weight)):
-            states, normaliser = hidden[part], normalisers[part, None]
-            slope = multiply(states, weight.t()).float().sub_(normaliser).exp_()
-            if ctx.z_loss:
-                slope *= 1 + 2 * ctx.z_loss * normaliser
-            if ctx.smoothing:
-                slope -= ctx.smoothing / len(weight)
-            at_target = torch.full((len(slope), 1), ctx.smoothing - 1, device=slope.device)
-            slope.scatter_add_(1, targets[part, None], at_target).mul_(scale)
-            low = slope.to(hidden.dtype)
-            of_hidden[part] = multiply(low, weight)
-            of_weight += multiply(low.t(), states)
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+        of_hidden, of_weight = torch.ops.muscale.logit_gradients(
+            scale, hidden, weight, targets, normalisers, *ctx.settings
+        )
+        return of_hidden, of_weight, *(None,) * 6
+
+
+def _over_ranks(statistics: Tensor, group: Any) -> Tensor:
+    """The statistics of all logits from those of each rank's."""
+    from torch.distributed import _functional_collectives as collectives
+
+    gathered = collectives.wait_tensor(collectives.all_gather_single(statistics[None], 0, group))  # type: ignore[no-untyped-call]
+    return torch.cat((torch.logsumexp(gathered[:, :1], dim=0), gathered[:, 1:].sum(dim=0)))
+
+
+_LIBRARY = operators.Library("muscale", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema in (
+    "logit_statistics(Tensor hidden, Tensor weight, Tensor targets, int? first, bool summed) -> Tensor",
+    "sum_by_chunk(Tensor losses, int vocab_size) -> Tensor",
+    "logit_gradients(Tensor scale, Tensor hidden, Tensor weight, Tensor targets, Tensor normalisers, int? first, "
+    "float smoothing, float share, float z_loss) -> (Tensor, Tensor)",
+):
+    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
+
+
+def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, first: int | None, summed: bool) -> Tensor:
+    """Of each position, in fp32: its logits' log-sum-exp, that of the target (0 on a rank without it), and the logits' sum."""
+    statistics = hidden.new_empty((2 + summed, len(hidden)), dtype=torch.float32)
+    for part in _chunks(len(hidden), len(weight)):
+        logits = multiply(hidden[part], weight.t()).float()
+        statistics[0, part] = torch.logsumexp(logits, dim=-1)
+        index, absent = within(targets[part, None], first, len(weight))
+        at_target = logits.gather(1, index)
+        statistics[1, part] = (at_target if absent is None else at_target.masked_fill(absent, 0.0)).squeeze(1)
+        if summed:
+            statistics[2, part] = logits.sum(dim=-1)
+    return statistics
+
+
+def _sum_by_chunk(losses: Tensor, vocab_size: int) -> Tensor:
+    """The sum of the chunks' sums."""
+    total = losses.new_zeros(())
+    for part in _chunks(len(losses), vocab_size):
+        total += losses[part].sum()
+    return total
+
+
+def _gradients(
+    scale: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    normalisers: Tensor,
+    first: int | None,
+    smoothing: float,
+    share: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `scale` times the summed loss, of hidden states and weight; `share` is smoothing / vocab_size."""
+    of_hidden = hidden.new_empty(hidden.shape)
+    of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    for part in _chunks(len(hidden), len(weight)):
+        states, normaliser = hidden[part], normalisers[part, None]
+        slope = multiply(states, weight.t()).float().sub_(normaliser).exp_()
+        if z_loss:
+            slope *= 1 + 2 * z_loss * normaliser
+        if smoothing:
+            slope -= share
+        index, absent = within(targets[part, None], first, len(weight))
+        at_target = torch.full((len(slope), 1), smoothing - 1, device=slope.device)
+        if absent is not None:
+            at_target.masked_fill_(absent, 0.0)
+        slope.scatter_add_(1, index, at_target).mul_(scale)
+        low = slope.to(hidden.dtype)
+        of_hidden[part] = multiply(low, weight)
+        of_weight += multiply(low.t(), states)
+    return of_hidden, of_weight.to(weight.dtype)
+
+
+def _shape_of_statistics(hidden: Tensor, _weight: Tensor, *arguments: Any) -> Tensor:
+    return hidden.new_empty((2 + arguments[-1], len(hidden)), dtype=torch.float32)
+
+
+for _name, _kernel, _shapes in (
+    ("logit_statistics", _statistics, _shape_of_statistics),
+    ("sum_by_chunk", _sum_by_chunk, lambda losses, _: losses.new_empty(())),
+    (
+        "logit_gradients",
+        _gradients,
+        lambda _, hidden, weight, *__: (hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)),
+    ),
+):
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_name, _shapes, "Meta")  # type: ignore[no-untyped-call]
+
+
+@register_flop_formula(torch.ops.muscale.logit_statistics)
+def _forward_flops(hidden: tuple[int, int], weight: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * hidden[0] * weight[0] * weight[1]
+
+
+@register_flop_formula(torch.ops.muscale.logit_gradients)
+def _backward_flops(_scale: Any, hidden: tuple[int, int], weight: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 3 * 2 * hidden[0] * weight[0] * weight[1]  # the logits again, and a product for each gradient
 
 
 def _chunks(n_positions: int, vocab_size: int) -> list[slice]:

@@ -22,7 +22,7 @@ from proxy_models.architecture.memory import Checkpointing, is_chunked
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.architecture.products import Linear
 from proxy_models.architecture.recomputing import recomputing
-from proxy_models.architecture.sharded import own
+from proxy_models.architecture.sharded import is_sharded, own
 
 NORM_EPS = 1e-6
 ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
@@ -179,6 +179,24 @@ class Block(nn.Module):
         return cast(Tensor, x + branch * self.mlp(self.mlp_norm(x)))
 
 
+class Readout(Linear):
+    """Hidden states to logits (…, vocab_size), or with targets to their mean cross-entropy in nats.
+
+    The loss is computed in here because a sharded weight is gathered only within the forward pass of its module.
+    """
+
+    def forward(
+        self, input: Tensor, targets: Tensor | None = None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        """Map (…, width), and targets (…) if there are any; logits that are too many, or sharded, are not kept."""
+        if targets is None:
+            return super().forward(input)
+        terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        if is_sharded(self.weight) or is_chunked(targets.numel(), self.out_features):
+            return chunked_cross_entropy(input, self.weight.to(input.dtype), targets, **terms)
+        return whole_cross_entropy(super().forward(input), targets, **terms)
+
+
 class Decoder(nn.Module):
     """Token ids (batch, time) to logits (batch, time, vocab_size).
 
@@ -209,7 +227,7 @@ class Decoder(nn.Module):
             Block(config, config.stochastic_depth * layer / last) for layer in range(config.n_layers)
         )
         self.final_norm = norm_of(config)
-        self.readout = Linear(config.d_model, config.vocab_size, bias=False)
+        self.readout = Readout(config.d_model, config.vocab_size, bias=False)
         if config.tied:
             self.readout.weight = self.embedding.weight
         for name, value in constants(config).items():
@@ -233,15 +251,14 @@ class Decoder(nn.Module):
                 self.get_buffer(name).copy_(value)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
-        """Logits of the next token at every position; with targets, their mean cross-entropy in nats, chunk by chunk.
+        """Logits of the next token at every position; with targets, their mean cross-entropy in nats.
 
-        `regularized` adds the config's label smoothing and z-loss. The loss is computed in here because sharded weights are
-        gathered only within the forward pass.
+        `regularized` adds the config's label smoothing and z-loss.
         """
         time = tokens.shape[1]
         x = self.embedding(tokens, dtype=self.compute_dtype) * self.embedding_multiplier
         if self.config.positions == "learned":
-            x = x + own(self.position.weight)[:time].to(x.dtype)
+            x = x + own(self.position.weight)[: x.shape[1]].to(x.dtype)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         positions = self.positions(time)
         for block in self.blocks:
@@ -250,8 +267,7 @@ class Decoder(nn.Module):
         if targets is None:
             return cast(Tensor, self.readout(x))
         smoothing, z_loss = (self.config.label_smoothing, self.config.z_loss) if regularized else (0.0, 0.0)
-        weight = own(self.readout.weight).to(x.dtype)
-        return chunked_cross_entropy(x, weight, targets, label_smoothing=smoothing, z_loss=z_loss)
+        return cast(Tensor, self.readout(x, targets, label_smoothing=smoothing, z_loss=z_loss))
 
     def positions(self, time: int) -> Positions:
         """Return the positions of `time` tokens as attention takes them."""
@@ -265,15 +281,11 @@ class Decoder(nn.Module):
 def next_token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     """Mean cross-entropy, nats per token, of predicting each token of (batch, context_length + 1) from those before it."""
     tokens, targets = sequences[:, :-1], sequences[:, 1:]
-    if isinstance(model, Decoder) and is_chunked(targets.numel(), model.config.vocab_size):
+    if isinstance(model, Decoder):
         return cast(Tensor, model(tokens, targets))
     return whole_cross_entropy(model(tokens), targets)
 
 
 def training_loss(model: Decoder, sequences: Tensor) -> Tensor:
     """Return the loss that a step minimises: `next_token_loss` with the config's label smoothing and z-loss."""
-    config, tokens, targets = model.config, sequences[:, :-1], sequences[:, 1:]
-    if is_chunked(targets.numel(), config.vocab_size):
-        return cast(Tensor, model(tokens, targets, regularized=True))
-    logits = model(tokens)
-    return whole_cross_entropy(logits, targets, label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+    return cast(Tensor, model(sequences[:, :-1], sequences[:, 1:], regularized=True))

@@ -12,13 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from proxy_models.architecture.sharded import first_row, is_sharded, own, within
+
 
 class Embedding(nn.Embedding):
-    """torch's look-up table, in a given precision."""
+    """torch's look-up table, in a given precision.
+
+    Ranks that each have some rows of the table each get the sum of what they find for some positions.
+    """
 
     def forward(self, input: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Map ids (…) to rows (…, embedding_dim) of that dtype."""
-        table = self.weight.to(dtype)
+        """Map ids (batch, time) to rows (batch, time, embedding_dim) of that dtype; ranks that share the table share the time."""
+        if not is_sharded(self.weight):
+            return self._look_up(input, self.weight, dtype)
+        from torch.distributed import _functional_collectives as collectives
+
+        part = own(self.weight)
+        index, absent = within(input, first_row(self.weight), len(part))
+        found = self._look_up(index, part, dtype).masked_fill(cast(Tensor, absent)[..., None], 0.0)
+        group = self.weight.device_mesh.get_group()
+        return cast(Tensor, collectives.reduce_scatter_single_autograd(found, "sum", 1, group))
+
+    @staticmethod
+    def _look_up(input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        table = weight.to(dtype)
         if dtype == torch.float32 or table.device.type != "cpu":
             return F.embedding(input, table)
         return cast(Tensor, _LookUp.apply(input, table))  # type: ignore[no-untyped-call]

@@ -42,9 +42,9 @@ class MemoryEstimate:
 
     Attributes:
         parameters: Weights that the device keeps.
-        gathered: Weights outside the blocks, gathered from the forward pass to the end of the backward pass, and those of the
-            block that is computed; all of them under "none" and "zero2", as FSDP2 computes with a copy. On one device, the
-            copies in low precision that the backward pass needs.
+        gathered: Weights of two units at a time: a block, and the next one or the readout, which is as large as the embedding;
+            a tied table and positions stay from the forward pass to the end of the backward pass. All weights under "none"
+            and "zero2", as FSDP2 computes with a copy. On one device, the copies in low precision that the backward pass needs.
         gradients: Gradients that it keeps.
         optimizer: Moments that it keeps.
         activations: Kept between forward and backward of one micro-batch.
@@ -87,7 +87,7 @@ def training_memory(
         optimizer: "adamw", "adam", "lion", "muon" or "adafactor".
         sharding: State sharded across the devices.
         world_size: Devices that each take a share of the batch; of "hybrid", those of one copy.
-        tensor_parallel: Devices that share each block's products; `world_size` counts such a group once.
+        tensor_parallel: Devices that share each product; `world_size` counts such a group once.
         checkpointing: Activations that are recomputed, those of one block at a time.
 
     Raises:
@@ -101,14 +101,18 @@ def training_memory(
         raise ValueError(f"optimizer must be one of {', '.join(_MOMENTS)}, got {optimizer!r}")
     n = _n_params(config, tensor_parallel)
     share = 1 if sharding == "none" else world_size
-    groups = config.n_params_by_group
-    outside = groups["embedding"] + groups["positions"] + groups["readout"]
+    table, positions, embedding = (
+        config.n_params_by_group[name] // tensor_parallel for name in ("readout", "positions", "embedding")
+    )
     in_blocks = config.n_matrix_entries // tensor_parallel
     if world_size * tensor_parallel == 1:
         copied = in_blocks if checkpointing == "none" else in_blocks // config.n_layers
-        gathered = 0 if precision == "fp32" else copied + groups["readout"]
+        gathered = 0 if precision == "fp32" else copied + table
+    elif sharding in ("none", "zero2"):
+        gathered = n
     else:
-        gathered = outside + (n - outside) // config.n_layers if sharding in ("full", "hybrid") else n
+        block = (n - table - positions - embedding) // config.n_layers
+        gathered = positions + block + (table if config.tied else max(block, table))
     moments_in_blocks, moments_elsewhere = _MOMENTS[optimizer]
     moments = moments_in_blocks * in_blocks + moments_elsewhere * (n - in_blocks)
     return MemoryEstimate(
@@ -121,10 +125,9 @@ def training_memory(
 
 
 def _n_params(config: ModelConfig, tensor_parallel: int) -> int:
-    """Parameters that one of so many devices has: its part of the products, and all else, biases after a sum among them."""
-    groups = config.n_params_by_group
-    products = groups["attention"] + groups["mlp"] - (2 * config.n_layers * config.d_model if config.biases else 0)
-    return config.n_params_total - products + products // tensor_parallel
+    """Parameters that one of so many devices has: its part of matrices and tables, all norms, and biases after a sum."""
+    norms = config.n_params_by_group["norms"] + (2 * config.n_layers * config.d_model if config.biases else 0)
+    return norms + (config.n_params_total - norms) // tensor_parallel
 
 
 def activation_bytes(
@@ -137,8 +140,8 @@ def activation_bytes(
 ) -> int:
     """Bytes that autograd keeps for the backward pass of `micro_batch` sequences.
 
-    Devices that share products each keep their own heads and columns of the MLP, and all of the residual stream, the norms
-    and the logits.
+    Devices that share products each keep their own heads and columns of the MLP, their own positions of the residual stream,
+    and all positions of what the matrices read. Their logits are always chunked.
 
     Chunked logits are not kept; those of one chunk and their exponentials are in memory while the loss is computed. The loss is
     computed from logits in fp32.
@@ -149,7 +152,8 @@ def activation_bytes(
         size // tensor_parallel
         for size in (width, config.n_kv_heads * config.head_dim, config.d_ff, config.n_heads, config.n_kv_heads)
     )
-    n_up, n_norms, norm = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2, _norm(config, compute)
+    n_up, n_norms = 2 if config.activation == "swiglu" else 1, 1 if config.parallel else 2
+    norm = _norm(config, compute) // tensor_parallel
     block = n_norms * (norm + compute * width)
     block += compute * (mixed + 2 * d_kv)  # queries, keys, values
     block += compute * mixed + _FP32 * n_heads  # mixed values, and the softmax's normaliser
@@ -159,15 +163,15 @@ def activation_bytes(
     block += compute * kept_of_mlp * d_ff
     if config.mlp_dropout:
         block += width  # a mask of bytes
-    again = compute * width + (
+    again = compute * width // tensor_parallel + (
         compute * (2 * width + 2 * mixed + 2 * d_kv + n_up * d_ff) + _FP32 * n_heads
         if checkpointing == "selective"
         else 0
     )
     blocks = block * config.n_layers if checkpointing == "none" else again * config.n_layers + block
-    n_positions, vocab_size = micro_batch * config.context_length, config.vocab_size
-    if is_chunked(n_positions, vocab_size):
-        head, standing = compute * width + _FP32, 2 * _FP32 * CHUNK_ENTRIES
+    n_positions, vocab_size = micro_batch * config.context_length, -(-config.vocab_size // tensor_parallel)
+    if tensor_parallel > 1 or is_chunked(n_positions, vocab_size):
+        head, standing = compute * width + _FP32, 2 * _FP32 * min(CHUNK_ENTRIES, n_positions * vocab_size)
     else:
         head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
     return n_positions * (blocks + norm + head) + standing

@@ -28,6 +28,20 @@ def own(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
+def first_row(table: DTensor) -> int:
+    """Return the number of the first row on this rank, of a table sharded by rows over one dimension."""
+    group = table.device_mesh.get_group()
+    return group.rank() * -(-len(table) // group.size())
+
+
+def within(ids: Tensor, first: int | None, n_rows: int) -> tuple[Tensor, Tensor | None]:
+    """Return where ids lie in the `n_rows` rows from `first` on, and which lie elsewhere; None: all rows are here."""
+    if first is None:
+        return ids, None
+    index = ids - first
+    return index.clamp(0, n_rows - 1), (index < 0) | (index >= n_rows)
+
+
 @torch.no_grad()
 def write(parameter: Tensor, values: Tensor) -> None:
     """Overwrite a parameter with `values` of its global shape; every device takes its own part and nothing is sent."""

@@ -61,7 +61,7 @@ class FullRun:
         checkpoint_every_minutes: Also this long after the last checkpoint was started; None: not by time.
         keep_last, keep_every_tokens: As in `Checkpoints`.
         on_spike: Spike policy; None: the guard's own action.
-        min_unit_params: Blocks with fewer parameters are sharded together with the rest of the model.
+        min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         micro_batch: Sequences per forward and backward pass on a rank; None: the rank's share, or on a GPU the largest
             divisor of it that fits by the estimate.
         parallelism: Layout over the ranks.

@@ -23,9 +23,9 @@ class Parallelism:
             are gathered once a step and stay until its end; "full": weights are gathered for each block, forward and backward
             (Rajbhandari et al., arXiv 1910.02054, section 5); "hybrid": "full" inside a node, "none" over nodes.
         shard_ranks: Of "hybrid": ranks that one copy of the model lies on, such as those of a node, which it is where None.
-        tensor_parallel: Ranks that share the products of every block: queries, keys, values and the MLP's first matrices by their
-            rows, the others by their columns (Shoeybi et al., arXiv 1909.08053, section 3). Embedding, readout and norms are
-            computed by each of them.
+        tensor_parallel: Ranks that share every product: queries, keys, values, the MLP's first matrices, embedding and readout by
+            their rows, the others by their columns (Shoeybi et al., arXiv 1909.08053, section 3); the loss by the tokens of a
+            rank's logits, norms and residual sums by positions (Korthikanti et al., arXiv 2205.05198, section 4.2).
         checkpointing: What a block keeps for its backward pass.
     """
 
@@ -53,13 +53,13 @@ class Parallelism:
             ("query heads", model.n_heads),
             ("key and value heads", model.n_kv_heads),
             ("columns of the MLP (d_ff)", model.d_ff),
+            ("positions of a sequence (context_length)", model.context_length),
         ):
             if size % n:
                 yield f"tensor_parallel must divide the {size} {what} of d_model={model.d_model}, got {n}"
-        if n > 1 and model.attention_dropout:
-            yield (
-                f"tensor_parallel must be 1 with attention_dropout, got {n}: ranks would drop the same weights of their own heads"
-            )
+        for name in ("embedding_dropout", "attention_dropout", "mlp_dropout"):
+            if n > 1 and getattr(model, name):
+                yield f"tensor_parallel must be 1 with {name}, got {n}: ranks would drop the same of their own heads and positions"
 
     def require(self, model: ModelConfig) -> None:
         """Refuse a model that this layout does not fit.

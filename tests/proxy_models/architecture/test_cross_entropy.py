@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from proxy_models.architecture import memory
+from proxy_models.architecture import decoder, memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
@@ -51,8 +56,13 @@ def test_a_decoder_s_loss_is_chunked_where_its_logits_are_too_many(
     model.compute_dtype = DTYPES[precision]
     sequences = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(memory, "CHUNK_ENTRIES", 8 * 16 * 256)
-    asked: list[int] = []
-    model.readout.register_forward_hook(lambda *_: asked.append(1))
+    asked: list[Tensor] = []
+
+    def seen(logits: Tensor, *rest: Any, **terms: Any) -> Tensor:
+        asked.append(logits)
+        return whole_cross_entropy(logits, *rest, **terms)
+
+    monkeypatch.setattr(decoder, "whole_cross_entropy", seen)
     whole, gradients = of_decoder(model, sequences)
     evaluated = next_token_loss(model, sequences).item()
     assert len(asked) == 2
@@ -62,7 +72,7 @@ def test_a_decoder_s_loss_is_chunked_where_its_logits_are_too_many(
     for here, there in zip(chunked, gradients, strict=True):
         assert float(torch.dist(here, there)) <= tolerance * float(there.norm())
     assert next_token_loss(model, sequences).item() == pytest.approx(evaluated, rel=1e-6)
-    assert len(asked) == 2, "the readout put out whole logits"
+    assert len(asked) == 2, "all logits were in memory"
 
 
 def test_logits_never_stand_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +90,24 @@ def test_logits_never_stand_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> 
     chunked = peak_bytes(step)
     assert whole > 2 * logits
     assert chunked < logits / 3
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_has_one_node_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(64, 16).requires_grad_(), torch.randn(50, 16).requires_grad_()
+    targets = torch.randint(50, (64,))
+    nodes: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        nodes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return cast(Callable[..., Any], make_boxed_func(graph.forward))
+
+    for entries in (64 * 50, 50):
+        monkeypatch.setattr(memory, "CHUNK_ENTRIES", entries)
+        torch.compiler.reset()
+        compiled = torch.compile(chunked_cross_entropy, backend=aot_autograd(fw_compiler=count), fullgraph=True)
+        gradients = torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))
+        plain = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets), (hidden, weight))
+        torch.testing.assert_close(gradients, plain)
+    assert nodes[:2] == nodes[2:], "64 chunks took more nodes than one"

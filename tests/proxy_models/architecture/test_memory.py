@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +102,9 @@ def test_sharding_divides_the_memory_that_it_shards() -> None:
     assert (one.gathered, whole.gathered, zero2.gathered) == (0, one.parameters, one.parameters)
     groups = config.n_params_by_group
     block = (groups["attention"] + groups["mlp"] + groups["norms"]) // 8
-    assert zero3.gathered == 4 * (groups["embedding"] + groups["readout"] + block)
+    assert zero3.gathered == 4 * (max(groups["readout"], block) + block)
+    tied = training_memory(replace(config, tied=True), micro_batch=1, sharding="full", world_size=4)
+    assert tied.gathered == 4 * (groups["readout"] + block), "a tied table is gathered all the while"
     in_bf16 = training_memory(config, micro_batch=1, sharding="full", world_size=4, precision="bf16")
     assert zero3.gathered == 2 * in_bf16.gathered
     assert (zero3.parameters, zero3.gradients) == (in_bf16.parameters, in_bf16.gradients)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -46,6 +46,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tensor"
+_BY_POSITION = Shard(1)
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -117,7 +118,7 @@ def build_decoder(
         parallelism: The layout.
         device: Of this rank.
         mesh: From `mesh_of`; None in one process.
-        min_unit_params: Blocks with fewer parameters are sharded together with the rest of the model.
+        min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         compiled: Whether each block is compiled.
         initial_values: Whether to write any; a checkpoint would replace them at once, and drawing those of 70B takes minutes.
 
@@ -196,7 +197,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_params: int) -> None:
-    """Shard each large block, and the rest as one unit."""
+    """Shard the embedding, each block and the readout, where they are large, and the rest as one unit."""
     replicated = parallelism.sharding in ("none", "hybrid")
     shard = partial(
         fully_shard,
@@ -205,49 +206,61 @@ def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_
             param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
     )
-    for block in _blocks(model):
-        if sum(parameter.numel() for parameter in block.parameters()) >= min_unit_params:
-            shard(block, reshard_after_forward=parallelism.sharding in ("full", "hybrid"))
+    ends = [] if model.config.tied else [model.embedding, model.readout]  # a shared table is in one unit, the rest's
+    for module in (*_blocks(model), *ends):
+        if sum(parameter.numel() for parameter in module.parameters()) >= min_unit_params:
+            again = module is not model.readout and parallelism.sharding in ("full", "hybrid")
+            shard(module, reshard_after_forward=again)
+    if isinstance(model.embedding, FSDPModule):
+        model.embedding.set_unshard_in_backward(False)  # its gradient takes no weights
     shard(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
 
 
 def _share_products(model: Decoder, mesh: DeviceMesh) -> None:
-    """Split the blocks' matrices over the ranks of the tensor dimension; everything else is replicated."""
+    """Split matrices and tables over the ranks of the tensor dimension, and the residual stream by positions.
+
+    Norms and residual sums are computed for a rank's own positions (Korthikanti et al., arXiv 2205.05198, section 4.2): their
+    outputs are gathered where a matrix reads them, and the sums of products that ranks have in parts are scattered.
+    """
     for block in _blocks(model):
         plan: dict[str, ParallelStyle] = {
             **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
-            "attention.output": RowwiseParallel(),
+            "attention.output": RowwiseParallel(output_layouts=_BY_POSITION),
             "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(),
-            "attention_norm": _Alike(),
+            "mlp.down": RowwiseParallel(output_layouts=_BY_POSITION),
+            "attention_norm": _Gathered(),
         }
         if block.config.activation == "swiglu":
             plan["mlp.gate"] = ColwiseParallel()
         if not block.config.parallel:
-            plan["mlp_norm"] = _Alike()
+            plan["mlp_norm"] = _Gathered()
         if block.config.qk_norm:  # a rank norms its own heads, dimension 2, by gains that all of them share
             plan |= {
                 f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
                 for name in ("query_norm", "key_norm")
             }
         parallelize_module(block, mesh, plan)
-    rest: dict[str, ParallelStyle] = {"embedding": _Alike(), "final_norm": _Alike(), "readout": _Alike(copied=True)}
+    rest: dict[str, ParallelStyle] = {
+        "embedding": _ByRows(),
+        "final_norm": _Gathered(local=True),
+        "readout": _ByRows(),
+    }
     if model.config.positions == "learned":
-        rest["position"] = _Alike()
+        rest["position"] = _ByRows()
     parallelize_module(model, mesh, rest)
     if model.config.tied:
         model.readout.weight = model.embedding.weight
 
 
-class _Alike(ParallelStyle):
-    """A module that all ranks of the tensor dimension compute identically, from equal inputs and replicated parameters.
+class _Gathered(ParallelStyle):
+    """A norm of a rank's own positions, whose output is gathered for products that each rank computes a part of.
 
-    `copied`: Its output is no view, as that of the whole model must not be under FSDP2.
+    `local`: The output is an ordinary tensor, whose gradient on each rank is that rank's part of it.
     """
 
-    def __init__(self, *, copied: bool = False) -> None:
+    def __init__(self, *, local: bool = False) -> None:
         super().__init__()
-        self._copied = copied
+        self._local = local
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         leave: Any = self._leave  # torch's annotation leaves out what it returns
@@ -255,11 +268,22 @@ class _Alike(ParallelStyle):
 
     @staticmethod
     def _enter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
+        return tuple(DTensor.from_local(tensor, mesh, [_BY_POSITION], run_check=False) for tensor in inputs)
 
     def _leave(self, _module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
-        local = cast(Tensor, output.to_local())
-        return local.clone() if self._copied else local
+        whole = cast(DTensor, output.redistribute(placements=[Replicate()]))
+        return whole.to_local(grad_placements=[Partial()]) if self._local else whole
+
+
+class _ByRows(ParallelStyle):
+    """A module that uses the rows of its weight that a rank has."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._cut)
+
+    @staticmethod
+    def _cut(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.weight = nn.Parameter(distribute_tensor(cast(Tensor, module.weight), mesh, [Shard(0)]))
 
 
 def _blocks(model: Decoder) -> Iterator[Block]:

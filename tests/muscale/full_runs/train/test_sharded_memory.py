@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import training_loss
 from proxy_models.architecture.memory import largest_micro_batch, training_memory
@@ -72,7 +73,8 @@ def test_weights_gradients_and_moments_of_a_rank_that_shares_products(
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
-def test_activations_of_a_rank_that_shares_products(tensor_parallel: int) -> None:
+def test_activations_of_a_rank_that_shares_products(monkeypatch: pytest.MonkeyPatch, tensor_parallel: int) -> None:
+    monkeypatch.setattr(memory, "CHUNK_ENTRIES", 256)  # a chunk is not kept
     # LayerNorm's, as a CPU's RMSNorm keeps more than a GPU's.
     model = ModelConfig(d_model=64, n_layers=2, head_dim=8, context_length=32, norm="layernorm")
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
@@ -96,14 +98,13 @@ def test_activations_of_a_rank_that_shares_products(tensor_parallel: int) -> Non
             kept.pop(weight.untyped_storage().data_ptr(), None)
     estimate = training_memory(model, micro_batch=SEQUENCES, tensor_parallel=tensor_parallel).activations
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == pytest.approx(estimate, rel=0.01)
-    assert estimate < 0.9 * training_memory(model, micro_batch=SEQUENCES).activations
+    assert estimate < 0.7 * training_memory(model, micro_batch=SEQUENCES).activations
 
 
-def test_what_no_device_shares_is_not_cut() -> None:
+def test_norms_alone_are_whole_on_every_device() -> None:
     model = ModelConfig(d_model=64, n_layers=1, vocab_size=50_000)
-    one, two = (training_memory(model, micro_batch=1, tensor_parallel=n) for n in (1, 2))
-    groups = model.n_params_by_group
-    assert one.parameters - two.parameters == 4 * (groups["attention"] + groups["mlp"]) // 2
+    two = training_memory(model, micro_batch=1, tensor_parallel=2)
+    assert two.parameters == 4 * (model.n_params_total + model.n_params_by_group["norms"]) // 2
     assert two.gathered == two.parameters, "FSDP2 computes with a copy, of one shard too"
     limit = training_memory(model, micro_batch=8, world_size=2, tensor_parallel=2).total
     assert largest_micro_batch(model, 8, limit=limit, world_size=2, tensor_parallel=2) == 8

@@ -1,0 +1,100 @@
+"""Which collectives a step calls in each layout: kind, dtype and bytes of what a rank puts in, on a rank without the others."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from muscale.full_runs.train.sharding import build_decoder, mesh_of
+from muscale.settings.parallelism import Parallelism
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from tests.muscale.collectives import Collectives
+from tests.muscale.fake_ranks import rank_of
+
+WIDTH, LAYERS, TIME, SEQUENCES, VOCAB = 64, 3, 32, 2, 256
+RANKS, FP32 = 8, 4
+
+
+def built(parallelism: Parallelism, *, min_unit_params: int = 0, **variant: Any) -> Decoder:
+    """The decoder as the first of eight ranks has it."""
+    model = ModelConfig(d_model=WIDTH, n_layers=LAYERS, head_dim=8, context_length=TIME, vocab_size=VOCAB, **variant)
+    numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=TIME)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
+    mesh = mesh_of(parallelism.grid(RANKS), "cpu")
+    return build_decoder(
+        numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh, min_unit_params=min_unit_params
+    )
+
+
+def counted(model: Decoder) -> Collectives:
+    """The collectives of one pass forward and backward."""
+    collectives = Collectives()
+    with collectives:
+        training_loss(model, torch.zeros(SEQUENCES, TIME + 1, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+    return collectives
+
+
+def units(model: Decoder) -> list[str]:
+    """The modules that are gathered by themselves."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_embedding_and_readout_are_gathered_once_and_a_block_twice() -> None:
+    with rank_of(0, RANKS):
+        model = built(Parallelism())
+        assert units(model) == ["", "embedding", "blocks.0", "blocks.1", "blocks.2", "readout"]
+        table, rest = VOCAB * WIDTH * FP32, WIDTH * FP32
+        block = sum(parameter.numel() for parameter in model.blocks[0].parameters()) * FP32
+        gathers, reductions = (counted(model).of(kind) for kind in ("all-gather", "reduce-scatter"))
+        ours = {size // RANKS: n for size, n in ((table, 2), (block, 2 * LAYERS), (rest, 1))}
+        assert gathers == {(torch.float32, size): n for size, n in ours.items()}
+        assert reductions == {(torch.float32, table): 2, (torch.float32, block): LAYERS, (torch.float32, rest): 1}
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ({"tied": True}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ({"min_unit_params": VOCAB * WIDTH + 1}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ({"min_unit_params": 10**6}, [""]),
+    ],
+    ids=["tied", "small table", "small"],
+)
+def test_a_tied_table_and_what_is_small_are_in_the_unit_of_the_rest(
+    variant: dict[str, Any], expected: list[str]
+) -> None:
+    with rank_of(0, RANKS):
+        assert units(built(Parallelism(), **variant)) == expected
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_ranks_that_share_products_gather_and_scatter_the_stream_once_a_sublayer_and_way(parallel: bool) -> None:
+    tensor = 4
+    with rank_of(0, RANKS):
+        model = built(Parallelism(sharding="none", tensor_parallel=tensor), parallel=parallel)
+        parts = [cast(DTensor, parameter).to_local().numel() for parameter in model.blocks[0].parameters()]
+        found = counted(model)
+    stream, loss = SEQUENCES * TIME * WIDTH * FP32, 2 * SEQUENCES * TIME * FP32
+    norms, sums = (LAYERS if parallel else 2 * LAYERS) + 1, 2 * LAYERS + 1  # sums of attention, MLP and embedding
+    gradients = {
+        VOCAB // tensor * WIDTH: 2,
+        sum(parts): LAYERS,
+        WIDTH: 1 + norms,
+    }  # of replicas; of gains, over positions
+    expected = {
+        "all-gather": {
+            stream // tensor: norms + sums,
+            loss: 1,
+        },  # norms' outputs, gradients of sums; two numbers a position
+        "reduce-scatter": {stream: norms + sums},  # sums, gradients of norms' outputs
+        "all-reduce": {FP32 * size: n for size, n in gradients.items()},
+    }
+    for kind, calls in expected.items():
+        assert found.of(kind) == {(torch.float32, size): n for size, n in calls.items()}
