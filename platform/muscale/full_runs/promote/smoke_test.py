@@ -45,16 +45,19 @@ class Schedule:
     Attributes:
         n_tokens: Of the run.
         evaluations, saves: At its multiples and at its end.
+        save_minutes: Between saves at most; None: not by time.
     """
 
     n_tokens: int
     evaluations: int
     saves: int
+    save_minutes: float | None = None
 
     @classmethod
-    def of(cls, n_tokens: int, *, evaluate_every: int, save_every: int) -> Self:
+    def of(cls, n_tokens: int, *, evaluate_every: int, save_every: int, save_minutes: float | None = None) -> Self:
         """Of a run that does both at the first step that passes a multiple."""
-        return cls(n_tokens=n_tokens, evaluations=-(-n_tokens // evaluate_every), saves=-(-n_tokens // save_every))
+        evaluations, saves = -(-n_tokens // evaluate_every), -(-n_tokens // save_every)
+        return cls(n_tokens=n_tokens, evaluations=evaluations, saves=saves, save_minutes=save_minutes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,9 @@ class SmokeTest(Recorded):
     @property
     def wall_seconds(self) -> float:
         """Forecast: of the whole run, evaluations, saves and one launch with it, without faults."""
-        waits = self.schedule.evaluations * self.evaluation_seconds + self.schedule.saves * self.save_seconds
+        by_time = self.counted_seconds / (60 * self.schedule.save_minutes) if self.schedule.save_minutes else 0.0
+        saves = max(self.schedule.saves, by_time)
+        waits = self.schedule.evaluations * self.evaluation_seconds + saves * self.save_seconds
         return self.start_seconds + self.counted_seconds + waits
 
     @property
@@ -146,7 +151,7 @@ def smoke_test_on_cluster(
     """
     directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
     run = full_run_of(plan, config, numerics, directory, ledger.directory / CORPUS)
-    run = replace(run, checkpoint_every_minutes=None)
+    minutes, run = run.checkpoint_every_minutes, replace(run, checkpoint_every_minutes=None)
 
     within = config.promote.model_copy(update={"evaluation": "sync"})  # so that the measurement is of the run alone
 
@@ -157,6 +162,7 @@ def smoke_test_on_cluster(
         plan.n_tokens,
         evaluate_every=run.evaluate_every_tokens or plan.n_tokens,
         save_every=run.checkpoint_every_tokens,
+        save_minutes=minutes,
     )
     with cluster(config.resources):
         found = smoke_test(

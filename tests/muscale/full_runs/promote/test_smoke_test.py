@@ -95,6 +95,8 @@ def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: 
     assert found.tokens_per_second == BATCH / found.step_seconds
     waits = 2 * found.evaluation_seconds + 3 * found.save_seconds + found.start_seconds
     assert found.wall_seconds == pytest.approx(40 * found.step_seconds + waits)
+    often = replace(found, schedule=replace(schedule, save_minutes=found.step_seconds / 60))  # a save with each step
+    assert often.wall_seconds - found.wall_seconds == pytest.approx((40 - 3) * found.save_seconds)
     assert 0 < found.goodput < 1
     assert not scratch.exists()
     assert SmokeTest.from_dict(json.loads(json.dumps(found.to_dict()))) == found
