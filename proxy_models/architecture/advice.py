@@ -44,7 +44,7 @@ def advise(config: ModelConfig) -> Iterator[Advice]:
     if config.head_dim % _USABLE:
         yield Advice(
             name="head_dim",
-            finding=f"{config.head_dim} is no multiple of {_USABLE}: fused attention refuses or pads it",
+            finding=f"{config.head_dim} is no multiple of {_USABLE}: fused attention pads it, or refuses it in fp32 and with ALiBi",
             source=MATMUL_GUIDE,
         )
     elif config.head_dim < _ALIGNED:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from proxy_models.architecture.attention import attend
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import chunked_cross_entropy, whole_cross_entropy
 from proxy_models.architecture.layers import Embedding, LayerNorm, RMSNorm
@@ -107,17 +108,9 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if positions.cos is not None and positions.sin is not None:
             query, key = (rotate(states, positions.cos, positions.sin) for states in (query, key))
-        mixed = F.scaled_dot_product_attention(
-            (query * scale).transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=positions.bias,
-            is_causal=positions.bias is None,
-            dropout_p=config.attention_dropout if self.training else 0.0,
-            scale=1.0,
-            enable_gqa=config.queries_per_kv > 1,
-        )
-        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(-2)))
+        dropout = config.attention_dropout if self.training else 0.0
+        mixed = attend(query * scale, key, value, bias=positions.bias, dropout=dropout)
+        return cast(Tensor, self.output(mixed.flatten(-2)))
 
 
 class MLP(nn.Module):

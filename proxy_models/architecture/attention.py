@@ -1,0 +1,61 @@
+"""Causal attention by a fused kernel: on a GPU torch's math kernel, which keeps (batch, heads, time, time) weights, is never needed.
+
+torch takes FlashAttention for bf16 and fp16 without a mask, the memory-efficient kernel for fp32 or with one, and the math kernel
+where neither takes a case (`can_use_flash_attention` and `can_use_mem_efficient_attention` in its cuda/sdp_utils.cpp). Dropout
+is known to both. Keys and values are expanded for the second kernel, whose grouped heads not every release of torch knows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kernel = Literal["flash", "efficient", "math"]
+_LARGEST_FLASH_HEAD = 256
+
+
+def cuda_kernel(dtype: torch.dtype, head_dim: int, *, biased: bool, grouped: bool) -> Kernel:
+    """The kernel that torch takes on an NVIDIA GPU of compute capability 8 or more.
+
+    Args:
+        dtype: Of queries, keys and values.
+        head_dim: FlashAttention pads it to a multiple of 8, the memory-efficient kernel refuses one that does not fill 16 bytes.
+        biased: Whether a bias is added to the logits.
+        grouped: Whether fewer key and value heads than query heads are passed on.
+    """
+    if dtype != torch.float32 and not biased and head_dim <= _LARGEST_FLASH_HEAD:
+        return "flash"
+    return "math" if grouped or head_dim % (16 // dtype.itemsize) else "efficient"
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, dropout: float) -> Tensor:
+    """Mix values, (batch, time, heads, head_dim) of each, by causal attention without a scale.
+
+    Args:
+        query: As many heads as `key` and `value`, or a multiple.
+        key, value: Keys and values.
+        bias: Added to the logits, (heads, time, time) with -inf on the future; None: causal without one.
+        dropout: Probability of dropping a weight.
+    """
+    n_groups = query.shape[2] // key.shape[2]
+    kernel = cuda_kernel(query.dtype, query.shape[3], biased=bias is not None, grouped=n_groups > 1)
+    if n_groups > 1 and kernel == "math" and _on_gpu(query):
+        key, value, n_groups = key.repeat_interleave(n_groups, 2), value.repeat_interleave(n_groups, 2), 1
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=bias,
+        is_causal=bias is None,
+        dropout_p=dropout,
+        scale=1.0,
+        enable_gqa=n_groups > 1,
+    )
+    return mixed.transpose(1, 2)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
