@@ -8,7 +8,7 @@ what it keeps, in fp32 and bf16); attention is taken to be fused, so that its we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from proxy_models.architecture.config import ModelConfig
 
@@ -209,6 +209,22 @@ def largest_micro_batch(
         if estimate.total <= limit:
             return size
     return 1
+
+
+def fitting(
+    config: ModelConfig, sequences: int, *, limit: int, precision: Precision, optimizer: str
+) -> tuple[int, Checkpointing]:
+    """The micro-batch of a training on one device, and the least checkpointing with which it is estimated to fit in `limit` bytes.
+
+    Where nothing fits, one sequence under full checkpointing: the estimate may be too high.
+    """
+    kinds: tuple[Checkpointing, ...] = ("none", "selective", "full")
+    for kind in kinds:
+        of_device: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "checkpointing": kind}
+        size = largest_micro_batch(config, sequences, limit=limit, **of_device)
+        if training_memory(config, micro_batch=size, **of_device).total <= limit:
+            return size, kind
+    return 1, "full"
 
 
 def _norm(config: ModelConfig, compute: int) -> int:

@@ -7,9 +7,12 @@ import re
 import torch
 from torch import Tensor
 
-from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.memory import MEMORY_SHARE, Checkpointing, Precision, fitting
 
 CPU = torch.device("cpu")
+EVALUATION_BATCH = 64
+"""Most sequences of an evaluation's pass."""
 _HALF_PRECISION = {
     r"H100 PCIe": 756e12,
     r"H100 NVL": 835e12,
@@ -44,6 +47,34 @@ def usable(device: str | torch.device) -> torch.device:
             f"device {meant}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here"
         )
     return meant if meant.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that an estimate may fill on a GPU."""
+    return int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def fitting_on(
+    device: torch.device,
+    config: ModelConfig,
+    sequences: int,
+    *,
+    precision: Precision,
+    optimizer: str = "adamw",
+    share: float = 1.0,
+) -> tuple[int | None, Checkpointing]:
+    """`fitting` within a share of a GPU's memory; on a CPU the whole batch (None), and nothing is recomputed."""
+    if device.type == "cpu":
+        return None, "none"
+    return fitting(config, sequences, limit=int(share * memory_limit(device)), precision=precision, optimizer=optimizer)
+
+
+def evaluation_batch(device: torch.device, micro_batch: int | None) -> int:
+    """Sequences of an evaluation's pass: on a GPU at most training's micro-batch, more of which may not fit.
+
+    On a CPU always the same number, as another sums the losses in another order.
+    """
+    return EVALUATION_BATCH if device.type == "cpu" or not micro_batch else min(micro_batch, EVALUATION_BATCH)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -39,6 +39,7 @@ class Stepper:
     """Takes the steps of one training, with the state that passes between steps besides weights and moments.
 
     Attributes:
+        micro_batch: Sequences of one forward and backward pass; None: all of the (local) batch.
         verdicts: Why steps were not taken, by their number, as of the last `settle`.
     """
 
@@ -64,7 +65,7 @@ class Stepper:
             numerics: Gives seed, guard and whether a loss scale is needed; the module has the precision already.
             recipe: Gives the norm to clip at.
             loss: `training_loss`, or the same compiled.
-            micro_batch: Sequences of one forward and backward pass; None: all of the (local) batch.
+            micro_batch: As the attribute.
             rank: Rank of this process.
             ranks: Number of ranks that share a batch; the sharding averages their gradients.
             mean: Averages a loss over ranks.
@@ -73,7 +74,7 @@ class Stepper:
         self.module, self.optimizer, self.recipe = module, optimizer, recipe
         self.parameters = list(module.parameters())
         self.verdicts: dict[int, Verdict] = {}
-        self._loss, self._micro_batch, self._mean = loss, micro_batch, mean
+        self.micro_batch, self._loss, self._mean = micro_batch, loss, mean
         self._rank, self._ranks, self._before_part = rank, ranks, before_part
         self._device = self.parameters[0].device
         self._numerics, self._seed = numerics, numerics.seed
@@ -137,9 +138,9 @@ class Stepper:
         Where shares differ by a sequence, a rank may have one pass less than others: it joins theirs, as all gather weights.
         """
         largest = -(-of // self._ranks)
-        if not self._micro_batch or largest <= self._micro_batch:
+        if not self.micro_batch or largest <= self.micro_batch:
             return self._backward(sequences, len(sequences) * self._ranks / of)
-        passes, parts = -(-largest // self._micro_batch), torch.split(sequences, self._micro_batch)
+        passes, parts = -(-largest // self.micro_batch), torch.split(sequences, self.micro_batch)
         shares = []
         for number in range(passes):
             self._before_part(number == passes - 1)

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from proxy_models.architecture.decoder import Block
+from proxy_models.architecture.memory import Checkpointing
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.data.corpus import Corpus
+from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
 from proxy_models.training import compilation
 from proxy_models.training.averaging import AVERAGED_SHARE, Average, LastCheckpoints, Tail
 from proxy_models.training.compilation import Compile
-from proxy_models.training.device import CPU, send, usable
+from proxy_models.training.device import CPU, evaluation_batch, fitting_on, memory_limit, send, usable
 from proxy_models.training.guard import Divergence, Spike
 from proxy_models.training.metrics import WAIT_EVERY, Curve, Observation, Recorder
 from proxy_models.training.numerics import Numerics
@@ -30,7 +34,7 @@ from proxy_models.training.precision import unsupported
 from proxy_models.training.running_average import RunningAverage
 from proxy_models.training.state import TrainState, capture, restore, without_moments
 from proxy_models.training.step import Stepper
-from proxy_models.training.warm import WarmModel, WarmModels
+from proxy_models.training.warm import WARM_SHARE, WarmModel, WarmModels
 
 _NO_OBSERVATION = Observation()
 
@@ -80,6 +84,7 @@ class Trainer:
         compile: Compile = "auto",
         planned_tokens: int | None = None,
         micro_batch: int | None = None,
+        device_share: float = 1.0,
     ) -> None:
         """Open a trainer.
 
@@ -90,20 +95,26 @@ class Trainer:
                 under `torch.use_deterministic_algorithms`, as attention's gradients may be summed in any order.
             compile: True to compile the steps; "auto" if `compilation.pays` for the planned tokens. Never without a compiler.
             planned_tokens: Tokens that this process will train at each shape; None: those of the segment at hand.
-            micro_batch: Sequences of one forward and backward pass, as memory allows; None: all of the batch. The numbers
+            micro_batch: Sequences of one forward and backward pass; None: all of the batch, on a GPU the largest divisor of it
+                that fits by the estimate, with activation checkpointing where one sequence does not. The numbers
                 are the same but for rounding (and the draws of dropout), so it is in no key.
+            device_share: Share of a GPU's memory that is this trainer's, where several processes share it.
 
         Raises:
-            ValueError: If `micro_batch` is not positive, or there is no such device.
+            ValueError: If `micro_batch` or `device_share` is out of its range, or there is no such device.
         """
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
+        if not 0 < device_share <= 1:
+            raise ValueError(f"device_share must lie in (0, 1], got {device_share}")
         self.corpus = corpus
         self.device = usable(device)
         self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch
         if compile and compilation.missing_compiler(self.device.type) is None:
             compilation.configure()
-        self._warm = WarmModels(self.device)
+        self._share = device_share
+        idle = None if self.device == CPU else int(WARM_SHARE * device_share * memory_limit(self.device))
+        self._warm = WarmModels(self.device, limit=idle)
         self._evaluation: dict[tuple[int, int], dict[str, EvaluationSet]] = {}
 
     def train(
@@ -147,7 +158,8 @@ class Trainer:
                 RunningAverage(average, stepper.parameters, end=segment.end, batch_tokens=segment.recipe.batch_tokens)
                 for average in wanted
             ]
-            recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics))
+            batch = evaluation_batch(self.device, stepper.micro_batch)
+            recorder = Recorder(segment.start, warm.module, observation, lambda: self._evaluate(warm, numerics, batch))
             divergence = self._walk(numerics, segment, stepper, sums, recorder, on_step, moves)
         seconds = recorder.seconds
         end: TrainState | None = None
@@ -155,7 +167,7 @@ class Trainer:
         source_losses: dict[str, float] = {}
         losses: dict[Average, float] = {}
         if not divergence:
-            source_losses = self._source_losses(warm, numerics)
+            source_losses = self._source_losses(warm, numerics, batch)
             loss = corpus_loss(self._held_out(numerics), source_losses)
             if not math.isfinite(loss):
                 last = segment.recipe.ramp.n_steps(segment.end)
@@ -170,7 +182,7 @@ class Trainer:
             )
             for running in sums:
                 running.write()
-                losses[running.average] = self._evaluate(warm, numerics)
+                losses[running.average] = self._evaluate(warm, numerics, batch)
         return SegmentResult(
             state=end,
             loss=loss,
@@ -192,13 +204,29 @@ class Trainer:
         parametrization = numerics.parametrization(recipe.optimizer)
         initialize(module, parametrization, recipe, seed=numerics.seed)
         optimizer = make_optimizer(module, parametrization, recipe)
-        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=self._micro_batch)
+        micro_batch, checkpointing = self._fitting(numerics, recipe)
+        for block in module.blocks:
+            cast(Block, block).checkpointing = checkpointing
+        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=micro_batch)
         if state:
             same = state.parametrization.optimizer == recipe.optimizer
             tensors = state.tensors if same else without_moments(state.tensors)
             restore(module, optimizer, tensors)
             stepper.remember(tensors)
         return stepper
+
+    def _fitting(self, numerics: Numerics, recipe: Recipe) -> tuple[int | None, Checkpointing]:
+        """The micro-batch of a training, and what is recomputed in its backward pass."""
+        if self._micro_batch:
+            return self._micro_batch, "none"
+        return fitting_on(
+            self.device,
+            numerics.model,
+            recipe.ramp.first_batch_tokens // numerics.model.context_length,
+            precision=numerics.precision,
+            optimizer=recipe.optimizer,
+            share=(1 - WARM_SHARE) * self._share,
+        )
 
     def _walk(
         self,
@@ -275,11 +303,11 @@ class Trainer:
                 f"got {recipe.ramp.first_batch_tokens}"
             )
 
-    def _evaluate(self, warm: WarmModel, numerics: Numerics) -> float:
-        return corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics))
+    def _evaluate(self, warm: WarmModel, numerics: Numerics, batch: int) -> float:
+        return corpus_loss(self._held_out(numerics), self._source_losses(warm, numerics, batch))
 
-    def _source_losses(self, warm: WarmModel, numerics: Numerics) -> dict[str, float]:
-        return {name: warm.evaluate(held_out.sequences) for name, held_out in self._held_out(numerics).items()}
+    def _source_losses(self, warm: WarmModel, numerics: Numerics, batch: int) -> dict[str, float]:
+        return {name: warm.evaluate(held_out.sequences, batch) for name, held_out in self._held_out(numerics).items()}
 
     def _held_out(self, numerics: Numerics) -> dict[str, EvaluationSet]:
         size = (numerics.model.context_length, numerics.evaluation_tokens)

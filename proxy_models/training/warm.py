@@ -1,4 +1,4 @@
-"""Models kept between trainings: a few, one for each shape, compiled or not."""
+"""Models kept between trainings: a few, one for each shape and precision, compiled or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from proxy_models.training.precision import DTYPES
 from proxy_models.training.step import Loss
 
 _WARM_MODELS = 4
-_EVALUATION_BATCH = 64  # sequences
+WARM_SHARE = 0.1
+"""Share of a GPU's memory that idle models may take (assumed); their optimizer's state goes with their training."""
 
 
 class WarmModel:
@@ -30,22 +31,22 @@ class WarmModel:
         self.loss: Loss = torch.compile(_own_code(training_loss), dynamic=False) if compiled else training_loss
 
     @torch.no_grad()
-    def evaluate(self, sequences: Tensor) -> float:
-        """Mean loss over the sequences, nats per token: in the training's precision, eager, without dropout."""
+    def evaluate(self, sequences: Tensor, batch: int) -> float:
+        """Mean loss over the sequences, nats per token: `batch` at a time, in the training's precision, eager, without dropout."""
         module, was_training = self.module, self.module.training
         module.eval()
         try:
-            losses = [next_token_loss(module, part) * len(part) for part in torch.split(sequences, _EVALUATION_BATCH)]
+            losses = [next_token_loss(module, part) * len(part) for part in torch.split(sequences, batch)]
         finally:
             module.train(was_training)
         return float(torch.stack(losses).sum() / len(sequences))
 
 
 class WarmModels:
-    """Cache of warm models on one device, which drops the least recently used."""
+    """Cache of warm models on one device, which drops the least recently used: all but four, or those beyond so many bytes."""
 
-    def __init__(self, device: torch.device = CPU) -> None:
-        self._device = device
+    def __init__(self, device: torch.device = CPU, *, limit: int | None = None) -> None:
+        self._device, self._limit = device, limit
         self._models: OrderedDict[tuple[ModelConfig, bool, Precision], WarmModel] = OrderedDict()
 
     def get(self, config: ModelConfig, *, compiled: bool, precision: Precision = "fp32") -> WarmModel:
@@ -53,10 +54,16 @@ class WarmModels:
         key = (config, compiled, precision)
         if key not in self._models:
             self._models[key] = WarmModel(config, compiled=compiled, precision=precision, device=self._device)
-            if len(self._models) > _WARM_MODELS:
-                self._models.popitem(last=False)
         self._models.move_to_end(key)
+        while self._too_many():
+            self._models.popitem(last=False)
         return self._models[key]
+
+    def _too_many(self) -> bool:
+        if self._limit is None:
+            return len(self._models) > _WARM_MODELS
+        idle = list(self._models)[:-1]  # the last one is about to train
+        return sum(4 * config.n_params_total for config, *_ in idle) > self._limit
 
 
 def _own_code(loss: Loss) -> Loss:

@@ -33,7 +33,13 @@ class TrainingActor:
 
         torch.set_num_threads(resources.threads)
         stall_seconds = 60 * resources.stall_minutes
-        self._worker = Worker(ledger, compiled=resources.compile, device=resources.device, stall_seconds=stall_seconds)
+        self._worker = Worker(
+            ledger,
+            compiled=resources.compile,
+            device=resources.device,
+            device_share=resources.device_share,
+            stall_seconds=stall_seconds,
+        )
 
     def reach(self, chain: Chain) -> Outcome:
         """Train the chain to its end."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from muscale.actors.stalls import ended_where_stalled
 from muscale.environment import device_name, environment
 from muscale.layout import CORPUS, CURVES, STALLS, STATES
@@ -31,12 +33,21 @@ class Worker:
     """Trains chains of one study in this process, on one device; keeps its models warm from one to the next."""
 
     def __init__(
-        self, ledger: Ledger, *, compiled: Compile, device: str = "cpu", stall_seconds: float = math.inf
+        self,
+        ledger: Ledger,
+        *,
+        compiled: Compile,
+        device: str = "cpu",
+        device_share: float = 1.0,
+        stall_seconds: float = math.inf,
     ) -> None:
         self.ledger = ledger
         self.stall_seconds = stall_seconds  # without a step, after which this process ends itself
         self.directory = ledger.directory
-        self.trainer = Trainer(Corpus.open(self.directory / CORPUS), device=device, compile=compiled)
+        corpus = Corpus.open(self.directory / CORPUS)
+        self.trainer = Trainer(corpus, device=device, compile=compiled, device_share=device_share)
+        if device_share < 1 and self.trainer.device.type == "cuda":  # what a neighbour allocates must not fail for us
+            torch.cuda.set_per_process_memory_fraction(device_share, self.trainer.device)
 
     def reach(self, chain: Chain, on_step: OnStep | None = None, *, goes_on: bool = False) -> Outcome:
         """The outcome at the end of the chain, trained only as far as the ledger does not know it.

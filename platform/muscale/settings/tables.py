@@ -80,6 +80,11 @@ class ResourceSettings(StrictTable):
         return max(1, int(self.cpus_per_worker))
 
     @property
+    def device_share(self) -> float:
+        """Share of a device's memory that is a worker's."""
+        return min(1.0, self.gpus_per_worker or 1.0)
+
+    @property
     def device(self) -> Literal["cpu", "cuda"]:
         """The device of a worker: a GPU or its fraction of one if it has one, else the CPU."""
         return "cuda" if self.gpus_per_worker else "cpu"

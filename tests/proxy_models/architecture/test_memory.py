@@ -16,6 +16,7 @@ from proxy_models.architecture.memory import (
     Precision,
     Sharding,
     activation_bytes,
+    fitting,
     largest_micro_batch,
     training_memory,
 )
@@ -151,6 +152,21 @@ def test_the_largest_micro_batch_divides_the_share_and_fits() -> None:
     assert largest_micro_batch(config, 24, limit=limit) == 4
     assert largest_micro_batch(config, 24, limit=limit, checkpointing="full") > 4
     assert largest_micro_batch(config, 24, limit=1) == 1
+
+
+def test_a_proxy_takes_the_least_checkpointing_with_which_it_fits() -> None:
+    config = ModelConfig(d_model=64, n_layers=8)
+    state: dict[str, Any] = {"precision": "bf16", "optimizer": "adamw"}
+    one, recomputed = (
+        training_memory(config, micro_batch=1, checkpointing=kind, **state).total for kind in ("none", "full")
+    )
+    assert fitting(config, 24, limit=training_memory(config, micro_batch=5, **state).total, **state) == (4, "none")
+    assert fitting(config, 24, limit=one, **state) == (1, "none")
+    size, kind = fitting(config, 24, limit=one - 1, **state)
+    assert kind != "none"
+    assert training_memory(config, micro_batch=size, checkpointing=kind, **state).total < one
+    assert fitting(config, 24, limit=recomputed, **state) == (1, "full")
+    assert fitting(config, 24, limit=1, **state) == (1, "full")
 
 
 def test_bad_arguments_are_refused() -> None:

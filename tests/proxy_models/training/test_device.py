@@ -13,15 +13,18 @@ import pytest
 import torch
 
 from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Block
+from proxy_models.architecture.memory import training_memory
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain, stem
-from proxy_models.training.device import CPU, datasheet_flops, usable
+from proxy_models.training.device import CPU, datasheet_flops, evaluation_batch, fitting_on, usable
 from proxy_models.training.guard import GuardSettings
 from proxy_models.training.metrics import Observation
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.state import TrainState, restore
+from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer
 from proxy_models.training.warm import WarmModel
 
@@ -220,3 +223,40 @@ def test_observing_and_the_caller_s_random_numbers_are_left_alone(corpus: Corpus
 def test_a_gpu_is_known_by_its_whole_name(name: str, expected: float | None) -> None:
     assert datasheet_flops(name, "bf16") == datasheet_flops(name, "fp16") == expected
     assert datasheet_flops(name, "fp32") is None
+
+
+def test_evaluation_takes_no_more_sequences_than_training_on_a_gpu_and_always_as_many_on_a_cpu() -> None:
+    cuda = torch.device("cuda", 0)
+    assert [evaluation_batch(cuda, size) for size in (1, 3, 100)] == [1, 3, 64]
+    assert [evaluation_batch(CPU, size) for size in (None, 1, 100)] == [64, 64, 64]
+
+
+def test_a_worker_s_share_of_a_gpu_bounds_its_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(d_model=64, n_layers=8)
+    limit = training_memory(config, micro_batch=8, precision="bf16").total
+    monkeypatch.setattr("proxy_models.training.device.memory_limit", lambda _: limit)
+    whole, half = (fitting_on(torch.device("cuda", 0), config, 16, precision="bf16", share=share) for share in (1, 0.5))
+    assert whole == (8, "none")
+    assert half == (2, "none")
+    assert fitting_on(CPU, config, 16, precision="bf16") == (None, "none")
+
+
+def test_a_proxy_that_must_be_trained_in_parts_and_recomputed_has_the_same_losses(
+    monkeypatch: pytest.MonkeyPatch, corpus: Corpus, numerics: Numerics
+) -> None:
+    expected = Trainer(corpus, compile=False).train(numerics, twenty_steps())
+    trainer, seen, step = Trainer(corpus, compile=False), [], Stepper.step
+
+    def recorded(stepper: Stepper, *arguments: Any, **options: Any) -> Any:
+        kinds = {block.checkpointing for block in stepper.module.blocks if isinstance(block, Block)}
+        seen.append((stepper.micro_batch, *kinds))
+        return step(stepper, *arguments, **options)
+
+    monkeypatch.setattr(Stepper, "step", recorded)
+    with monkeypatch.context() as patch:
+        patch.setattr("proxy_models.training.trainer.fitting_on", lambda *_, **__: (3, "full"))
+        actual = trainer.train(numerics, twenty_steps())
+    assert actual.train_losses == pytest.approx(expected.train_losses, rel=ROUNDING)
+    again = trainer.train(numerics, twenty_steps())
+    assert again.train_losses.tolist() == expected.train_losses.tolist()
+    assert seen == 20 * [(3, "full")] + 20 * [(None, "none")]

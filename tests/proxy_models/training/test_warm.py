@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -21,12 +22,25 @@ def test_evaluation_is_without_dropout_and_leaves_the_mode_as_it_was() -> None:
     sequences = torch.randint(256, (70, 17))
     for training in (True, False):
         dropping.module.train(training)
-        losses = {dropping.evaluate(sequences) for _ in range(2)}
-        assert len(losses) == 1
+        losses = {dropping.evaluate(sequences, batch) for _, batch in product(range(2), (7, 64))}
+        assert max(losses) == pytest.approx(min(losses), rel=1e-6)
         assert dropping.module.training == training
     with torch.no_grad():
         expected = float(next_token_loss(dropping.module, sequences))
     assert losses.pop() == pytest.approx(expected, rel=1e-6)
+
+
+def test_idle_models_stay_as_far_as_their_weights_fit() -> None:
+    larger = replace(MODEL, n_layers=2)
+    models = WarmModels(limit=4 * MODEL.n_params_total)
+    kept = models.get(MODEL, compiled=False)
+    models.get(larger, compiled=False)
+    assert models.get(MODEL, compiled=False) is kept, "the one that trains is not counted"
+    models.get(MODEL, compiled=False, precision="bf16")
+    assert models.get(MODEL, compiled=False) is kept
+    for number in (1, 2):
+        models.get(replace(MODEL, vocab_size=256 - number), compiled=False)
+    assert models.get(MODEL, compiled=False) is not kept, "those that were used later take its place"
 
 
 def test_no_more_than_a_few_models_stay_and_the_least_used_goes() -> None:

@@ -73,5 +73,5 @@ def average_checkpoints(
 
 
 def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:
-    """The validation loss, nats per token, over the run's own held-out sequences; in fp32, without dropout."""
+    """The validation loss, nats per token, over the run's own held-out sequences; in its precision, without dropout."""
     return float(evaluate_unsharded(decoder, corpus, numerics)["val_loss"])

@@ -11,16 +11,22 @@ from torch import Tensor
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets
 from proxy_models.data.corpus import Corpus
+from proxy_models.training.device import EVALUATION_BATCH, evaluation_batch, fitting_on
 from proxy_models.training.numerics import Numerics
-
-_BATCH = 64  # sequences per forward pass on each rank
+from proxy_models.training.precision import DTYPES
 
 
 @torch.no_grad()
 def source_losses(
-    decoder: Decoder, sets: Mapping[str, EvaluationSet], *, device: torch.device, rank: int = 0, ranks: int = 1
+    decoder: Decoder,
+    sets: Mapping[str, EvaluationSet],
+    *,
+    device: torch.device,
+    batch: int,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Tensor:
-    """A rank's part of the mean loss over each source's held-out sequences; in fp32, without dropout.
+    """A rank's part of the mean loss over each source's held-out sequences; in the decoder's precision, without dropout.
 
     Each sequence belongs to one rank, so the sum over ranks is exact for any number of them.
 
@@ -28,6 +34,7 @@ def source_losses(
         decoder: On the device; if it is sharded, all its ranks call this together.
         sets: By source.
         device: Of this rank.
+        batch: Sequences per forward pass on each rank.
         rank, ranks: Index and number of the shares of the sequences.
 
     Returns:
@@ -37,10 +44,10 @@ def source_losses(
     was_training = decoder.training
     decoder.eval()
     for source, held_out in enumerate(sets.values()):
-        for batch in torch.split(held_out.sequences, _BATCH * ranks):
-            share = torch.tensor_split(batch, ranks)[rank]
+        for part in torch.split(held_out.sequences, batch * ranks):
+            share = torch.tensor_split(part, ranks)[rank]
             # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
-            loss = next_token_loss(decoder, (share if len(share) else batch[:1]).to(device))
+            loss = next_token_loss(decoder, (share if len(share) else part[:1]).to(device))
             sums[source] += len(share) / len(held_out.sequences) * loss
     decoder.train(was_training)
     return sums
@@ -57,11 +64,14 @@ def evaluation_of(corpus: Corpus, sets: Mapping[str, EvaluationSet], losses: Map
 
 
 def evaluate_unsharded(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> dict[str, Any]:
-    """The evaluation of an unsharded decoder over the run's own held-out sequences.
+    """The evaluation of an unsharded decoder over the run's own held-out sequences, in the run's precision; the decoder stays in it.
 
     Raises:
         ValueError: If the corpus has fewer held-out tokens.
     """
     sets = evaluation_sets(corpus, numerics.model.context_length, numerics.evaluation_tokens)
-    losses = source_losses(decoder, sets, device=decoder.embedding.weight.device)
+    decoder.compute_dtype = DTYPES[numerics.precision]
+    device = decoder.embedding.weight.device
+    fitting, _ = fitting_on(device, numerics.model, EVALUATION_BATCH, precision=numerics.precision)
+    losses = source_losses(decoder, sets, device=device, batch=evaluation_batch(device, fitting))
     return evaluation_of(corpus, sets, dict(zip(sets, losses.tolist(), strict=True)))

@@ -42,7 +42,7 @@ from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_set
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
-from proxy_models.training.device import send
+from proxy_models.training.device import evaluation_batch, send
 from proxy_models.training.guard import Divergence
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
@@ -407,9 +407,16 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         return losses | ({"earlier_losses": earlier} if earlier else {})
 
     def _losses(self, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
-        """Mean loss of each set, independent of the number of ranks; in fp32 and eager, without dropout."""
+        """Mean loss of each set, independent of the number of ranks; in the run's precision, eager, without dropout."""
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-            losses = source_losses(self.decoder, sets, device=self.device, rank=self.data_rank, ranks=self.data_ranks)
+            losses = source_losses(
+                self.decoder,
+                sets,
+                device=self.device,
+                batch=evaluation_batch(self.device, self._stepper.micro_batch),
+                rank=self.data_rank,
+                ranks=self.data_ranks,
+            )
         settle(self.decoder)
         if self.trainer.world_size > 1:
             dist.all_reduce(losses)

@@ -33,8 +33,9 @@ from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import Block, Decoder
-from proxy_models.architecture.memory import MEMORY_SHARE, largest_micro_batch
+from proxy_models.architecture.memory import largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
+from proxy_models.training.device import memory_limit
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of
 from proxy_models.training.precision import DTYPES
@@ -169,7 +170,7 @@ def fitting_micro_batch(
     fitting = largest_micro_batch(
         numerics.model,
         -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // (replicas * shards)),
-        limit=int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory),
+        limit=memory_limit(device),
         precision=numerics.precision,
         optimizer=recipe.optimizer,
         sharding=parallelism.sharding,
