@@ -175,7 +175,7 @@ class Study(Result):
             for line in describe_sources(sweep):
                 self._display.line(line)
             with self._tracking.during_sweep(sweep):
-                result = run_sweep(sweep, progress.on_arrival, progress.on_run, narrower=narrower)
+                result = run_sweep(sweep, progress.on_result, progress.on_run, narrower=narrower)
         if narrower and len(self.ledger.rounds(sweep.key)) == max(rounds, 1):
             self._display.line(
                 "the sweep has only now finished; run it again with --narrow to search around its best region"

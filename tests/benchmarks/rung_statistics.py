@@ -112,7 +112,7 @@ def successive_halving(
         reached[begun[number]] = rung
         signal = 0.0 if rung == n_rungs else float(signals[begun[number], rung])  # nobody is compared at the end
         loss = None if math.isnan(signal) else signal
-        record.arrive(RungResult(trial=number, rung=rung, loss=loss, segment="", tokens=0, seconds=0.0))
+        record.add_result(RungResult(trial=number, rung=rung, loss=loss, segment="", tokens=0, seconds=0.0))
 
 
 def random_search_regret(final: Array, n: float) -> float:

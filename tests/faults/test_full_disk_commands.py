@@ -71,14 +71,14 @@ def test_a_sweep_whose_states_do_not_fit_starts_no_more_trials_and_continues_onc
 def test_a_ledger_that_gets_full_under_tune_ends_the_sweep_with_that_reason(
     study: Path, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrive = Record.arrive
+    arrive = Record.add_result
 
-    def arriving(record: Record, arrival: RungResult) -> None:
+    def arriving(record: Record, result: RungResult) -> None:
         small_disk.fill()  # between the worker's row and the driver's
-        arrive(record, arrival)
+        arrive(record, result)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Record, "arrive", arriving)
+        patched.setattr(Record, "add_result", arriving)
         done = muscale(capsys, "sweep", study)
     assert done.code == 2, done.err
     assert f"error: {study.parent / LEDGER}: the ledger can't be kept: " in done.err

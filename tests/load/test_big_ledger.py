@@ -46,7 +46,7 @@ def resume(study: Study) -> None:
     """Work of a resumed sweep before its first segment."""
     record = Sweep.of(study.config, study.ledger, study.corpus).record()
     engine = Sweep.of(study.config, study.ledger, study.corpus).engine(
-        record, lambda arrival: None, lambda done, wanted, kind: None
+        record, lambda result: None, lambda done, wanted, kind: None
     )
     assert engine.next() is not None
 

@@ -66,7 +66,7 @@ def make_engine(ledger: Ledger, n_trials: int, **settings: Any) -> Engine:
     part = replace(record.rounds[0], searcher=chosen.searcher)
     sampler = make_sampler(part, chosen, n_params=10, n_tokens=RUNGS[-1], prior_runs=lambda: nothing)
     rule = make_scheduler(chosen, SPACE)
-    return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_arrival=lambda arrival: None, anneal_jobs=list)
+    return Engine(record, rule, sampler, budget, top=len(RUNGS) - 1, on_result=lambda result: None, anneal_jobs=list)
 
 
 def drive(engine: Engine) -> Iterator[TrialSegment]:
@@ -75,7 +75,7 @@ def drive(engine: Engine) -> Iterator[TrialSegment]:
         assert isinstance(segment, TrialSegment)
         for rung in range(segment.first, segment.until + 1):
             loss = loss_of(segment, rung)
-            engine.arrived(
+            engine.add_result(
                 RungResult(trial=segment.trial, rung=rung, loss=loss, segment="0" * 32, tokens=RUNGS[rung], seconds=1.0)
             )
             if loss is None:

@@ -33,18 +33,18 @@ def plant(sweep: Sweep, *, more: int = 0) -> None:
         for rate, scale in configs:
             record.start({"learning_rate": rate, "init_scale": scale}, 0)
         for trial, loss in enumerate((2.0, 2.5, None)):
-            arrive(sweep, trial, 0, loss)
+            add_result(sweep, trial, 0, loss)
         record = sweep.record()
         record.go_on(0, 1)
-        arrive(sweep, 0, 1, 1.8)
+        add_result(sweep, 0, 1, 1.8)
     for number in range(more):
         record = sweep.record()
         trial = record.start({"learning_rate": 0.008 + 1e-4 * number, "init_scale": 1.0}, 1)
         for rung, loss in enumerate((2.1, 1.9)):
-            arrive(sweep, trial, rung, loss + 0.01 * math.cos(trial))
+            add_result(sweep, trial, rung, loss + 0.01 * math.cos(trial))
 
 
-def arrive(sweep: Sweep, trial: int, rung: int, loss: float | None) -> None:
+def add_result(sweep: Sweep, trial: int, rung: int, loss: float | None) -> None:
     """Let a trial arrive at a rung."""
-    arrival = RungResult(trial=trial, rung=rung, loss=loss, segment=f"segment {trial} {rung}", tokens=8192, seconds=0.5)
-    sweep.record().arrive(arrival)
+    result = RungResult(trial=trial, rung=rung, loss=loss, segment=f"segment {trial} {rung}", tokens=8192, seconds=0.5)
+    sweep.record().add_result(result)

@@ -67,7 +67,7 @@ def test_tpe_and_asha_search_within_the_budget_and_continue_when_it_grows(make_s
     assert first.best.zero_readout is bool(annealed.iloc[0]["zero_readout"])
     costly = Study.open(path, [*asha, "sweep.trials=8", "sweep.max_flops=1e12"], quiet=True)
     limited = Sweep.of(costly.config, costly.ledger, costly.corpus)
-    allowed = limited.engine(limited.record(), lambda arrival: None, lambda *run: None).budget
+    allowed = limited.engine(limited.record(), lambda result: None, lambda *run: None).budget
     assert allowed.repeated_tokens == allowed.n_finalists * allowed.repeat_tokens > 0, (
         "others may lead after more trials"
     )

@@ -22,7 +22,7 @@ from muscale.tracking.sources import Trials
 from muscale.tracking.tracked import Row, TrackedRun
 from muscale.tracking.trackers import make_mirror
 from tests.muscale.event_files import scalars
-from tests.muscale.planted_sweep import arrive, open_sweep, plant
+from tests.muscale.planted_sweep import add_result, open_sweep, plant
 from tests.muscale.wandb_files import OfflineRun, read_runs
 
 MakeStudy = Callable[..., Path]
@@ -89,7 +89,7 @@ def test_trials_are_wandb_runs_that_resume(swept: Sweep, offline: None) -> None:
 
     last = swept.plan.rung_tokens[-1]
     swept.record().go_on(1, 1)
-    arrive(swept, 1, 1, 2.2)
+    add_result(swept, 1, 1, 2.2)
     with make_mirror(TrackingSettings(), directory).following(source):
         pass
     first, second = by_key(read_runs(directory))[wanted["micro trial 1"].key]

@@ -95,7 +95,7 @@ def space_from(source: str, distributions: Mapping[str, Distribution], names: Ma
         raise StageError(f"import-space: {source}: {error}") from error
 
 
-def listed(values: Sequence[Any]) -> Distribution:
+def discrete(values: Sequence[Any]) -> Distribution:
     """The distribution of listed values: rising numbers are ordinal."""
     if len(values) == 1:
         return Fixed(value=values[0])

@@ -18,7 +18,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from muscale.errors import StageError, first_line
-from muscale.importers.imported_space import ImportedSpace, listed, place_of, space_from, stepped
+from muscale.importers.imported_space import ImportedSpace, discrete, place_of, space_from, stepped
 from muscale.settings.strict import short_repr
 from muscale.store.read_only import connect, fault_of
 from search_spaces import Distribution, Fixed, Integer, LogUniform, SpaceError, Uniform
@@ -166,7 +166,7 @@ def _distribution(distribution: BaseDistribution) -> tuple[Distribution, str]:
         case CategoricalDistribution(choices=choices):
             if bad := [choice for choice in choices if not isinstance(choice, bool | int | float | str)]:
                 raise SpaceError(f"a choice must be text, a number, true or false, got {bad[0]!r}")
-            return listed(choices), ""
+            return discrete(choices), ""
         case FloatDistribution(low=low, high=high) | IntDistribution(low=low, high=high) if low == high:
             return Fixed(value=low), "one value"
         case FloatDistribution(low=low, high=high, log=True):

@@ -58,17 +58,17 @@ def fit_runs(
         decision = None if compute_flops is None else decide(found, compute_flops)
     except (ScalingError, ValueError) as error:
         raise StageError(f"fit: {error}") from error
-    warnings = _unit_doubts(read_table(path), loss_unit)
+    warnings = _unit_warnings(read_table(path), loss_unit)
     return RunsFit(fit=found, decision=decision, warnings=tuple(warnings))
 
 
-def _unit_doubts(table: pd.DataFrame, loss_unit: str) -> list[str]:
+def _unit_warnings(table: pd.DataFrame, loss_unit: str) -> list[str]:
     """Warnings that losses stated in nats may be bits, or the reverse, by another column."""
     if loss_unit not in (NATS, "bits per token"):
         return []
     # Rows that the table itself leaves out may hold anything.
     in_nats = np.array([or_nan(value) for value in table["loss"]]) * (1.0 if loss_unit == NATS else math.log(2))
-    doubts = []
+    found = []
     for name in table.columns:
         if name == "loss" or not pd.api.types.is_numeric_dtype(table[name]):
             continue
@@ -87,8 +87,8 @@ def _unit_doubts(table: pd.DataFrame, loss_unit: str) -> list[str]:
         typical = float(np.median(ratio))
         for factor, meant in ((1 / math.log(2), "bits per token"), (math.log(2), NATS)):
             if abs(typical / factor - 1) < _CLOSE:
-                doubts.append(
+                found.append(
                     f"by the column {name} the losses are {factor:.4f} times what {loss_unit} would be: they seem to be {meant}, "
                     f'--loss-unit "{meant}"'
                 )
-    return doubts
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.formatting import format_read_error
-from muscale.importers.imported_space import ImportedSpace, listed, space_from, stepped
+from muscale.importers.imported_space import ImportedSpace, discrete, space_from, stepped
 from muscale.settings.strict import short_repr
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Prior, SpaceError, Uniform
 
@@ -127,7 +127,7 @@ def _categorical(table: dict[str, Any]) -> tuple[Distribution, str]:
     values = table["values"]
     if not isinstance(values, list) or not values:
         raise ValueError("values must be a list")
-    found = listed(values)
+    found = discrete(values)
     note = "rising numbers are an ordinal, whose neighbours are near" if isinstance(found, Ordinal) else ""
     if table.get("probabilities") and isinstance(found, Choice | Ordinal):
         note = "; ".join(filter(None, [note, "its probabilities have no counterpart but a prior"]))

@@ -21,7 +21,7 @@ class Engine:
         record: What was suggested, measured and decided.
         scheduler, sampler, budget: Of the search.
         top: The last rung.
-        on_arrival: Called with each new result.
+        on_result: Called with each new result.
         anneal_jobs: The annealed runs that are wanted and not known yet; asked when the search is over, and again when they are
             done, as what is found by some makes others wanted.
 
@@ -39,7 +39,7 @@ class Engine:
         budget: Budget,
         *,
         top: int,
-        on_arrival: Callable[[RungResult], None],
+        on_result: Callable[[RungResult], None],
         anneal_jobs: Callable[[], Sequence[AnnealJob]],
     ) -> None:
         self.record, self.budget = record, budget
@@ -47,7 +47,7 @@ class Engine:
         self.failures: dict[int | AnnealJob, str] = {}
         self.refusal: str | None = None
         self._scheduler, self._sampler, self._top = scheduler, sampler, top
-        self._on_arrival, self._anneal_jobs = on_arrival, anneal_jobs
+        self._on_result, self._anneal_jobs = on_result, anneal_jobs
         self._in_flight: set[int | AnnealJob] = set()
         self._losses: Counter[int | AnnealJob] = Counter()
         self._queue: deque[AnnealJob] = deque()
@@ -74,12 +74,12 @@ class Engine:
         self.record.heed_cancels()
         return self._next_segment() or self._next_anneal_job()
 
-    def arrived(self, arrival: RungResult) -> None:
+    def add_result(self, result: RungResult) -> None:
         """Note a result."""
-        self._losses.pop(arrival.trial, None)
-        if (arrival.trial, arrival.rung) not in self.record.arrivals:
-            self.record.arrive(arrival)
-            self._on_arrival(arrival)
+        self._losses.pop(result.trial, None)
+        if (result.trial, result.rung) not in self.record.results:
+            self.record.add_result(result)
+            self._on_result(result)
 
     def ends(self, what: TrialSegment | AnnealJob) -> bool:
         """Whether a job that came to a rung ends there, wherever it was going: all are stopping, or its trial was cancelled."""

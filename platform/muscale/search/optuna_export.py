@@ -83,7 +83,7 @@ def _trial(
     values = {
         sweep.plan.rung_tokens[r]: loss
         for r in range(rung + 1)
-        if (number, r) in record.arrivals and math.isfinite(loss := record.loss(number, r))
+        if (number, r) in record.results and math.isfinite(loss := record.loss(number, r))
     }
     tokens, seconds = record.cost(number)
     attributes = {"trained_tokens": tokens, "trained_seconds": seconds, "rung": rung, "values": config}

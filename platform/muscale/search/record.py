@@ -55,12 +55,12 @@ class Record:
         self.configs: dict[int, Config] = {}
         self.paths: dict[int, ConfigHistory] = {}
         self.donors: dict[tuple[int, int], int] = {}
-        self.arrivals: dict[tuple[int, int], RungResult] = {}
+        self.results: dict[tuple[int, int], RungResult] = {}
         self.open: dict[int, int] = {}  # trials that have not arrived where they are going, and the rung where that is
         self.cancelled: dict[int, str] = {}  # trials of which nothing more is trained, and why
         self.went_on: set[tuple[int, int]] = set()  # (trial, rung) from which it went on to another
         self.n_went_on: dict[int, int] = {}  # by rung
-        self.tokens, self.seconds = 0, 0.0  # of all arrivals
+        self.tokens, self.seconds = 0, 0.0  # of all results
         self.settled: set[int] = (
             set()
         )  # first trials of brackets that a scheduler found to be over; a cancelled trial may change that
@@ -80,7 +80,7 @@ class Record:
             if "until" in row:
                 self._gone_on(row["trial"], row["rung"], row["until"], history_from_json(row["path"]), row["donor"])
             else:
-                self._arrived(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
+                self._add_result(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
         for rung, ranking in self._ranking.items():
             ranking.sort()
             self._waiting[rung] = [(loss, trial) for loss, trial in ranking if self._waits(loss, trial, rung)]
@@ -114,12 +114,10 @@ class Record:
         self._started(number, config, until)
         return number
 
-    def arrive(self, arrival: RungResult) -> None:
+    def add_result(self, result: RungResult) -> None:
         """Note a result."""
-        self._ledger.add_rung(
-            sweep=self.sweep, **{name: getattr(arrival, name) for name in arrival.__dataclass_fields__}
-        )
-        self._arrived(arrival)
+        self._ledger.add_rung(sweep=self.sweep, **{name: getattr(result, name) for name in result.__dataclass_fields__})
+        self._add_result(result)
 
     def go_on(self, trial: int, until: int, path: ConfigHistory | None = None, donor: int | None = None) -> None:
         """Record the decision to continue a trial from where it is, in a population on another path."""
@@ -143,13 +141,13 @@ class Record:
 
     def loss(self, trial: int, rung: int) -> float:
         """The loss at a rung where the trial arrived, infinite after a divergence."""
-        loss = self.arrivals[trial, rung].loss
+        loss = self.results[trial, rung].loss
         return math.inf if loss is None else loss
 
     def diverged(self, trial: int) -> bool:
         """Whether the trial's last result is a divergence."""
         last = self.last_rung(trial)
-        return last >= 0 and self.arrivals[trial, last].loss is None
+        return last >= 0 and self.results[trial, last].loss is None
 
     def ranking(self, rung: int) -> list[tuple[float, int]]:
         """(loss, trial) of all that arrived at a rung, best first; divergences last."""
@@ -186,17 +184,17 @@ class Record:
     def place(self, trial: int, rung: int) -> int:
         """Number of trials, cancelled ones aside, before a trial in a rung's ranking."""
         here = (self.loss(trial, rung), trial)
-        gone = sum((self.loss(c, rung), c) < here for c in self.cancelled if (c, rung) in self.arrivals)
+        gone = sum((self.loss(c, rung), c) < here for c in self.cancelled if (c, rung) in self.results)
         return bisect_left(self.ranking(rung), here) - gone
 
     def losses(self, trial: int, rung: int) -> list[float]:
         """The losses of a trial at the rungs up to this one where it arrived."""
-        return [self.loss(trial, r) for r in range(rung + 1) if (trial, r) in self.arrivals]
+        return [self.loss(trial, r) for r in range(rung + 1) if (trial, r) in self.results]
 
     def cost(self, trial: int) -> tuple[int, float]:
         """Tokens and seconds of a trial's stem, in a population of all its generations."""
-        arrivals = [self.arrivals[trial, rung] for rung in range(self.last_rung(trial) + 1)]
-        return sum(arrival.tokens for arrival in arrivals), sum(arrival.seconds for arrival in arrivals)
+        results = [self.results[trial, rung] for rung in range(self.last_rung(trial) + 1)]
+        return sum(result.tokens for result in results), sum(result.seconds for result in results)
 
     def status(self, trial: int, top: int) -> str:
         """`running`, `diverged`, `completed`, `cancelled`, or `stopped` where no scheduler continued it."""
@@ -217,11 +215,11 @@ class Record:
         self._turns[number] = [(0, history_of(config))]
         self.open[number] = until
 
-    def _arrived(self, arrival: RungResult) -> None:
-        trial, rung = arrival.trial, arrival.rung
-        self.arrivals[trial, rung] = arrival
-        self.tokens += arrival.tokens
-        self.seconds += arrival.seconds
+    def _add_result(self, result: RungResult) -> None:
+        trial, rung = result.trial, result.rung
+        self.results[trial, rung] = result
+        self.tokens += result.tokens
+        self.seconds += result.seconds
         self._last[trial] = max(rung, self.last_rung(trial))
         loss, ranking = self.loss(trial, rung), self._ranking.setdefault(rung, [])
         if self._is_read:
@@ -236,7 +234,7 @@ class Record:
                 insort(self._changes[rung - 1], self._change(trial, rung - 1))
         else:
             ranking.append((loss, trial))
-        if arrival.loss is None or rung >= self.open.get(trial, rung):
+        if result.loss is None or rung >= self.open.get(trial, rung):
             self.open.pop(trial, None)
         else:
             self._passed(trial, rung)
@@ -257,7 +255,7 @@ class Record:
     def _changed(self, trial: int, rung: int) -> bool:
         """Whether it came to this rung and to the next with a loss: a member that diverged may continue as another's copy."""
         both = ((trial, rung), (trial, rung + 1))
-        return all(at in self.arrivals and math.isfinite(self.loss(*at)) for at in both)
+        return all(at in self.results and math.isfinite(self.loss(*at)) for at in both)
 
     def _change(self, trial: int, rung: int) -> float:
         return math.log(self.loss(trial, rung + 1) / self.loss(trial, rung))
@@ -266,7 +264,7 @@ class Record:
         return math.isfinite(loss) and trial not in self.cancelled and (trial, rung) not in self.went_on
 
     def _waits_no_more(self, trial: int, rung: int) -> None:
-        if not self._is_read or (trial, rung) not in self.arrivals:
+        if not self._is_read or (trial, rung) not in self.results:
             return
         _drop(self.waiting(rung), (self.loss(trial, rung), trial))
         if rung in self._bests:

@@ -66,7 +66,7 @@ class RecordView:
         factors = [math.exp(sum(steps[rung:])) for rung in range(self._top + 1)]
         for trial in record.configs:
             if (rung := record.last_rung(trial)) >= 0:
-                loss = record.arrivals[trial, rung].loss
+                loss = record.results[trial, rung].loss
                 corrected = None if loss is None else loss * factors[rung]
                 seen.append(Observation(config=record.config_at(trial, rung), loss=corrected))
         return seen

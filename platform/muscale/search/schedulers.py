@@ -164,9 +164,9 @@ class Hyperband:
         field = list(members)
         for here in range(rung, self.top):
             live = [trial for trial in field if trial not in record.cancelled]
-            if not all((trial, here) in record.arrivals for trial in live if not record.diverged(trial)):
+            if not all((trial, here) in record.results for trial in live if not record.diverged(trial)):
                 return None
-            ranked = sorted((record.loss(trial, here), trial) for trial in live if (trial, here) in record.arrivals)
+            ranked = sorted((record.loss(trial, here), trial) for trial in live if (trial, here) in record.results)
             kept = [trial for loss, trial in ranked if math.isfinite(loss)][: max(1, int(len(field) / self.eta))]
             for trial in kept:
                 if (trial, here) not in record.went_on:

@@ -86,9 +86,9 @@ def search_so_far(ledger: Ledger, rung_tokens: tuple[int, ...]) -> SearchSoFar |
             "trial": trial,
             "rung": rung,
             "n_tokens": rung_tokens[min(rung, len(rung_tokens) - 1)],
-            "loss": math.nan if arrival.loss is None else arrival.loss,
+            "loss": math.nan if result.loss is None else result.loss,
         }
-        for (trial, rung), arrival in record.arrivals.items()
+        for (trial, rung), result in record.results.items()
     ]
     return SearchSoFar(
         sweep=record.sweep,

@@ -41,7 +41,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
 from search_spaces import SpaceError, narrow
 
-OnArrival = Callable[[RungResult], None]
+OnResult = Callable[[RungResult], None]
 OnRun = Callable[[int, int, str], None]  # done, wanted, of which kind
 _HOW_MUCH = (
     "trials",
@@ -122,7 +122,7 @@ class Sweep:
         """Record of the search in the ledger."""
         return Record(self.ledger, self.key)
 
-    def engine(self, record: Record, on_arrival: OnArrival, on_run: OnRun, search_round: Round | None = None) -> Engine:
+    def engine(self, record: Record, on_result: OnResult, on_run: OnRun, search_round: Round | None = None) -> Engine:
         """The search, where the record left it, or with a round to come; a sweep that was not begun begins its first."""
         settings, plan = self.config.sweep, self.plan
         if not record.rounds:
@@ -133,7 +133,7 @@ class Sweep:
         sampler = make_sampler(search_round, settings, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs)
         scheduler = make_scheduler(settings, search_round.space)
         anneal_jobs = partial(self.anneal_jobs, record, on_run)
-        return Engine(record, scheduler, sampler, allowed, top=plan.top, on_arrival=on_arrival, anneal_jobs=anneal_jobs)
+        return Engine(record, scheduler, sampler, allowed, top=plan.top, on_result=on_result, anneal_jobs=anneal_jobs)
 
     def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
         """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
@@ -229,14 +229,14 @@ class Sweep:
         return AnnealJob(trial=trial, path=path, rung=rung, seed=seed), job
 
 
-def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
+def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
     """Start or resume the search, up to the budget; then anneal, then repeat the leaders.
 
     Another process that runs the same sweep is waited for.
 
     Args:
         sweep: What to search.
-        on_arrival: Called with each new result at a rung.
+        on_result: Called with each new result at a rung.
         on_run: Called with how many of the annealed runs of a kind are done, and how many there are.
         narrower: Once nothing is left to do, begin another round of as many trials in the space around the best region.
 
@@ -248,10 +248,10 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
     """
     with lease(sweep.ledger, name := f"sweep {sweep.key}") as token, staying_cluster():
         record = Record(sweep.ledger.under(name, token), sweep.key)
-        engine = sweep.engine(record, on_arrival, on_run)
+        engine = sweep.engine(record, on_result, on_run)
         if narrower and engine.is_finished:
             to_come = replace(record.rounds[-1], first_trial=len(record.configs))
-            engine = sweep.engine(record, on_arrival, on_run, to_come)
+            engine = sweep.engine(record, on_result, on_run, to_come)
             if engine.is_finished:
                 raise StageError(
                     "sweep: its budget is used up, so nothing can be searched in a narrower space: raise sweep.max_tokens, "
@@ -259,7 +259,7 @@ def run_sweep(sweep: Sweep, on_arrival: OnArrival, on_run: OnRun, *, narrower: b
                 )
             if record.rounds[-1].first_trial < len(record.configs):  # else it was narrowed, and there was no budget
                 _narrow(sweep, record)
-            engine = sweep.engine(record, on_arrival, on_run)
+            engine = sweep.engine(record, on_result, on_run)
         if not engine.is_finished:
             _search(sweep, engine)
             _prune(sweep)

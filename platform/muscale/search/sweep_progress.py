@@ -20,19 +20,19 @@ class SweepProgress:
     def __init__(self, sweep: Sweep, update: Update) -> None:
         record = sweep.record()
         self._update, self._round = update, sweep.config.sweep.trials
-        self._seen = {trial for trial, _ in record.arrivals}
-        self._best = min((one.loss for one in record.arrivals.values() if one.loss is not None), default=math.inf)
+        self._seen = {trial for trial, _ in record.results}
+        self._best = min((one.loss for one in record.results.values() if one.loss is not None), default=math.inf)
         self._wanted = self._round + (record.rounds[-1].first_trial if record.rounds else 0)
         self._begun: set[str] = set()
 
-    def on_arrival(self, arrival: RungResult) -> None:
+    def on_result(self, result: RungResult) -> None:
         """A trial came to a rung."""
-        self._seen.add(arrival.trial)
-        self._best = min(self._best, math.inf if arrival.loss is None else arrival.loss)
-        if arrival.trial >= self._wanted:  # a round was begun
+        self._seen.add(result.trial)
+        self._best = min(self._best, math.inf if result.loss is None else result.loss)
+        if result.trial >= self._wanted:  # a round was begun
             self._wanted += self._round
         self._update(
-            len(self._seen), self._wanted, f"trial {arrival.trial} at rung {arrival.rung}, best {self._best:.4f}"
+            len(self._seen), self._wanted, f"trial {result.trial} at rung {result.rung}, best {self._best:.4f}"
         )
 
     def on_run(self, done: int, wanted: int, kind: str) -> None:

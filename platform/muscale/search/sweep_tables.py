@@ -28,14 +28,14 @@ def rungs_table(plan: TrialPlan, record: Record) -> pd.DataFrame:
     that it was trained with, spent_flops and spent_seconds (of all stems up to this result).
     """
     tokens, seconds, rows = 0, 0.0, []
-    for (trial, rung), arrival in record.arrivals.items():
-        tokens, seconds = tokens + arrival.tokens, seconds + arrival.seconds
+    for (trial, rung), result in record.results.items():
+        tokens, seconds = tokens + result.tokens, seconds + result.seconds
         rows.append(
             {
                 "trial": trial,
                 "rung": rung,
                 "n_tokens": plan.rung_tokens[rung],
-                "loss": math.nan if arrival.loss is None else arrival.loss,
+                "loss": math.nan if result.loss is None else result.loss,
                 "went_on": (trial, rung) in record.went_on or record.last_rung(trial) > rung,
                 "parent": record.donors.get((trial, rung - 1), trial) if rung else -1,
                 **record.config_at(trial, rung),
@@ -59,7 +59,7 @@ def annealed_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame) -> p
     rows = []
     for run in annealed.to_dict("records"):
         trial, rung = run["trial"], run["rung"]
-        stem = sum(record.arrivals[trial, at].seconds for at in range(rung + 1))
+        stem = sum(record.results[trial, at].seconds for at in range(rung + 1))
         rows.append(
             {
                 **run,
@@ -91,7 +91,7 @@ def trials_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame, repeat
         row: dict[str, Any] = {"trial": trial, "round": record.round_of(trial)}
         row |= {"status": record.status(trial, plan.top), **values}
         for rung, at in enumerate(plan.rung_tokens):
-            arrived = (trial, rung) in record.arrivals
+            arrived = (trial, rung) in record.results
             row[f"loss_at_{at}"] = _finite(record.loss(trial, rung)) if arrived else math.nan
         known = trial in longest.index
         row["expected_loss"] = expected.get(trial, math.nan)

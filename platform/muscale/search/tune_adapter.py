@@ -60,7 +60,7 @@ class EngineSearcher(Searcher):
         """Note a result on the way."""
         if "rung" in result:
             with self.noting():
-                self._engine.arrived(arrival(result))
+                self._engine.add_result(rung_result(result))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Note the last result and the end, or what came instead of it."""
@@ -146,7 +146,7 @@ class StopAtRung(FIFOScheduler):
         trial.metric_analysis.clear()
 
 
-def arrival(result: dict[str, Any]) -> RungResult:
+def rung_result(result: dict[str, Any]) -> RungResult:
     """Record's form of a trainable's report."""
     values = {name: result[name] for name in RungResult.__dataclass_fields__}
     return RungResult(**{**values, "loss": None if result["diverged"] else float(result["loss"])})

@@ -87,7 +87,7 @@ class Trials:
 
 def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
     for rung in range(record.last_rung(trial) + 1):
-        if (trial, rung) in record.arrivals and math.isfinite(loss := record.loss(trial, rung)):
+        if (trial, rung) in record.results and math.isfinite(loss := record.loss(trial, rung)):
             tokens = sweep.plan.rung_tokens[rung]
             values = {"tokens": tokens, "val_loss": loss}
             if sweep.config.sweep.is_population:  # what it was trained with changes from rung to rung

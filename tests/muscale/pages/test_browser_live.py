@@ -19,7 +19,7 @@ from muscale.store.cancels import cancelled_trials
 from muscale.store.tables import ResultKind
 from tests.muscale.browsers import Opened, chromium, opened
 from tests.muscale.conftest import MICRO, write_text
-from tests.muscale.pages.test_live_page import TOKEN, arrive, begun
+from tests.muscale.pages.test_live_page import TOKEN, add_result, begun
 from tests.muscale.planted_report import planted_check
 
 
@@ -74,7 +74,7 @@ def test_a_result_that_is_written_appears_and_nothing_else_moves(
     assert rows.count() == 5
     before = page.locator("#search-in-progress .point").count()
     record = served[2]
-    arrive(record, 3)
+    add_result(record, 3)
     expect(rows.nth(3)).to_contain_text("2.8")
     record.start({"learning_rate": 0.07}, 1)
     expect(rows).to_have_count(6)

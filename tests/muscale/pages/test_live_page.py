@@ -29,13 +29,13 @@ def begun(path: Path, *, trials: int = 3, settings: Sequence[str] = ()) -> tuple
     record.begin_round("random", SPACE)
     for trial in range(trials):
         record.start({"learning_rate": 0.01 * (trial + 1)}, 1)
-    arrive(record, 0)
+    add_result(record, 0)
     return study, record
 
 
-def arrive(record: Record, trial: int, rung: int = 0) -> None:
+def add_result(record: Record, trial: int, rung: int = 0) -> None:
     """A result of a trial at a rung."""
-    record.arrive(RungResult(trial=trial, rung=rung, loss=2.5 + trial / 10, segment="s", tokens=100, seconds=1.0))
+    record.add_result(RungResult(trial=trial, rung=rung, loss=2.5 + trial / 10, segment="s", tokens=100, seconds=1.0))
 
 
 def client(live: LivePage) -> TestClient:
@@ -51,7 +51,7 @@ def test_only_what_changed_has_another_hash(make_study: MakeStudy) -> None:
     again = page.get("/sections", headers={"If-None-Match": first.headers["ETag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert not live.look()
-    arrive(record, 1)
+    add_result(record, 1)
     assert live.look()
     second = page.get("/sections", headers={"If-None-Match": first.headers["ETag"]})
     after = dict(second.json()["sections"])

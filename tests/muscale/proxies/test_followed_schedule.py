@@ -83,17 +83,17 @@ def test_the_winner_s_annealed_run_is_the_planned_run_of_the_sweep_s_best(
     record = sweep.record()
     record.begin_round("random", config.sweep.space)
 
-    def arrive(trial: int, rung: int, loss: float) -> None:
-        record.arrive(RungResult(trial=trial, rung=rung, loss=loss, segment="s", tokens=1, seconds=1.0))
+    def add_result(trial: int, rung: int, loss: float) -> None:
+        record.add_result(RungResult(trial=trial, rung=rung, loss=loss, segment="s", tokens=1, seconds=1.0))
 
     for trial, loss in enumerate([2.0, 3.0]):
         record.start({"learning_rate": 0.01 * (trial + 1), "weight_decay_tau": 0.5}, until=0)
-        arrive(trial, 0, loss)
+        add_result(trial, 0, loss)
     changed: Config = {"learning_rate": 0.012, "weight_decay_tau": 0.3}
     record.go_on(0, 1)
     record.go_on(1, 1, (*record.paths[0], (1, changed)), donor=0)
-    arrive(0, 1, 1.9)
-    arrive(1, 1, 1.8)
+    add_result(0, 1, 1.9)
+    add_result(1, 1, 1.8)
     jobs = {(ending.trial, ending.rung): job for ending, job in sweep.branches(record)}
     losses = {(0, 0): 1.9, (1, 0): 2.5, (0, 1): 1.7, (1, 1): 1.6}
     assert jobs.keys() == losses.keys()

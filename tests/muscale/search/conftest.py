@@ -71,7 +71,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
     sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, prior_runs=_nothing)
     rule = make_scheduler(settings, settings.space)
     return Engine(
-        record, rule, sampler, budget, top=settings.rungs - 1, on_arrival=lambda arrival: None, anneal_jobs=list
+        record, rule, sampler, budget, top=settings.rungs - 1, on_result=lambda result: None, anneal_jobs=list
     )
 
 
@@ -99,7 +99,9 @@ def _drive(
         clock, order, segment, rung = heapq.heappop(working)
         loss = loss_at(segment, rung)
         tokens = 1000 * 2**rung - (1000 * 2 ** (rung - 1) if rung else 0)
-        engine.arrived(RungResult(trial=segment.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0))
+        engine.add_result(
+            RungResult(trial=segment.trial, rung=rung, loss=loss, segment="s", tokens=tokens, seconds=36.0)
+        )
         if loss is None or rung == segment.until or engine.ends(segment):
             engine.finished(segment)
         else:

@@ -72,14 +72,14 @@ def test_a_sweep_stopped_anywhere_resumes_to_the_same_result(
             make_engine(chosen, "left"), loss_at, workers=1, n_segments=n_segments
         )  # the last one is begun and never arrives
     left = make_engine(chosen, "left")
-    before = dict(left.record.arrivals)
+    before = dict(left.record.results)
     drive(left, loss_at, workers=1)
     assert left.is_finished
-    assert before.items() <= left.record.arrivals.items()
+    assert before.items() <= left.record.results.items()
     if searcher == "random":  # a model asked with one loss fewer known suggests something else
         assert left.record.configs == whole.record.configs
         assert left.record.paths == whole.record.paths
-        assert left.record.arrivals == whole.record.arrivals
+        assert left.record.results == whole.record.results
 
 
 def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEngine, drive: Drive) -> None:
@@ -87,7 +87,7 @@ def test_a_record_read_again_is_the_record_that_was_written(make_engine: MakeEng
         engine = make_engine(settings(scheduler=scheduler), scheduler)
         drive(engine, loss_at, workers=3, n_segments=14)
         again = make_engine(settings(scheduler=scheduler), scheduler).record
-        for name in ("configs", "paths", "arrivals", "donors", "open", "went_on", "n_went_on", "tokens", "seconds"):
+        for name in ("configs", "paths", "results", "donors", "open", "went_on", "n_went_on", "tokens", "seconds"):
             assert getattr(again, name) == getattr(engine.record, name), f"{scheduler}: {name}"
         assert [again.ranking(rung) for rung in range(4)] == [engine.record.ranking(rung) for rung in range(4)]
 
@@ -165,7 +165,7 @@ def test_a_lost_worker_costs_an_attempt_and_a_result_gives_them_back(make_engine
     for _ in range(2):
         engine.lost(started(0), "it was shot")
     segment = started(0)
-    engine.arrived(RungResult(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
+    engine.add_result(RungResult(trial=0, rung=0, loss=2.0, segment="s", tokens=1000, seconds=1.0))
     engine.lost(segment, "it was shot")
     for _ in range(2):
         engine.lost(started(1), "it was shot")
@@ -214,16 +214,16 @@ def test_anneal_jobs_wait_for_a_failed_segment(ledger: Ledger) -> None:
         Draws(space=SPACE, seed=0),
         unlimited,
         top=3,
-        on_arrival=lambda arrival: None,
+        on_result=lambda result: None,
         anneal_jobs=lambda: wanted,
     )
     whole, failed = engine.next(), engine.next()
     assert isinstance(whole, TrialSegment)
     assert isinstance(failed, TrialSegment)
     for rung in range(4):
-        engine.arrived(RungResult(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
+        engine.add_result(RungResult(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
     engine.finished(whole)
     engine.failed(failed, "no space left on device")
     assert engine.next() is None, "half a search has no leaders yet"
-    engine.arrived(RungResult(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
+    engine.add_result(RungResult(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
     assert engine.next() == wanted[0]

@@ -97,7 +97,7 @@ def test_hyperband_halves_within_a_bracket_and_waits_for_all_of_it(make_engine: 
     final = [trial for trial in gone if (trial, 1) in record.went_on]
     assert final == [min(gone, key=lambda trial: record.loss(trial, 1))]
     assert sum((trial, 1) in record.went_on for trial in range(4, 7)) == 1
-    assert all((trial, 2) in record.arrivals for trial in range(7, 10))
+    assert all((trial, 2) in record.results for trial in range(7, 10))
 
 
 def test_the_median_rule_leaves_behind_who_is_worse_than_the_median_of_means(
@@ -155,7 +155,7 @@ def test_the_median_rule_finds_whom_a_look_at_all_trials_finds(
     record = engine.record
 
     def loss_at(segment: TrialSegment, rung: int) -> float | None:
-        if len(record.arrivals) == 60:
+        if len(record.results) == 60:
             cancel_trial(ledger, "s", record.waiting(0)[0][1], "it is in the way")
         return None if segment.trial % 9 == 5 else shuffled(segment, rung)
 
@@ -178,7 +178,7 @@ def test_hyperband_finds_in_brackets_that_are_over_what_a_new_look_finds(
         return move
 
     def loss_at(segment: TrialSegment, rung: int) -> float:
-        if len(record.arrivals) == 60:
+        if len(record.results) == 60:
             assert 0 in record.settled, "the first bracket is over"
             cancel_trial(ledger, "s", record.ranking(0)[0][1], "it is in the way")
         return shuffled(segment, rung)

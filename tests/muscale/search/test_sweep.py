@@ -211,9 +211,9 @@ def test_ctrl_c_lets_the_running_trials_come_to_a_rung_and_a_rerun_continues(mak
     record = Sweep.of(study.config, study.ledger, study.corpus).record()
     assert not any(record.last_rung(trial) == -1 for trial in record.configs), "each that was at work came to a rung"
     assert record.open
-    kept = dict(record.arrivals)
+    kept = dict(record.results)
     resumed = study.sweep()
-    assert kept.items() <= Sweep.of(study.config, study.ledger, study.corpus).record().arrivals.items()
+    assert kept.items() <= Sweep.of(study.config, study.ledger, study.corpus).record().results.items()
     undisturbed = Study.open(make_study("undisturbed"), settings, quiet=True).sweep()
     columns = ["trial", "status", "learning_rate", "annealed_loss"]
     pd.testing.assert_frame_equal(resumed.trials[columns], undisturbed.trials[columns])

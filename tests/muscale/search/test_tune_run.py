@@ -154,20 +154,20 @@ def run(make_engine: MakeEngine, ledger: Ledger) -> Run:
     return run
 
 
-ALL_ARRIVALS = {(trial, rung) for trial in range(TRIALS) for rung in range(RUNGS)}
+ALL_RESULTS = {(trial, rung) for trial in range(TRIALS) for rung in range(RUNGS)}
 
 
 def test_a_worker_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
     engine = run("dies at its next job")
     assert (tmp_path / "happened").exists()
-    assert set(engine.record.arrivals) == ALL_ARRIVALS
+    assert set(engine.record.results) == ALL_RESULTS
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
 
 def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
     engine = run("", trainable=DiesWhenReset, folder=tmp_path)
     assert (tmp_path / "happened").exists()
-    assert set(engine.record.arrivals) == ALL_ARRIVALS
+    assert set(engine.record.results) == ALL_RESULTS
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_trial_that_fails_blocks_no_other(run: Run, make_engine: MakeEngine, f
         run(fault)
     record = make_engine(GRID).record
     assert set(record.open) == {1}
-    assert set(record.arrivals) == ALL_ARRIVALS - {(1, 1)}
+    assert set(record.results) == ALL_RESULTS - {(1, 1)}
 
 
 OTHER = r"this process runs muscale 1, the driver runs 2"
@@ -209,7 +209,7 @@ def test_workers_that_wait_for_the_last_job_of_a_generation_stay(run: Run, tmp_p
         trials=2, n_tokens=4000, rungs=4, space=SPACE, searcher="random", scheduler="pbt", rank_by="stable"
     )
     engine = run("first is slow", settings, ResourceSettings(workers=2))
-    assert len(engine.record.arrivals) == 2 * 4
+    assert len(engine.record.results) == 2 * 4
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
 
@@ -220,11 +220,11 @@ class FirstGoesOn:
         """A new trial, or once all have arrived the first one's next rung."""
         if len(record.configs) < TRIALS:
             return Start(until=0)
-        return GoOn(trial=0, until=1) if len(record.arrivals) == TRIALS and not record.open else None
+        return GoOn(trial=0, until=1) if len(record.results) == TRIALS and not record.open else None
 
 
 def test_a_job_is_not_lost_to_one_dead_worker_after_the_other(run: Run) -> None:
     """As where a node is lost on which workers were at rest: a job that three of them lose is given up."""
     resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)
     engine = run("all others die at rest", resources=resources, scheduler=FirstGoesOn())
-    assert set(engine.record.arrivals) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}
+    assert set(engine.record.results) == {(0, 1)} | {(trial, 0) for trial in range(TRIALS)}

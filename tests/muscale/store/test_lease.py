@@ -192,9 +192,9 @@ def test_a_driver_that_lost_its_sweep_writes_no_more_of_its_record(ledger: Ledge
         ledger.write(_take_over, "sweep s")
         with pytest.raises(LeaseLostError, match=f"held with token {old}, but the current one is {old + 1}"):
             record.start({"learning_rate": 0.2}, until=0)
-        arrival = RungResult(trial=0, rung=0, loss=1.0, segment="k", tokens=1, seconds=1.0)
+        result = RungResult(trial=0, rung=0, loss=1.0, segment="k", tokens=1, seconds=1.0)
         with pytest.raises(LeaseLostError):
-            record.arrive(arrival)
+            record.add_result(result)
     assert [row["config"] for row in ledger.trials("s")] == [{"learning_rate": 0.1}]
     assert ledger.rungs("s") == []
 
