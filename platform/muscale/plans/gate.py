@@ -23,6 +23,7 @@ from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, Preci
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
+    from proxy_models.architecture.attention import Kernel
     from proxy_models.coordinates.check import CoordinateCheck
 
 Status = Literal["passed", "failed", "unknown"]
@@ -251,6 +252,47 @@ def memory_line(
         status="failed",
         compared=compared,
         advice=f"most of it are {largest}, {getattr(estimate, largest) / 2**30:.3g} GiB: take {remedy}, or devices with more memory",
+    )
+
+
+def evaluation_line(peak: float, *, sequences: int, memory_bytes: float | None, device: str) -> GateLine:
+    """Whether an evaluation fits beside the state of the training.
+
+    Args:
+        peak: Estimated bytes on a device, of all workers that share it.
+        sequences: Of one pass.
+        memory_bytes: Of the device; None where it is not known.
+        device: Its name.
+    """
+    text = f"{peak / 2**30:.3g} GiB estimated for passes of {sequences} sequences"
+    if memory_bytes is None:
+        return GateLine(name="evaluation", status="unknown", compared=f"{text}, {device} of unknown memory")
+    compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}"
+    if peak <= MEMORY_SHARE * memory_bytes:
+        return GateLine(name="evaluation", status="passed", compared=compared)
+    return GateLine(
+        name="evaluation",
+        status="failed",
+        compared=compared,
+        advice="a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to cut the state over",
+    )
+
+
+def attention_line(kernel: Kernel, *, head_dim: int, weight_bytes: float) -> GateLine:
+    """Whether a GPU computes attention by a fused kernel.
+
+    Args:
+        kernel: That torch takes.
+        head_dim: Of a head.
+        weight_bytes: Of the attention weights of one block, which only the math kernel keeps.
+    """
+    if kernel != "math":
+        return GateLine(name="attention", status="passed", compared=f"the {kernel} kernel, heads of {head_dim}")
+    return GateLine(
+        name="attention",
+        status="failed",
+        compared=f"heads of {head_dim} need the math kernel, whose weights take {weight_bytes / 2**30:.3g} GiB a block",
+        advice="take a model.head_dim that is a multiple of 8",
     )
 
 

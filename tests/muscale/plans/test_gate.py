@@ -15,11 +15,13 @@ from muscale.full_runs.promote.dry_run import device_of
 from muscale.plans.gate import (
     Gate,
     GateLine,
+    attention_line,
     carried_line,
     check_line,
     communication_line,
     data_line,
     disk_line,
+    evaluation_line,
     forced_lines,
     layout_line,
     memory_line,
@@ -205,6 +207,22 @@ def test_uneven_shares_of_a_batch_are_reported_and_do_not_block() -> None:
         == "8 sequences over 3 workers, 3 for 2 of them and 2 for the others, which wait: 11% of the speed"
     )
     assert line.advice == "2 or 4 workers would share it evenly"
+
+
+def test_an_evaluation_must_fit_beside_the_state() -> None:
+    fits = evaluation_line(60 * 2**30, sequences=4, memory_bytes=80e9, device="H100 SXM")
+    assert fits.status == "passed"
+    fails = evaluation_line(0.86 * 80e9, sequences=64, memory_bytes=80e9, device="H100 SXM")
+    assert fails.status == "failed"
+    assert "64 sequences" in fails.compared
+    assert evaluation_line(1.0, sequences=64, memory_bytes=None, device="a GPU").status == "unknown"
+
+
+def test_attention_weights_are_never_kept_unnoticed() -> None:
+    assert attention_line("flash", head_dim=128, weight_bytes=2**40).status == "passed"
+    kept = attention_line("math", head_dim=20, weight_bytes=2**34)
+    assert kept.status == "failed"
+    assert "16 GiB" in kept.compared
 
 
 def test_bf16_needs_a_device_that_has_it_and_a_difference_from_the_proxies_is_reported() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,15 @@ from muscale.layout import FULL_RUNS
 from muscale.plans.cadence import Cadence
 from muscale.plans.gate import (
     Gate,
+    GateLine,
+    attention_line,
     cadence_line,
     carried_line,
     check_line,
     communication_line,
     data_line,
     disk_line,
+    evaluation_line,
     layout_line,
     memory_line,
     precision_line,
@@ -31,7 +34,13 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.planning import Plan, data_hashes
 from muscale.plans.step_time import LINKS, StepTime, step_time
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, largest_micro_batch, training_memory
+from proxy_models.architecture.memory import (
+    MEMORY_SHARE,
+    MemoryEstimate,
+    activation_bytes,
+    largest_micro_batch,
+    training_memory,
+)
 from proxy_models.data.corpus import Corpus
 from scaling import Verdict
 from scaling.presentation import Result
@@ -176,6 +185,12 @@ def dry_run(
                 device=device.name,
                 workers_on_it=device.workers_on_it,
             ),
+            evaluation_line(
+                _evaluation_memory(plan, config, memory) * device.workers_on_it,
+                sequences=_evaluation_batch(plan, config),
+                memory_bytes=device.memory_bytes,
+                device=device.name,
+            ),
             layout_line(
                 {"heads": model.n_heads, "key and value heads": model.n_kv_heads, "columns of the MLP": model.d_ff},
                 sequences=(h.batch_tokens >> h.batch_doublings) // model.context_length,
@@ -186,7 +201,11 @@ def dry_run(
                 config.numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
             ),
             cadence_line(cadence, run_seconds=run_seconds(plan, config)),
-            *((communication_line(step, proposed),) if config.resources.gpus_per_worker else ()),
+            *(
+                (_attention(plan, config), communication_line(step, proposed))
+                if config.resources.gpus_per_worker
+                else ()
+            ),
             disk_line(kept * checkpoint, free, kept=kept, place=str(directory)),
         ),
     )
@@ -236,6 +255,38 @@ def _node_ranks(config: StudyConfig) -> int:
     """Workers on a node as far as the accelerator tells, else all of them."""
     links = LINKS.get(config.plan.accelerator or "")
     return min(config.promote.workers, links.node_devices) if links else config.promote.workers
+
+
+def _evaluation_batch(plan: Plan, config: StudyConfig) -> int:
+    """Sequences of an evaluation's pass on a worker."""
+    from proxy_models.training.device import EVALUATION_BATCH
+
+    return min(_micro_batch(plan, config), EVALUATION_BATCH) if config.resources.gpus_per_worker else EVALUATION_BATCH
+
+
+def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate) -> int:
+    """Bytes of a worker that evaluates: its state without gradients, and one block, norm and loss at work."""
+    one_block = activation_bytes(
+        replace(plan.model, n_layers=1),
+        _evaluation_batch(plan, config),
+        plan.precision,
+        tensor_parallel=config.promote.parallelism.tensor_parallel,
+    )
+    return training.parameters + training.gathered + training.optimizer + one_block
+
+
+def _attention(plan: Plan, config: StudyConfig) -> GateLine:
+    from proxy_models.architecture.attention import cuda_kernel
+    from proxy_models.training.precision import DTYPES
+
+    model = plan.model
+    kernel = cuda_kernel(
+        DTYPES[plan.precision], model.head_dim, biased=model.positions == "alibi", grouped=False
+    )  # where a kernel lacks grouped heads, they are expanded
+    weights = 4 * _micro_batch(plan, config) * model.n_heads * model.context_length**2
+    return attention_line(
+        kernel, head_dim=model.head_dim, weight_bytes=weights / config.promote.parallelism.tensor_parallel
+    )
 
 
 def _conditions(plan: Plan, config: StudyConfig) -> dict[str, Any]:

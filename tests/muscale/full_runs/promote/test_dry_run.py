@@ -55,6 +55,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "data": "passed",
         "carried over": "passed",
         "memory": "passed",
+        "evaluation": "passed",
         "layout": "passed",
         "precision": "passed",
         "cadence": "passed",
@@ -89,7 +90,8 @@ def test_a_checkpoint_that_stands_there_is_gone_on_from(look: Look) -> None:
 
 def test_a_gpu_that_nobody_named_is_unknown_and_a_named_one_is_held_to_its_memory(look: Look) -> None:
     named = look("resources.gpus_per_worker=1.0", 'plan.accelerator="H200"')
-    assert statuses(named)["memory"] == statuses(named)["communication"] == "passed"
+    found = statuses(named)
+    assert found["memory"] == found["evaluation"] == found["attention"] == found["communication"] == "passed"
     assert "fastest predicted layout: sharding = " in str(named.launch)
     assert "with 1 CPUs and 1 GPU each on H200" in str(named.launch)
     assert "communication" not in statuses(look()), "between processes on a CPU nothing is predicted"
