@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import IO
 
 LOCK = ".writing"
-_CODE = re.compile(r"\(os error (\d+)\)")  # as Rust writes the system's errors
 
 
 @contextmanager
@@ -128,20 +123,3 @@ def _hold(path: Path) -> IO[str]:
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
         lock.close()  # the last holder removed the file that we waited for
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors by name, marked as PyTorch's for other readers.
-
-    Raises:
-        OSError: If the disk does not take them, with the file's name.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if not (code := _CODE.search(str(error))):
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

@@ -9,7 +9,8 @@ trial of a shape. They are set by `Decoder.set_multipliers` from the parametriza
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -190,6 +191,12 @@ class Readout(Linear):
         return whole_cross_entropy(super().forward(input), targets, **terms)
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, Tensor]:
+    """A decoder's parameters by name, on the meta device; of a tied table there is one."""
+    with torch.device("meta"):
+        return {name: parameter.detach() for name, parameter in Decoder(config).named_parameters()}
+
+
 class Decoder(nn.Module):
     """Token ids (batch, time) to logits (batch, time, vocab_size).
 
@@ -227,6 +234,19 @@ class Decoder(nn.Module):
             self.register_buffer(name, value, persistent=False)
         for name in ("embedding_multiplier", "attention_scale", "branch_multiplier", "readout_multiplier"):
             self.register_buffer(name, torch.ones(()), persistent=False)
+
+    @classmethod
+    def with_weights(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> Self:
+        """A decoder on the CPU whose parameters are these tensors themselves, so that none is copied; its multipliers are 1."""
+        with torch.device("meta"):
+            decoder = cls(config)
+        decoder.load_state_dict(weights, strict=False, assign=True)
+        if config.tied:
+            decoder.readout.weight = decoder.embedding.weight
+        for name, buffer in list(decoder.named_buffers()):
+            decoder.register_buffer(name, torch.ones_like(buffer, device="cpu"), persistent=False)
+        decoder.write_constants()
+        return decoder
 
     @torch.no_grad()
     def set_multipliers(self, multipliers: ForwardMultipliers) -> None:

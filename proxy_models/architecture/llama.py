@@ -19,23 +19,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import NORM_EPS, ROTARY_BASE, Decoder
+from proxy_models.architecture.decoder import NORM_EPS, ROTARY_BASE, parameter_shapes
+from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
-from proxy_models.files import atomic_directory, save_tensors
+from proxy_models.files import atomic_directory
+from proxy_models.tensor_files import MAX_FILE_BYTES, write_tensors
 
-MAX_SHARD_BYTES = 5 * 10**9  # the default of transformers 4; a loader holds one shard in memory
 WEIGHTS = "model.safetensors"
-_LAYER = "model.layers"
 _NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "readout": "lm_head",
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -46,7 +49,7 @@ _NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Names of a block's modules, ours to Llama's."""
+"""Names of modules, ours to Llama's; those of a block without its number."""
 _LLAMA: dict[str, tuple[Any, str]] = {
     "norm": ("rmsnorm", "Llama's norms are RMSNorm"),
     "activation": ("swiglu", "Llama's MLP is gated by SiLU"),
@@ -56,6 +59,14 @@ _LLAMA: dict[str, tuple[Any, str]] = {
     "parallel": (False, "Llama's blocks have attention and MLP one after the other"),
 }
 """Value that each setting must have, and the reason."""
+
+
+class Place(NamedTuple):
+    """Our name of a tensor, what its values are multiplied by, and its shape on the meta device."""
+
+    name: str
+    factor: float
+    shape: Tensor
 
 
 class NotLlamaError(ValueError):
@@ -116,96 +127,71 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
     }
 
 
-@torch.no_grad()
-def llama_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Llama's tensors by name, fp32 on the CPU, the multipliers folded in; of a tied table there is one.
+def llama_places(config: ModelConfig, multipliers: ForwardMultipliers) -> dict[str, Place]:
+    """Where each of Llama's tensors, by name, comes from; of a tied table there is one.
 
     Raises:
         NotLlamaError: As `require_llama`.
     """
-    config = decoder.config
     require_llama(config)
-    embedding, readout = float(decoder.embedding_multiplier), float(decoder.readout_multiplier)
-    branch, attention = float(decoder.branch_multiplier), float(decoder.attention_scale)
-    factors = {"attention.query": attention * math.sqrt(config.head_dim)}
-    factors |= {"attention.output": branch, "mlp.down": branch}
-
-    def times(tensor: Tensor, factor: float) -> Tensor:
-        return (tensor.detach().to("cpu", torch.float32) * factor).contiguous()
-
-    yield "model.embed_tokens.weight", times(decoder.embedding.weight, embedding)
-    for layer, block in enumerate(decoder.blocks):
-        for name, parameter in block.named_parameters():
-            module, _, kind = name.rpartition(".")
-            yield f"{_LAYER}.{layer}.{_NAMES[module]}.{kind}", times(parameter, factors.get(module, 1.0))
-    gain = decoder.final_norm.weight
-    if not isinstance(gain, Tensor):
-        raise TypeError(f"the final norm has a gain, got {type(gain).__name__}")
-    yield "model.norm.weight", times(gain, readout / embedding if config.tied else 1.0)
-    if not config.tied:
-        yield "lm_head.weight", times(decoder.readout.weight, readout)
+    factors = {
+        "embedding": multipliers.embedding,
+        "attention.query": multipliers.attention * math.sqrt(config.head_dim),
+        "attention.output": multipliers.branch,
+        "mlp.down": multipliers.branch,
+        "final_norm": multipliers.readout / multipliers.embedding if config.tied else 1.0,
+        "readout": multipliers.readout,
+    }
+    places: dict[str, Place] = {}
+    for name, shape in parameter_shapes(config).items():
+        module, _, kind = name.rpartition(".")
+        prefix = ""
+        if module.startswith("blocks."):
+            _, layer, module = module.split(".", 2)
+            prefix = f"model.layers.{layer}."
+        places[f"{prefix}{_NAMES[module]}.{kind}"] = Place(name, factors.get(module, 1.0), shape)
+    return places
 
 
 def write_llama(
-    decoder: Decoder,
+    config: ModelConfig,
+    multipliers: ForwardMultipliers,
+    weights: Mapping[str, Tensor],
     folder: Path,
     tokenizer: Tokenizer | None,
     *,
     card: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load, in fp32; one tensor at a time is in memory.
 
     Args:
-        decoder: The model with its weights and multipliers.
+        config, multipliers: The model.
+        weights: Its parameters by name, each asked for once.
         folder: Must not exist or be empty; it appears with all files or not at all.
         tokenizer: None where the corpus was given as tokens; then no tokenizer is written.
         card: The text of a README.md beside them.
-        max_shard_bytes: Weights of more are split over several files, listed in an index.
+        max_file_bytes: Weights of more are split over several files, listed in an index.
 
     Raises:
         NotLlamaError: As `require_llama`; nothing is written then.
         FileExistsError: If there is something in the folder.
     """
     end = tokenizer.end_of_document if tokenizer else None
-    config = llama_config(decoder.config, end_of_document=end)
+    described, places = llama_config(config, end_of_document=end), llama_places(config, multipliers)
+    tensors = (
+        (name, weights[own].detach().to("cpu", torch.float32) * factor) for name, (own, factor, _) in places.items()
+    )
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "do_sample": False}
     with atomic_directory(folder) as unfinished:
-        _write_weights(decoder, unfinished, max_shard_bytes)
-        _write_json(unfinished / "config.json", config)
+        shapes = {name: place.shape for name, place in places.items()}
+        write_tensors(unfinished / WEIGHTS, shapes, tensors, max_file_bytes=max_file_bytes)
+        _write_json(unfinished / "config.json", described)
         _write_json(unfinished / "generation_config.json", generation)
         if tokenizer is not None:
-            write_tokenizer(tokenizer, unfinished, context_length=decoder.config.context_length)
+            write_tokenizer(tokenizer, unfinished, context_length=config.context_length)
         if card is not None:
             (unfinished / "README.md").write_text(card, encoding="utf-8")
-
-
-def _write_weights(decoder: Decoder, folder: Path, max_shard_bytes: int) -> None:
-    """One file, or several with an index; a shard at a time is held in memory."""
-    sizes = {name: tensor.nbytes for name, tensor in llama_weights(decoder)}
-    shards = _shards(sizes, max_shard_bytes)
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        _write_json(folder / f"{WEIGHTS}.index.json", index)
-    tensors = llama_weights(decoder)
-    for name, shard in zip(names, shards, strict=True):
-        save_tensors({key: next(tensors)[1] for key in shard}, folder / name)
-
-
-def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in their order, cut wherever the next one would not fit any more."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -18,7 +18,8 @@ from muscale import Study
 from muscale.layout import LEDGER, REPORT
 from muscale.search.record import Record, RungResult
 from muscale.store.run_selection import save
-from proxy_models.files import atomic_directory, save_tensors
+from proxy_models.files import atomic_directory
+from proxy_models.tensor_files import write_tensors
 from tests.faults.conftest import SmallDisk
 from tests.faults.drivers import COLUMNS
 from tests.faults.lean import Tally, assert_kept, losses, rows
@@ -121,7 +122,8 @@ def test_tensors_that_do_not_fit_leave_no_folder_and_name_their_file(small_disk:
         pytest.raises(OSError, match="No space left") as full,
         atomic_directory(small_disk.folder / "bundle") as folder,
     ):
-        save_tensors({"a": torch.zeros(100_000)}, folder / "weights.safetensors")
+        tensors = {"a": torch.zeros(100_000)}
+        write_tensors(folder / "weights.safetensors", tensors, tensors.items())
     assert full.value.errno == errno.ENOSPC
     assert full.value.filename == str(folder / "weights.safetensors")
     assert not folder.exists()

@@ -243,7 +243,12 @@ def run_record(folder: Path) -> Target:
     checkpoint, file = folder / "checkpoints" / "tokens=8", folder / RUN
     with alone():
         save({"model": Decoder(model).state_dict()}, checkpoint_id=checkpoint)
-    return Target(file, lambda: _decoder(RunDescription.read(folder), checkpoint), (StageError,), [file.read_bytes()])
+    return Target(
+        file,
+        lambda: _decoder(RunDescription.read(folder), checkpoint, torch.device("cpu")),
+        (StageError,),
+        [file.read_bytes()],
+    )
 
 
 def bundle_manifest(folder: Path) -> Target:

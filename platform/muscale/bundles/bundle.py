@@ -2,6 +2,7 @@
 
     README.md                what it is, as a model card
     weights.safetensors      by parameter name; averaged.safetensors beside it, if asked for
+                             above 5 GB in several files, with weights.safetensors.index.json; so are the others
     optimizer.safetensors    moments as <kind>/<parameter>, what loss scaling and the guard remember as memory/<name>
     model.json               the run's numerics (shape, base, seed, precision …) and the forward multipliers
     parametrization.json     the table by parameter name
@@ -21,24 +22,22 @@ Nothing in it is pickled, and nothing is unpickled from it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from muscale.bundles.bundle_files import Verification, verify
 from muscale.errors import BundleError
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.decoder import Decoder, parameter_shapes
 from proxy_models.architecture.llama import NotLlamaError, write_llama
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import CorpusError
 from proxy_models.data.kept_tokenizer import kept_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
+from proxy_models.tensor_files import TensorFiles
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.state import TrainState
 from scaling.presentation import Result
@@ -114,7 +113,7 @@ class Bundle(Result):
         return self._read_as(MODEL, lambda values: Numerics.from_dict(values["numerics"]))
 
     def decoder(self, *, averaged: bool = False) -> Decoder:
-        """The trained model on the CPU, in fp32, ready to evaluate.
+        """The trained model on the CPU, in fp32, ready to evaluate; its weights are mapped from the bundle's files.
 
         Args:
             averaged: With the average of its last checkpoints in place of the last weights.
@@ -122,17 +121,9 @@ class Bundle(Result):
         Raises:
             BundleError: If the bundle has no such weights, or they are another model's.
         """
-        name = AVERAGED if averaged else WEIGHTS
-        weights = self._tensors(name)
-        numerics = self.numerics
-        # A model far larger than its weights would first of all need its memory.
-        if numerics.model.n_params_total > 4 * (found := sum(tensor.numel() for tensor in weights.values())):
-            raise BundleError(
-                f"{self.path / name}: weights of another model: {found:,} of them, the model has {numerics.model.n_params_total:,}"
-            )
-        decoder = self._read_as(MODEL, lambda _: Decoder(numerics.model))
-        decoder.set_multipliers(self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"])))
-        _fill(decoder, weights, self.path / name)
+        model, weights = self._weights(averaged)
+        decoder = self._read_as(MODEL, lambda _: Decoder.with_weights(model, weights))
+        decoder.set_multipliers(self._multipliers)
         return decoder.eval()
 
     def train_state(self) -> TrainState:
@@ -164,12 +155,15 @@ class Bundle(Result):
     def export(self, folder: str | Path, *, averaged: bool = False) -> Path:
         """Write the model in Hugging Face's Llama layout, whole or not at all, with the model card beside it.
 
+        One tensor at a time is in memory; more than 5 GB lie in several files, with an index.
+
         Raises:
             BundleError: If Llama's layout has no place for the architecture, or there is something in the folder.
         """
         try:
             card = (self.path / CARD).read_text(encoding="utf-8")
-            write_llama(self.decoder(averaged=averaged), Path(folder), self.tokenizer(), card=card)
+            model, weights = self._weights(averaged)
+            write_llama(model, self._multipliers, weights, Path(folder), self.tokenizer(), card=card)
         except (NotLlamaError, FileExistsError) as error:
             raise BundleError(f"export: {error}") from error
         return Path(folder)
@@ -219,14 +213,37 @@ class Bundle(Result):
             lines.append(self._read_as(AVERAGING, _format_average))
         return "\n".join(lines)
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
+    @property
+    def _multipliers(self) -> ForwardMultipliers:
+        return self._read_as(MODEL, lambda values: ForwardMultipliers(**values["multipliers"]))
+
+    def _weights(self, averaged: bool) -> tuple[ModelConfig, TensorFiles]:
+        """The model, and weights that are its."""
+        weights, model = self._tensors(AVERAGED if averaged else WEIGHTS), self.numerics.model
+        found = sum(map(math.prod, weights.shapes.values()))
+        if model.n_params_total > 4 * found:  # one far too large would take long to describe
+            raise BundleError(
+                f"{weights.path}: weights of another model: {found:,} of them, the model has {model.n_params_total:,}"
+            )
+        shapes = self._read_as(
+            MODEL, lambda _: {name: tuple(one.shape) for name, one in parameter_shapes(model).items()}
+        )
+        if odd := sorted(n for n in shapes | weights.shapes if shapes.get(n) != weights.shapes.get(n)):
+            raise BundleError(
+                f"{weights.path}: weights of another model: {odd[0]} is {weights.shapes.get(odd[0])}, the model's is "
+                f"{shapes.get(odd[0])}"
+            )
+        return model, weights
+
+    def _tensors(self, name: str) -> TensorFiles:
         path = self.path / name
-        if not path.exists():
-            raise BundleError(f"{path}: the bundle has no such file; `muscale bundle --average` writes averages")
         try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise BundleError(f"{path}: not safetensors ({error})") from error
+            return TensorFiles(path)
+        except FileNotFoundError as error:
+            missing = "the bundle has no such file; `muscale bundle --average` writes averages"
+            raise BundleError(f"{path}: {missing}") from error
+        except ValueError as error:
+            raise BundleError(str(error)) from error
 
 
 def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:
@@ -254,16 +271,3 @@ def _format_average(averaging: Mapping[str, Any]) -> str:
         f"  average of {len(averaging['checkpoints'])} checkpoints {averaging['averaged_loss']:.4f}, last weights "
         f"{averaging['loss']:.4f}"
     )
-
-
-def _fill(decoder: Decoder, weights: Mapping[str, Tensor], path: Path) -> None:
-    parameters = dict(decoder.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if odd := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
-        raise BundleError(
-            f"{path}: weights of another model: {odd[0]} is {found.get(odd[0])}, the model's is {shapes.get(odd[0])}"
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pandas as pd
-import psutil
 import torch
-from torch import Tensor
 
 from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle
@@ -22,24 +20,23 @@ from muscale.environment import environment
 from muscale.errors import BundleError, StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.formatting import finite
-from muscale.full_runs.checkpoints.finished_run import average_checkpoints, held_out_loss, last_state
-from muscale.full_runs.checkpoints.folder import CHECKPOINTS
-from muscale.full_runs.checkpoints.save import Checkpoints
+from muscale.full_runs.checkpoints.finished_run import averaged, held_out_loss, last_checkpoint, newest_checkpoints
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
+from muscale.full_runs.checkpoints.save import read_table
+from muscale.full_runs.checkpoints.stored_weights import MEMORY, MODEL, MOMENTS, RecordReader
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.plans.planning import Plan
 from muscale.store.lineage import Chain
-from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import Decoder
-from proxy_models.architecture.memory import training_memory
-from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.architecture.decoder import Decoder, parameter_shapes
+from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
 from proxy_models.data.token_files import STATED
-from proxy_models.files import atomic_directory, save_tensors
+from proxy_models.files import atomic_directory
+from proxy_models.tensor_files import TensorFiles, write_tensors
 from proxy_models.training.optimizer import multipliers_of
-from proxy_models.training.state import capture
-from proxy_models.training.step import GOOD, Stepper
+from proxy_models.training.step import GOOD
 
 LOSS_TOLERANCE = 1e-3
 """Relative; what the weights may differ in their loss from what the run recorded, on other devices and other numbers of ranks:
@@ -146,25 +143,25 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
     """Write a run's bundle, whole or not at all, and open it.
 
     Raises:
-        StageError: If the last checkpoint is gone, its weights do not give the loss that the run recorded, or they and the
-            optimizer's state are more than this machine's free memory.
+        StageError: If the last checkpoint is gone, or its weights do not give the loss that the run recorded.
         BundleError: If there is something at the path.
     """
     if average < 1:
         raise BundleError(f"bundle: the average must be of at least 1 checkpoint, got {average}")
     numerics, segments = run.chain.numerics, run.chain.segments
-    _require_memory(numerics.model, segments[-1].recipe.optimizer)
-    checkpoints = Checkpoints(run.directory / CHECKPOINTS)
-    stepper = last_state(checkpoints, numerics, segments)
-    loss = _checked_loss(run, stepper.module)
+    checkpoints = CheckpointFolder(run.directory / CHECKPOINTS)
+    final = last_checkpoint(checkpoints, segments[-1].end)
+    table = numerics.parametrization(segments[-1].recipe.optimizer)
+    table.require(read_table(final))
     averaging: dict[str, Any] | None = None
     try:
         with atomic_directory(path) as folder:
-            _write_tensors(stepper, folder)
+            loss = _write_weights(run, final, folder / parts.WEIGHTS)
+            _write_optimizer(final, folder / parts.OPTIMIZER)
             if average > 1:
-                averaging = {"loss": loss, **_average(run, checkpoints, stepper.module, average, folder)}
+                averaging = {"loss": loss, **_average(run, checkpoints, average, folder / parts.AVERAGED)}
                 _write(folder / parts.AVERAGING, averaging)
-            _write_facts(run, stepper, folder)
+            _write_facts(run, table, folder)
             _write_data(run, folder)
             _write_environment(run, folder)
             (folder / parts.CARD).write_text(run.card(averaging), encoding="utf-8")
@@ -174,23 +171,13 @@ def write_bundle(run: Bundled, path: Path, *, average: int = 1) -> Bundle:
     return Bundle.open(path)
 
 
-def _require_memory(model: ModelConfig, optimizer: OptimizerName) -> None:
-    """Refuse a state that would not fit into memory, as it is read whole."""
-    estimate = training_memory(model, micro_batch=1, optimizer=optimizer)
-    needed, free = estimate.parameters + estimate.optimizer, psutil.virtual_memory().available
-    if needed > free:
-        raise StageError(
-            f"bundle: weights and optimizer are {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on this machine; "
-            "run `muscale bundle` on one with more memory"
-        )
-
-
-def _checked_loss(run: Bundled, decoder: Decoder) -> float:
-    """The validation loss of the weights that were read, held against the run's."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loss = held_out_loss(decoder.to(device), run.corpus, run.chain.numerics)
-    decoder.to("cpu")
-    recorded = run.loss
+def _write_weights(run: Bundled, checkpoint: Path, path: Path) -> float:
+    """Write the weights as they are read, and return their validation loss, held against the run's."""
+    reader, shapes = RecordReader(checkpoint), parameter_shapes(run.chain.numerics.model)
+    reader.require_weights(shapes)
+    stored = reader.stream({f"{MODEL}.{name}": shape for name, shape in shapes.items()})
+    write_tensors(path, shapes, ((name.removeprefix(f"{MODEL}."), tensor) for name, tensor in stored))
+    loss, recorded = _loss_of(run, path), run.loss
     if not abs(loss / recorded - 1) <= LOSS_TOLERANCE:
         raise StageError(
             f"bundle: the weights in {run.directory} give a loss of {loss:.6f}, the run recorded {recorded:.6f}: they are "
@@ -199,42 +186,52 @@ def _checked_loss(run: Bundled, decoder: Decoder) -> float:
     return loss
 
 
-def _write_tensors(stepper: Stepper, folder: Path) -> None:
-    """Write the weights and the optimizer's state, without the guard's snapshot, which is for a run that continues."""
-    weights: dict[str, Tensor] = {}
-    rest: dict[str, Tensor] = {}
-    for key, tensor in capture(stepper.module, stepper.optimizer).items():
-        kind, _, name = key.partition("/")
-        (weights if kind == "weight" else rest)[name if kind == "weight" else key] = tensor.cpu().contiguous()
-    memory = {f"{parts.MEMORY}{name}": value for name, value in stepper.memory().items() if not name.startswith(GOOD)}
-    save_tensors(weights, folder / parts.WEIGHTS)
-    save_tensors({**rest, **memory}, folder / parts.OPTIMIZER)
+def _write_optimizer(checkpoint: Path, path: Path) -> None:
+    """Write the moments and the steps' memory, without the guard's snapshot, which is for a run that continues."""
+    reader = RecordReader(checkpoint)
+    found = reader.shapes()
+    names = {key: name for key in found if (name := _name_in_bundle(key))}
+    shapes = {name: found[key] for key, name in names.items()}
+    stored = reader.stream({key: found[key] for key in names})
+    write_tensors(path, shapes, ((names[key], tensor) for key, tensor in stored))
 
 
-def _average(run: Bundled, checkpoints: Checkpoints, decoder: Decoder, k: int, folder: Path) -> dict[str, Any]:
+def _name_in_bundle(key: str) -> str | None:
+    """The name of a tensor of a checkpoint in the optimizer's file; None for all others."""
+    if key.startswith(MOMENTS):
+        name, _, kind = key.removeprefix(MOMENTS).rpartition(".")
+        return f"{kind}/{name}"
+    if key.startswith(MEMORY) and not key.startswith(f"{MEMORY}{GOOD}"):
+        return f"{parts.MEMORY}{key.removeprefix(MEMORY)}"
+    return None
+
+
+def _average(run: Bundled, checkpoints: CheckpointFolder, k: int, path: Path) -> dict[str, Any]:
     """Write the average of the last checkpoints, and evaluate it."""
-    weights, tokens = average_checkpoints(checkpoints, decoder, k)
-    save_tensors(weights, folder / parts.AVERAGED)
-    last: dict[str, Tensor] = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
-    _overwrite(decoder, weights)
-    loss = held_out_loss(decoder, run.corpus, run.chain.numerics)
-    _overwrite(decoder, last)
-    return {"averaged_loss": loss, "checkpoints": list(tokens)}
+    found = newest_checkpoints(checkpoints, k)
+    shapes = parameter_shapes(run.chain.numerics.model)
+    write_tensors(path, shapes, averaged([checkpoint for _, checkpoint in found], shapes))
+    return {"averaged_loss": _loss_of(run, path), "checkpoints": [tokens for tokens, _ in found]}
 
 
-@torch.no_grad()
-def _overwrite(decoder: Decoder, weights: dict[str, Tensor]) -> None:
-    for name, parameter in decoder.named_parameters():
-        parameter.copy_(weights[name])
+def _loss_of(run: Bundled, path: Path) -> float:
+    """The validation loss of weights in a bundle, mapped from their files; on the GPU, if there is one."""
+    decoder = Decoder.with_weights(run.chain.numerics.model, TensorFiles(path))
+    decoder.set_multipliers(_multipliers(run))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return held_out_loss(decoder.eval().to(device), run.corpus, run.chain.numerics)
 
 
-def _write_facts(run: Bundled, stepper: Stepper, folder: Path) -> None:
-    numerics, segments = run.chain.numerics, run.chain.segments
-    first = segments[0].recipe
-    multipliers = multipliers_of(numerics.parametrization(first.optimizer), first)
-    _write(folder / parts.MODEL, {"numerics": numerics.to_dict(), "multipliers": asdict(multipliers)})
-    _write(folder / parts.PARAMETRIZATION, stepper.parametrization.to_dict())
-    _write(folder / parts.SCHEDULE, [segment.to_dict() for segment in segments])
+def _multipliers(run: Bundled) -> ForwardMultipliers:
+    first = run.chain.segments[0].recipe
+    return multipliers_of(run.chain.numerics.parametrization(first.optimizer), first)
+
+
+def _write_facts(run: Bundled, table: Parametrization, folder: Path) -> None:
+    model = {"numerics": run.chain.numerics.to_dict(), "multipliers": asdict(_multipliers(run))}
+    _write(folder / parts.MODEL, model)
+    _write(folder / parts.PARAMETRIZATION, table.to_dict())
+    _write(folder / parts.SCHEDULE, [segment.to_dict() for segment in run.chain.segments])
     _write(folder / parts.STUDY, run.config)
     _write(folder / parts.SEEDS, _seeds(run))
     _write(folder / parts.LINEAGE, run.lineage)

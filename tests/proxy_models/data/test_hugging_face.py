@@ -55,9 +55,11 @@ def in_transformers(transformers: ModuleType, tokenizer: Tokenizer, folder: Path
     from proxy_models.architecture.config import ModelConfig
     from proxy_models.architecture.decoder import Decoder
     from proxy_models.architecture.llama import write_llama
+    from proxy_models.architecture.parametrization import ForwardMultipliers
 
     config = ModelConfig(d_model=16, n_layers=1, context_length=32, vocab_size=512)
-    write_llama(Decoder(config), folder, tokenizer)
+    multipliers = ForwardMultipliers(embedding=1.0, branch=1.0, readout=1.0, attention=0.25)
+    write_llama(config, multipliers, dict(Decoder(config).named_parameters()), folder, tokenizer)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 

@@ -20,7 +20,7 @@ from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.checkpoints.stored_weights import RecordReader, read_weights
 from muscale.layout import RUN
-from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.decoder import Decoder, parameter_shapes
 from proxy_models.architecture.generate import continue_text
 from proxy_models.data.corpus import Corpus, CorpusError
 from proxy_models.training.device import usable
@@ -65,7 +65,7 @@ def evaluate_checkpoint(
         tokenizer = text.tokenizer() if prompts else None
     except CorpusError as error:
         raise StageError(f"prompts: {error}") from error
-    decoder = _decoder(run, path).to(usable(device))
+    decoder = _decoder(run, path, usable(device))
     losses = evaluate_unsharded(decoder, text, run.numerics)
     if not math.isfinite(losses["val_loss"]):
         raise StageError(f"{path}: the held-out loss is not finite")
@@ -109,18 +109,17 @@ def _opened(folder: Path, key: str) -> Corpus:
     return corpus
 
 
-def _decoder(run: RunDescription, checkpoint: Path) -> Decoder:
-    """The unsharded model with a checkpoint's weights, on the CPU, in fp32."""
-    # A model larger than its weights would need its memory before it failed.
-    if (n_params := run.numerics.model.n_params_total) > 4 * (found := RecordReader(checkpoint).n_weights()):
+def _decoder(run: RunDescription, checkpoint: Path, device: torch.device) -> Decoder:
+    """The unsharded model with a checkpoint's weights, read onto the device, in fp32."""
+    model, found = run.numerics.model, RecordReader(checkpoint).n_weights()
+    if model.n_params_total > 4 * found:  # one far too large would take long to describe
         raise StageError(
-            f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {n_params:,}"
+            f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {model.n_params_total:,}"
         )
     try:
-        decoder = Decoder(run.numerics.model)
+        weights = read_weights(checkpoint, parameter_shapes(model), device=device)
+        decoder = Decoder.with_weights(model, weights).to(device)
     except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         raise StageError(f"{checkpoint}: {RUN} does not describe a valid model ({error})") from error
     decoder.set_multipliers(run.multipliers)
-    with torch.no_grad():
-        read_weights(checkpoint, {name: parameter.detach() for name, parameter in decoder.named_parameters()})
     return decoder.eval()

@@ -1,61 +1,42 @@
-"""A finished full run in one process: its last state, averaged weights, and held-out loss."""
+"""The end of a full run in one process: its last checkpoint, the mean of the last ones, and held-out loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from muscale.errors import StageError
+from muscale.full_runs.checkpoints.folder import CheckpointFolder
 from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
-from muscale.full_runs.checkpoints.save import Checkpoints
-from muscale.full_runs.checkpoints.stored_weights import alone, read_weights
+from muscale.full_runs.checkpoints.stored_weights import READ_BYTES, read_weights
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.corpus import Corpus
-from proxy_models.recipes.segments import Segment
+from proxy_models.tensor_files import cut
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import initialize, make_optimizer
-from proxy_models.training.step import Stepper
 
 
-def last_state(checkpoints: Checkpoints, numerics: Numerics, segments: Sequence[Segment]) -> Stepper:
-    """The final decoder and optimizer of a run, on the CPU and unsharded.
-
-    Args:
-        checkpoints: Of the run, at any world size; trusted, as torch unpickles their metadata.
-        numerics: Of the run.
-        segments: Its chain.
+def last_checkpoint(checkpoints: CheckpointFolder, end: int) -> Path:
+    """The intact checkpoint of a run's end.
 
     Raises:
-        StageError: If there is no intact checkpoint of the run's end.
+        StageError: If there is none after `end` tokens.
     """
-    end = segments[-1].end
-    found = checkpoints.latest()
+    found = next(checkpoints.intact(), None)
     if found is None or found[0] != end:
         at = f"the newest whole one is at {found[0]}" if found else "there is no whole one"
         raise StageError(f"{checkpoints.folder}: needs the checkpoint of the run's end at {end} tokens; {at}")
-    decoder = Decoder(numerics.model)
-    first, last = segments[0].recipe, segments[-1].recipe
-    initialize(decoder, numerics.parametrization(first.optimizer), first, seed=numerics.seed)  # for the multipliers
-    optimizer = make_optimizer(decoder, numerics.parametrization(last.optimizer), last)
-    stepper = Stepper(decoder, optimizer, numerics, last)
-    with alone():
-        checkpoints.load(found[1], stepper)
-    return stepper
+    return found[1]
 
 
-def average_checkpoints(
-    checkpoints: Checkpoints, decoder: Decoder, k: int
-) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """The mean weights of the last `k` checkpoints, summed in fp32; the decoder is unchanged.
-
-    Returns:
-        The weights by parameter name, and the tokens of each checkpoint, newest first.
+def newest_checkpoints(checkpoints: CheckpointFolder, k: int) -> list[tuple[int, Path]]:
+    """Tokens and paths of the last `k` intact checkpoints, newest first.
 
     Raises:
-        StageError: If there are fewer intact checkpoints.
+        StageError: If there are fewer.
     """
     found = list(islice(checkpoints.intact(), k))
     if len(found) < k:
@@ -63,13 +44,23 @@ def average_checkpoints(
             f"{checkpoints.folder}: an average of {k} checkpoints needs as many, {len(found)} are whole; the newest "
             "promote.keep_last of a run are kept"
         )
-    sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in decoder.named_parameters()}
-    for _, path in found:
-        weights = {name: torch.empty_like(tensor) for name, tensor in decoder.named_parameters()}
-        read_weights(path, weights)
+    return found
+
+
+def averaged(checkpoints: list[Path], shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The mean weights of checkpoints by name, summed in fp32; twice `READ_BYTES` are in memory at a time.
+
+    Raises:
+        StageError: If a checkpoint can't be read, or its weights are another model's.
+    """
+    for names in cut({name: shape.nbytes for name, shape in shapes.items()}, READ_BYTES):
+        part = {name: shapes[name] for name in names}
+        sums = {name: torch.zeros_like(shape, dtype=torch.float32, device="cpu") for name, shape in part.items()}
+        for checkpoint in checkpoints:
+            for name, tensor in read_weights(checkpoint, part).items():
+                sums[name] += tensor
         for name, total in sums.items():
-            total += weights[name]
-    return {name: total / k for name, total in sums.items()}, tuple(tokens for tokens, _ in found)
+            yield name, total.div_(len(checkpoints))
 
 
 def held_out_loss(decoder: Decoder, corpus: Corpus, numerics: Numerics) -> float:

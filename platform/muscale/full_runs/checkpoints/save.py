@@ -144,7 +144,7 @@ class Checkpoints(CheckpointFolder):
             ValueError: If its parametrization table differs from the stepper's.
             StageError: If its index or its table can't be read.
         """
-        stepper.parametrization.require(_table(path / PARAMETRIZATION))
+        stepper.parametrization.require(read_table(path))
         module, optimizer = stepper.module, stepper.optimizer
         weights, moments = get_state_dict(module, optimizer)
         reader = RecordReader(path)
@@ -163,7 +163,13 @@ class Checkpoints(CheckpointFolder):
             stepper.remember(state[_MEMORY])
 
 
-def _table(path: Path) -> Parametrization:
+def read_table(checkpoint: Path) -> Parametrization:
+    """The parametrization table of a checkpoint.
+
+    Raises:
+        StageError: If it can't be read.
+    """
+    path = checkpoint / PARAMETRIZATION
     try:
         return Parametrization.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Safe reading of a sharded checkpoint's weights in one process: only plain records are unpickled.
+"""Safe reading of a sharded checkpoint in one process, whole or as a stream: only plain records are unpickled.
 
 `torch.distributed.checkpoint` pickles the index of its shards. Here only the classes of that index may be unpickled, so it can
 create values but call nothing; tensors are read as by `torch.load(weights_only=True)`.
@@ -7,7 +7,6 @@ create values but call nothing; tensors are read as by `torch.load(weights_only=
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Set
@@ -26,9 +25,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from muscale.errors import StageError
+from proxy_models.tensor_files import cut
 
 MODEL = "model"
 """What the weights are under in a checkpoint."""
+MOMENTS = "optimizer.state."
+"""Before a parameter's name, a dot and the kind of the moment, such as `exp_avg`."""
+MEMORY = "memory."
+"""Before the names of what the steps remember."""
+READ_BYTES = 1 << 28
+"""Streamed at a time (assumed): of a large model about a tensor, for each of which the files of all ranks are opened."""
 _RECORDS = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},  # a function that returns one of torch's layouts by name
@@ -47,30 +53,24 @@ UNREADABLE = (
 """What unpickling a broken record raises, as Python's own documentation warns, and torch at what it says."""
 
 
-def read_weights(checkpoint: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill tensors with a checkpoint's weights by name; nothing else is read.
+def read_weights(
+    checkpoint: Path, shapes: Mapping[str, Tensor], *, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """A checkpoint's weights by name, written at any world size; nothing else is read.
 
     Args:
-        checkpoint: Its folder, written at any world size.
-        weights: By parameter name, on the CPU; written in place.
+        checkpoint: Its folder.
+        shapes: Shapes and dtypes by parameter name; tensors on the meta device do.
+        device: Of the weights; another than the CPU gets them part by part.
 
     Raises:
         StageError: If the checkpoint can't be read, or its weights are another model's.
     """
     reader = RecordReader(checkpoint)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-        for name, tensor in weights.items():
-            found = saved.get(f"{MODEL}.{name}")
-            if not isinstance(found, TensorStorageMetadata) or found.size != tensor.shape:
-                shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "not there"
-                raise StageError(
-                    f"{checkpoint}: weights of another model: {name} is {shape}, the model's is {tuple(tensor.shape)}"
-                )
-        with alone():
-            load_sharded({MODEL: dict(weights)}, storage_reader=reader)
-    except UNREADABLE as error:
-        raise StageError(f"{checkpoint}: can't be read ({describe(error)})") from error
+    reader.require_weights(shapes)
+    weights = {name: torch.empty_like(shape, device=device) for name, shape in shapes.items()}
+    reader.fill({f"{MODEL}.{name}": tensor for name, tensor in weights.items()})
+    return weights
 
 
 @contextmanager
@@ -90,7 +90,73 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 class RecordReader(FileSystemReader):
-    """torch's reader, with an index that may hold plain records only."""
+    """torch's reader, with an index that may hold plain records only and is read once."""
+
+    _index: Metadata | None = None
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Every tensor by its name in the checkpoint, on the meta device.
+
+        Raises:
+            StageError: If the index can't be read.
+        """
+        with self._readable():
+            return {
+                name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+                for name, found in self.read_metadata().state_dict_metadata.items()
+                if isinstance(found, TensorStorageMetadata)
+            }
+
+    def n_weights(self) -> int:
+        """Number of weights of the model.
+
+        Raises:
+            StageError: If the index can't be read.
+        """
+        return sum(shape.numel() for name, shape in self.shapes().items() if name.startswith(f"{MODEL}."))
+
+    def require_weights(self, shapes: Mapping[str, Tensor]) -> None:
+        """Require the weights of a model.
+
+        Raises:
+            StageError: If the index can't be read, or a weight is not there or has another shape.
+        """
+        saved = self.shapes()
+        for name, shape in shapes.items():
+            found = saved.get(f"{MODEL}.{name}")
+            if found is None or found.shape != shape.shape:
+                there = "not there" if found is None else tuple(found.shape)
+                raise StageError(
+                    f"{self.path}: weights of another model: {name} is {there}, the model's is {tuple(shape.shape)}"
+                )
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read tensors by their names in the checkpoint, in place.
+
+        Raises:
+            StageError: If they can't be read.
+        """
+        with self._readable(), alone():
+            load_sharded(dict(tensors), storage_reader=self)
+
+    def stream(self, shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their names in the checkpoint, on the CPU; `READ_BYTES`, or one larger tensor, are in memory at a time.
+
+        Raises:
+            StageError: If they can't be read.
+        """
+        for names in cut({name: shape.nbytes for name, shape in shapes.items()}, READ_BYTES):
+            tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in names}
+            self.fill(tensors)
+            while tensors:
+                yield tensors.popitem()
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except UNREADABLE as error:
+            raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
 
     def names(self) -> Set[str]:
         """Names in the checkpoint.
@@ -98,34 +164,18 @@ class RecordReader(FileSystemReader):
         Raises:
             StageError: If its index can't be read.
         """
-        try:
+        with self._readable():
             return self.read_metadata().state_dict_metadata.keys()
-        except UNREADABLE as error:
-            raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
-
-    def n_weights(self) -> int:
-        """Number of weights of the model, from the index.
-
-        Raises:
-            StageError: If the index can't be read.
-        """
-        try:
-            found = self.read_metadata().state_dict_metadata.items()
-            tensors = [
-                what for name, what in found if name.startswith(MODEL) and isinstance(what, TensorStorageMetadata)
-            ]
-            return sum(math.prod(map(int, tensor.size)) for tensor in tensors)
-        except UNREADABLE as error:
-            raise StageError(f"{self.path}: can't be read ({describe(error)})") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Records(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"the record of its shards is a {type(metadata).__name__}")
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if self._index is None:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                self._index = _Records(file).load()
+            if not isinstance(self._index, Metadata):
+                raise pickle.UnpicklingError(f"the record of its shards is a {type(self._index).__name__}")
+        if self._index.storage_meta is not None:
+            self._index.storage_meta.load_id = self.load_id
+        return self._index
 
 
 class _Records(pickle.Unpickler):
