@@ -108,7 +108,7 @@ def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tupl
     begun = time.time()
     waiting = deque(list(group) for group in groups)
     busy: dict[Any, tuple[PooledWorker, list[Chain]]] = {}
-    losses: Counter[str] = Counter()
+    lost_workers: Counter[str] = Counter()
 
     def train(worker: PooledWorker, group: list[Chain]) -> None:
         busy[worker.actor.reach.remote(group[0])] = worker, group
@@ -123,8 +123,8 @@ def _train(groups: Sequence[Sequence[Chain]], pool: WorkerPool) -> Iterator[tupl
             except WorkerLostError as error:
                 pool.discard(worker)
                 waiting.appendleft(group)
-                losses[group[0].key] += 1
-                if losses[group[0].key] == ATTEMPTS:
+                lost_workers[group[0].key] += 1
+                if lost_workers[group[0].key] == ATTEMPTS:
                     raise StageError(f"a worker died: {error}{stalls.hint(pool.ledger.directory, begun)}") from error
                 continue
             yield group[0], outcome

@@ -49,7 +49,7 @@ class Engine:
         self._scheduler, self._sampler, self._top = scheduler, sampler, top
         self._on_result, self._anneal_jobs = on_result, anneal_jobs
         self._in_flight: set[int | AnnealJob] = set()
-        self._losses: Counter[int | AnnealJob] = Counter()
+        self._lost_workers: Counter[int | AnnealJob] = Counter()
         self._queue: deque[AnnealJob] = deque()
 
     @property
@@ -76,7 +76,7 @@ class Engine:
 
     def add_result(self, result: RungResult) -> None:
         """Note a result."""
-        self._losses.pop(result.trial, None)
+        self._lost_workers.pop(result.trial, None)
         if (result.trial, result.rung) not in self.record.results:
             self.record.add_result(result)
             self._on_result(result)
@@ -93,8 +93,8 @@ class Engine:
     def lost(self, what: TrialSegment | AnnealJob, why: str) -> None:
         """Note that a job lost its worker: it is run again, `ATTEMPTS` times in all."""
         self.finished(what)
-        self._losses[_name(what)] += 1
-        if self._losses[_name(what)] == ATTEMPTS:
+        self._lost_workers[_name(what)] += 1
+        if self._lost_workers[_name(what)] == ATTEMPTS:
             self.failed(what, f"its worker was lost {ATTEMPTS} times: {why}")
         elif isinstance(what, AnnealJob):
             self._queue.append(what)
