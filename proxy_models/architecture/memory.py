@@ -7,7 +7,7 @@ what it keeps, in fp32 and bf16); attention is taken to be fused, so that its we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from proxy_models.architecture.config import ModelConfig
@@ -175,6 +175,16 @@ def activation_bytes(
     else:
         head, standing = compute * width + _FP32 * vocab_size * (2 if config.z_loss else 1), 0
     return n_positions * (blocks + norm + head) + standing
+
+
+def evaluation_bytes(
+    config: ModelConfig, sequences: int, precision: Precision = "fp32", *, tensor_parallel: int = 1
+) -> int:
+    """Bytes at work in a pass without gradients, at most: all that a block, the last norm and the loss make of `sequences`."""
+    one_block = activation_bytes(replace(config, n_layers=1), sequences, precision, tensor_parallel=tensor_parallel)
+    n_positions = sequences * config.context_length
+    again = 0 if is_chunked(n_positions, config.vocab_size) else _FP32 * n_positions * config.vocab_size
+    return one_block + again  # their logarithms, beside whole logits
 
 
 def largest_micro_batch(

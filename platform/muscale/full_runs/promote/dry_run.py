@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from muscale.settings.config import StudyConfig
 from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     MemoryEstimate,
-    activation_bytes,
+    evaluation_bytes,
     largest_micro_batch,
     training_memory,
 )
@@ -265,14 +265,10 @@ def _evaluation_batch(plan: Plan, config: StudyConfig) -> int:
 
 
 def _evaluation_memory(plan: Plan, config: StudyConfig, training: MemoryEstimate) -> int:
-    """Bytes of a worker that evaluates: its state without gradients, and one block, norm and loss at work."""
-    one_block = activation_bytes(
-        replace(plan.model, n_layers=1),
-        _evaluation_batch(plan, config),
-        plan.precision,
-        tensor_parallel=config.promote.parallelism.tensor_parallel,
-    )
-    return training.parameters + training.gathered + training.optimizer + one_block
+    """Bytes of a worker that evaluates: its state without gradients, and what a pass has at work."""
+    tensor = config.promote.parallelism.tensor_parallel
+    at_work = evaluation_bytes(plan.model, _evaluation_batch(plan, config), plan.precision, tensor_parallel=tensor)
+    return training.parameters + training.gathered + training.optimizer + at_work
 
 
 def _attention(plan: Plan, config: StudyConfig) -> GateLine:
