@@ -19,6 +19,7 @@ TRACKING = "tracking"  # what trackers keep here, and what each of them was give
 SMOKE_TEST = "smoke_test"  # of a full run, in its folder
 METRICS = "metrics.jsonl"  # of a full run, in its folder
 EVALUATIONS = "evaluations.jsonl"  # of a full run's checkpoints beside its training, in its folder
+COLLECTIVES = "collectives"  # of a full run, in its folder: what NCCL recorded of each rank before a timeout
 RUN = "run.json"  # of a full run, in its folder: what its checkpoints are of
 FAILURE = "failure.txt"  # why a full run ended that another attempt would end in again
 RESULT = "result.json"  # of a full run, in its folder

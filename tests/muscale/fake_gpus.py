@@ -75,6 +75,6 @@ def write_first_allocation(run: FullRun, n_gpus: int, variables: Mapping[str, st
     os.environ |= variables
     with patch.object(prepared, "read", lambda _path: run):
         calls = first_allocation(lambda: prepared.train_here(run.directory), n_gpus)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCH_FR_DUMP_TEMP_FILE")
     text = json.dumps([{name: os.environ[name] for name in names}, calls])
     (run.directory / f"rank-{os.environ['RANK']}.json").write_text(text)

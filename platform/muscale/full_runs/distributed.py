@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from muscale.errors import StageError
 
 T = TypeVar("T")
 _side: tuple[object, dist.ProcessGroup] | None = None  # the process group it was made for, and the side group
 _FIRST_PORT = 15000  # of a Slurm job's ranks: plus the last four digits of its id, as in Lightning's SLURMEnvironment
+
+_COLLECTIVES_KEPT = 2000  # by the flight recorder: some twenty steps of 32 blocks, gathered twice and reduced once each
+_NAMED = 16  # ranks in a message, at most
 
 
 def rank() -> int:
@@ -77,16 +83,31 @@ def rank_device() -> torch.device:
     return torch.device("cuda", index)
 
 
-def side_group() -> dist.ProcessGroup | None:
+def flight_recorder(folder: Path) -> dict[str, str]:
+    """Variables with which NCCL writes each rank's last collectives to `folder/rank_N` when one times out.
+
+    A variable that is set, also by its older name, stays. Names as in torch 2.13's libtorch (FlightRecorder.hpp,
+    ProcessGroupNCCL.hpp); `torchfrtrace FOLDER` compares the ranks.
+    """
+    ours = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(_COLLECTIVES_KEPT),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(folder / "rank_"),
+    }
+    return {names[0]: value for names, value in ours.items() if not any(name in os.environ for name in names)}
+
+
+def side_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """A second gloo group of all ranks, beside the one for gradients; None in one process.
 
-    Collectives of two threads must not share a group, and NCCL can't send CPU objects. All ranks must make the first call.
+    Collectives of two threads must not share a group, and NCCL can't send CPU objects. All ranks must make the first call,
+    whose timeout holds; None: torch's 30 minutes.
     """
     global _side
     if not dist.is_initialized():
         return None
     if _side is None or _side[0] is not dist.group.WORLD:
-        _side = dist.group.WORLD, dist.new_group(backend="gloo")
+        _side = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
     return _side[1]
 
 
@@ -125,15 +146,62 @@ def rank_mean(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Take the device, and join the process group of the launcher's ranks, unless there is only one or the group exists."""
+def process_group(device: torch.device, *, timeout: timedelta, records: Path) -> Iterator[None]:
+    """Take the device, and join the process group of the launcher's ranks, unless there is only one or the group exists.
+
+    Args:
+        device: Of this rank.
+        timeout: Of meeting, and of collectives until a strategy sets another.
+        records: Folder for the flight recorder of a GPU's group.
+
+    Raises:
+        StageError: If ranks do not arrive in time; it names them.
+    """
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.set_device(device)  # first: NCCL and the mesh take the current one
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone or dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    if joins := int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        if gpu:
+            os.environ |= flight_recorder(records)
+            records.mkdir(parents=True, exist_ok=True)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            store=_meet(timeout),
+            rank=rank(),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+            device_id=device if gpu else None,
+        )
+    side_group(timeout)
     yield
-    dist.destroy_process_group()  # not after an error: it would wait for a lost peer
+    if joins:
+        dist.destroy_process_group()  # not after an error: it would wait for a lost peer
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The ranks' store, once all of them have reached it; torch's own rendezvous counts the missing, and names none."""
+    here, n_ranks = rank(), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
+    arrived = [f"muscale/arrived/{number}" for number in range(n_ranks)]
+    try:
+        store = TCPStore(
+            address, port, n_ranks, is_master=here == 0 and not by_agent, timeout=timeout, wait_for_workers=False
+        )
+        store.set(arrived[here], "")
+    except dist.DistError as error:
+        raise StageError(
+            f"promote: rank {here} did not reach the store of rank 0 at {address}:{port}: {error}"
+        ) from error
+    try:
+        store.wait(arrived, timeout)
+    except dist.DistError as error:
+        with suppress(dist.DistError):  # rank 0 may have given up first
+            absent = [number for number, key in enumerate(arrived) if not store.check([key])]
+            raise StageError(
+                f"promote: {len(absent)} of {n_ranks} ranks did not start within {timeout}: "
+                f"{', '.join(map(str, absent[:_NAMED]))}{', …' if len(absent) > _NAMED else ''}; see their logs, or raise "
+                "promote.start_timeout_minutes"
+            ) from error
+        raise
+    return store

@@ -66,6 +66,8 @@ class FullRun:
             divisor of it that fits by the estimate.
         parallelism: Layout over the ranks.
         compile: Whether each block is compiled.
+        start_timeout_minutes: Until all ranks have met; also of the first step, and of what they agree on beside the steps.
+        step_timeout_minutes: Of the collectives of each later step.
         initial_state: Of another run; None: random initial values. Tokens count from this run's own start.
     """
 
@@ -83,6 +85,8 @@ class FullRun:
     keep_last: int = 2
     keep_every_tokens: int | None = None
     on_spike: SpikePolicy | None = None
+    start_timeout_minutes: float = 30.0
+    step_timeout_minutes: float = 10.0
     initial_state: InitialState | None = None
 
     def __post_init__(self) -> None:
@@ -129,6 +133,8 @@ class FullRun:
             evaluate_every_tokens=cadence.evaluate_every_tokens,
             on_spike=settings.spike_policy,
             micro_batch=settings.micro_batch,
+            start_timeout_minutes=settings.start_timeout_minutes,
+            step_timeout_minutes=settings.step_timeout_minutes,
             parallelism=settings.parallelism,
             compile=compile_by_default if settings.compile is None else settings.compile,
         )

@@ -81,6 +81,10 @@ class PromoteSettings(StrictTable):
     )
     micro_batch: PositiveInt | None = None  # sequences of a pass on a worker; none: its share, on a GPU what fits of it
     compile: Compile | None = None  # of each block; none: resources.compile, on GPUs "auto"
+    start_timeout_minutes: PositiveFloat = (
+        30.0  # until all workers have met, and of what they do together besides steps
+    )
+    step_timeout_minutes: PositiveFloat = 10.0  # of a step's collectives, after the first step
     bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
     alarm_after: PositiveInt = 3  # evaluations in a row outside the band
     on_alarm: Literal["log", "stop"] = "log"

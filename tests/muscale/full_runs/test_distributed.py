@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from muscale.errors import StageError
-from muscale.full_runs.distributed import adopt_slurm, rank_device, tasks_of_nodes
+from muscale.full_runs.distributed import adopt_slurm, flight_recorder, process_group, rank_device, tasks_of_nodes
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.sharding import fitting_micro_batch, rank_grid
 from muscale.settings.parallelism import Parallelism
@@ -84,6 +85,10 @@ def test_tasks_of_srun_join_each_other_on_the_gpus_of_their_local_ids(run: FullR
         task.start()
     assert ended(list(tasks)) == [0, 0]
     assert [calls for _, calls in written(run)] == [in_order(0), in_order(1)]
+    assert {variables["TORCH_FR_DUMP_TEMP_FILE"] for variables, _ in written(run)} == {
+        str(run.directory / "collectives" / "rank_")
+    }
+    assert (run.directory / "collectives").is_dir(), "which NCCL does not make"
     assert [variables["LOCAL_WORLD_SIZE"] for variables, _ in written(run)] == ["2", "2"]
     assert {variables["MASTER_ADDR"] for variables, _ in written(run)} == {"localhost"}
 
@@ -148,6 +153,30 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(StageError, match="local rank 2 sees 2 on this node"):
         rank_device()
+
+
+def test_ranks_that_do_not_start_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    monkeypatch.setattr(
+        os, "environ", {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    )
+    with (
+        pytest.raises(
+            StageError, match=r"2 of 3 ranks did not start within 0:00:00\.3.*: 1, 2; .*start_timeout_minutes"
+        ),
+        process_group(torch.device("cpu"), timeout=timedelta(seconds=0.3), records=tmp_path),
+    ):
+        pass
+
+
+def test_what_a_user_says_to_the_flight_recorder_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})  # the older name
+    assert flight_recorder(tmp_path) == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "rank_"),
+    }
 
 
 def _rank_of_two(run: FullRun, rank: int) -> None:

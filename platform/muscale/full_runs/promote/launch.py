@@ -14,7 +14,7 @@ from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation
 from muscale.full_runs.records import recovery
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
-from muscale.layout import FAILURE, RESULT
+from muscale.layout import COLLECTIVES, FAILURE, RESULT
 from muscale.ray_connection import alive_nodes, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
@@ -72,9 +72,15 @@ def _train_with_retries(
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     with defer_sigint():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-        from ray.train.torch import TorchTrainer
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        from muscale.full_runs.distributed import flight_recorder
 
     directory = run.directory
+    # Ray joins the group before the worker's function, so NCCL's variables must be there when it starts.
+    variables = flight_recorder(directory / COLLECTIVES) if resources.gpus_per_worker else {}
+    if variables:
+        (directory / COLLECTIVES).mkdir(exist_ok=True)
     preempted = False
     each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
@@ -92,15 +98,17 @@ def _train_with_retries(
         TorchTrainer(
             worker,
             train_loop_config={"threads": resources.threads, "run": run},
+            torch_config=TorchConfig(timeout_s=int(60 * settings.start_timeout_minutes)),
             scaling_config=ScalingConfig(
                 num_workers=_workers(fitting(settings), each),
                 use_gpu=resources.gpus_per_worker > 0,
                 resources_per_worker=each,
             ),
-            run_config=RunConfig(
+            run_config=RunConfig(  # type: ignore[call-arg]  # typed as of the first version
                 name=f"{name}-{now().replace(':', '')}",
                 storage_path=str(directory / "ray"),
                 failure_config=FailureConfig(**never),
+                worker_runtime_env={"env_vars": variables},
             ),
         ).fit()
 

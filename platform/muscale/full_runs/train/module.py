@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.rank_flags import RankFlags
 from muscale.full_runs.train.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
-from muscale.layout import METRICS
+from muscale.layout import COLLECTIVES, METRICS
 from muscale.store.spike_handling import Incident, record_incident, utc_now
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
@@ -453,7 +454,8 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
         PreemptedError: If it was preempted; its state is saved.
     """
     device = device or rank_device()
-    with process_group(device):
+    start_timeout, step_timeout = (timedelta(minutes=m) for m in (run.start_timeout_minutes, run.step_timeout_minutes))
+    with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):
         if finished := broadcast_from_rank0(lambda: attempts.finished(run.directory)):
             return finished
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -474,7 +476,11 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
             interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, incidents),
         )
         trainer = L.Trainer(
-            strategy=ShardedStrategy(run.parallelism, device) if dist.is_initialized() else "auto",
+            strategy=ShardedStrategy(
+                run.parallelism, device, step_timeout=step_timeout, step=lambda: run.n_steps(module.tokens)
+            )
+            if dist.is_initialized()
+            else "auto",
             plugins=[TorchElasticEnvironment() if dist.is_initialized() else LightningEnvironment()],
             accelerator="cpu" if device.type == "cpu" else "gpu",
             devices=1 if device.type == "cpu" else [device.index],

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -31,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 from muscale.errors import StageError
 from muscale.full_runs.distributed import of_all_ranks
 from muscale.full_runs.lightning_import import import_lightning
+from muscale.full_runs.train.roll_call import RollCall
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import Block, Decoder
 from proxy_models.architecture.memory import largest_micro_batch
@@ -51,11 +54,15 @@ _BY_POSITION = Shard(1)
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's model-parallel strategy on our own mesh and the rank's own device."""
+    """Lightning's model-parallel strategy on our own mesh and the rank's own device, with a timeout for steps after the first."""
 
-    def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
+    def __init__(
+        self, parallelism: Parallelism, device: torch.device, *, step_timeout: timedelta, step: Callable[[], int]
+    ) -> None:
+        """Lay the run over its ranks; `step` is the last step that this one took."""
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=True)
-        self._parallelism, self._device = parallelism, device
+        self._parallelism, self._device, self._step_timeout, self._step = parallelism, device, step_timeout, step
+        self._roll_call: RollCall | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -75,6 +82,24 @@ class ShardedStrategy(ModelParallelStrategy):
             raise StageError(f"promote: {error}") from error
         module: Any = self.lightning_module
         module._device_mesh = self._device_mesh
+        self._roll_call = RollCall(self._step)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Set the timeout of steps once the first, in which blocks are compiled, is taken.
+
+        torch has no public function for it: https://github.com/pytorch/torchtitan (`set_pg_timeouts`) does the same.
+        """
+        if batch_idx == 1 and self._roll_call:
+            self.barrier()  # with the longer timeout, for ranks that still compile
+            for group in (None, *self.device_mesh.get_all_groups()):
+                _set_pg_timeout(self._step_timeout, group)
+            self._roll_call.patience = self._step_timeout.total_seconds() / 2
+
+    def teardown(self) -> None:
+        """End the roll call."""
+        if self._roll_call:
+            self._roll_call.end()
+        super().teardown()
 
 
 def rank_grid(parallelism: Parallelism) -> tuple[int, int, int]:

@@ -1,0 +1,121 @@
+"""A roll call of the ranks: where no step ends for too long, it says after which step each rank is, and where.
+
+A collective that times out names none: gloo's error is that of a neighbour, and NCCL's watchdog ends the process. So a thread
+of each rank writes the last step that the rank took to the ranks' store, and, once no other follows, the line that it is in. That
+of rank 0 compares them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+_LOOKS = 20  # in the time allowed
+_LONGEST_TICK = 0.2  # seconds; the store is written to once a step at most
+_FOR_ANSWERS = 1.3  # times the patience, after which all ranks that can answer have said where they are
+_NAMED = 8  # ranks at one place in a message, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """The last step that a rank took (on a GPU: handed to it), and the line it is in, if it answered."""
+
+    rank: int
+    host: str
+    step: int
+    line: str = ""
+
+    @classmethod
+    def read(cls, rank: int, answer: str) -> Self:
+        """From what its thread wrote."""
+        step, host, line = answer.split(" ", 2)
+        return cls(rank=rank, host=host, step=int(step), line=line)
+
+
+class RollCall:
+    """Answers for this rank, of which the calling thread takes the steps, until it is ended.
+
+    Attributes:
+        patience: Seconds without a step after which ranks are named; infinite: never.
+    """
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        """Begin to answer; `step` is the last step that this rank took."""
+        self.patience = math.inf
+        self._step = step
+        store: Any = _get_default_store()
+        self._store = store.clone()  # a connection of its own: a thread may wait in the other
+        self._rank, self._n_ranks = dist.get_rank(), dist.get_world_size()
+        self._trains = threading.get_ident()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="roll call", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        answered, since, located, named = -1, time.monotonic(), False, False
+        while True:
+            idle = time.monotonic() - since
+            try:
+                if (step := self._step()) != answered:
+                    self._answer(step)
+                    answered, since, located, named = step, time.monotonic(), False, False
+                elif not located and idle > self.patience:
+                    self._answer(step, self._line())
+                    located = True
+                elif self._rank == 0 and not named and idle > _FOR_ANSWERS * self.patience:
+                    logging.getLogger(__name__).warning("%s", describe(self._answers(), idle))
+                    named = True
+            except dist.DistError:
+                return  # rank 0 is gone, and the store with it
+            if self._ended.wait(min(self.patience / _LOOKS, _LONGEST_TICK)):
+                return
+
+    def _line(self) -> str:
+        """The line that the training is in."""
+        frame = sys._current_frames().get(self._trains)
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+
+    def _answer(self, step: int, line: str = "") -> None:
+        self._store.set(_key(self._rank), f"{step} {platform.node()} {line}")
+
+    def _answers(self) -> list[Whereabouts]:
+        answers = self._store.multi_get([_key(number) for number in range(self._n_ranks)])
+        return [Whereabouts.read(number, answer.decode()) for number, answer in enumerate(answers)]
+
+
+def _key(rank: int) -> str:
+    return f"muscale/step/{rank}"
+
+
+def describe(ranks: Sequence[Whereabouts], seconds: float) -> str:
+    """A message that no step ended for so long: the ranks at each place, those behind and those alone first."""
+    places: defaultdict[tuple[int, str], list[Whereabouts]] = defaultdict(list)
+    for rank in ranks:
+        places[rank.step, rank.line or "without an answer"].append(rank)
+    lines = [
+        f"  after step {step}, {line}: {_names(there)}"
+        for (step, line), there in sorted(places.items(), key=lambda place: (place[0][0], len(place[1])))
+    ]
+    return "\n".join([f"no step has ended for {seconds:.3g} s:", *lines])
+
+
+def _names(ranks: Sequence[Whereabouts]) -> str:
+    names = ", ".join(f"{rank.rank} on {rank.host}" for rank in ranks[:_NAMED])
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
