@@ -20,15 +20,15 @@ def defer_sigint() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # no handler runs here
         return
-    heard: list[int] = []
-    before = {which: signal.signal(which, lambda number, _frame: heard.append(number)) for which in STOPS}
+    received: list[int] = []
+    before = {which: signal.signal(which, lambda number, _frame: received.append(number)) for which in STOPS}
     try:
         yield
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
-        if heard:
-            signal.raise_signal(heard[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
     """An interruption ends the block as KeyboardInterrupt, and the handlers are afterwards what they were.
 
     Args:
-        stop: Called at a signal in place of an interruption; only the main thread's blocks hear any.
+        stop: Called at a signal in place of an interruption; only the main thread's blocks get any.
     """
     on_main = threading.current_thread() is threading.main_thread()
     before = {which: signal.getsignal(which) for which in (*STOPS, signal.SIGUSR1)}

@@ -338,7 +338,7 @@ class Study(Result):
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
         """The dry run of a run that the gate lets begin, or is forced to."""
-        seen = self._prospect(plan, config, self.check())
+        seen = self._dry_run(plan, config, self.check())
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
         return seen
@@ -409,7 +409,7 @@ class Study(Result):
         if known._known.fit is None:
             raise StageError("promote: there is no plan without its ladder; run `muscale plan` first")
         plan, config = known._to_promote(plan, register=False)
-        return known._prospect(plan, config, self._known_check())
+        return known._dry_run(plan, config, self._known_check())
 
     def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
         """Train, save and resume a few steps of the planned run where it would be trained, and forecast its wall time.
@@ -438,7 +438,7 @@ class Study(Result):
         plan = plan or self.plan()
         return self.register(plan) if register else plan, with_layout(plan, self.config)
 
-    def _prospect(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
+    def _dry_run(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
         from muscale.full_runs.promote.dry_run import dry_run
 
         return dry_run(plan, config, self.corpus, check=check, verdict=self.transfer(), directory=self.directory)

@@ -3,7 +3,7 @@
     log loss_ij = level + trial_i + seed_j + error_ij,    error_ij ~ N(0, sigma²),    trial_i ~ N(0, (rho·sigma)²)
 
 Two kinds of luck flatter a winner (the winner's curse). A trial leads its search partly because its seed was kind: the
-runs that chose the leaders are therefore not among the rows, and repeats start from fresh seeds. And the least of several
+runs that chose the finalists are therefore not among the rows, and repeats start from fresh seeds. And the least of several
 measured means is too low, the more so the less the trials differ: so the trials' levels are drawn together as far as the
 noise allows (shrinkage, e.g. Gelman et al., Bayesian Data Analysis, 3rd ed., sections 5.4 and 11.6), with rho not estimated
 but averaged over, as three trials hardly determine it. Every statement about the trials comes from this one posterior: a t
@@ -53,7 +53,7 @@ UNKNOWN = {"low": -math.inf, "high": math.inf, "difference_low": -math.inf, "dif
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finalists(JsonResult):
-    """The leading trials with intervals, the winner, and those that cannot be distinguished from it.
+    """The finalists with intervals, the winner, and those that cannot be distinguished from it.
 
     Attributes:
         trials: one row per trial, best first, index `trial`:
@@ -140,11 +140,11 @@ class Finalists(JsonResult):
 def compare_finalists(
     rows: pd.DataFrame, level: float = 0.9, seed: int = 0, *, noise: tuple[float, float] | None = None
 ) -> Finalists:
-    """Name the best of the leading trials, and those that cannot be distinguished from it.
+    """Name the best of the finalists, and those that cannot be distinguished from it.
 
     Args:
         rows: one row per run: `trial`, `seed`, `loss` (nats per token; NaN if diverged). The seeds are the same for all
-            trials, some runs may be missing; the runs by which the leaders were chosen must not be among them.
+            trials, some runs may be missing; the runs by which the finalists were chosen must not be among them.
         level: of the intervals, and the probability from which the winner is clear.
         seed: of the draws; the same seed gives the same answer.
         noise: standard deviation of log loss between runs of shared seeds and its degrees of freedom, known from

@@ -80,8 +80,8 @@ def test_what_is_known_already_is_no_line(capsys: pytest.CaptureFixture[str]) ->
     with Display(clock=clock).stage("sweep") as update:
         update(24, 24, "annealed")
         clock.now = 30.0
-        update(9, 9, "leaders repeated")
-    assert capsys.readouterr().err.splitlines() == ["sweep     9 of 9  leaders repeated"]
+        update(9, 9, "finalists repeated")
+    assert capsys.readouterr().err.splitlines() == ["sweep     9 of 9  finalists repeated"]
 
 
 def test_durations_are_formatted_in_a_fitting_unit() -> None:

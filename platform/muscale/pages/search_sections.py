@@ -67,7 +67,7 @@ def _figures(result: SweepResult) -> Iterator[tuple[str, str, go.Figure, pd.Data
         about = "Which member continued from whose state; the thick path leads to the winner."
         yield "The population's lineage", about, result.plot_lineage(), result.copies
     if result.finalists:
-        about = "The leading trials under new seeds, with 90 % intervals."
+        about = "The finalists under new seeds, with 90 % intervals."
         yield "Confidence in the winner", about, result.plot_finalists(), result.finalists.trials.reset_index()
     if result.space.searched:
         about = "One line per trial; drag along an axis to select some of them."

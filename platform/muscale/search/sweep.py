@@ -1,4 +1,4 @@
-"""The sweep: Ray Tune searches the space at the base shape, survivors and leaders are annealed, the best are repeated."""
+"""The sweep: Ray Tune searches the space at the base shape, survivors and the best are annealed, finalists are repeated."""
 
 from __future__ import annotations
 
@@ -136,15 +136,15 @@ class Sweep:
         return Engine(record, scheduler, sampler, allowed, top=plan.top, on_result=on_result, anneal_jobs=anneal_jobs)
 
     def anneal_jobs(self, record: Record, on_run: OnRun) -> list[AnnealJob]:
-        """The annealed runs that are wanted and not known: first of those that branch off, then of the leaders repeated.
+        """The annealed runs that are wanted and not known: first of those that branch off, then of the finalists repeated.
 
         Those that are known are noted as runs of this sweep.
         """
         wanted: tuple[tuple[str, Callable[[], list[tuple[AnnealJob, Job]]]], ...] = (
             ("annealed", lambda: self.branches(record)),
             (
-                "leaders repeated",
-                lambda: self.repetitions(record, leading(self, record)),
+                "finalists repeated",
+                lambda: self.repetitions(record, finalists(self, record)),
             ),  # once all of the others are noted
         )
         for kind, find in wanted:
@@ -202,7 +202,7 @@ class Sweep:
         return sum(job.chain.last.end for job in jobs if job.chain.key in known)
 
     def branches(self, record: Record) -> list[tuple[AnnealJob, Job]]:
-        """The runs that end from rungs: of every trial that went on, and of each rung's leaders."""
+        """The runs that end from rungs: of every trial that went on, and of each rung's best."""
         wanted: list[tuple[int, int]] = []
         for rung in range(self.plan.top + 1):
             if self.plan.has_branch(rung):
@@ -212,11 +212,11 @@ class Sweep:
                 wanted += [(trial, rung) for trial in sorted({*arrived[: self.config.sweep.top_k], *gone})]
         return [self._anneal_job(record, trial, rung) for trial, rung in wanted]
 
-    def repetitions(self, record: Record, leading: Sequence[tuple[int, int]]) -> list[tuple[AnnealJob, Job]]:
-        """The leading trials, (trial, rung), under seeds that the search did not see."""
+    def repetitions(self, record: Record, finalists: Sequence[tuple[int, int]]) -> list[tuple[AnnealJob, Job]]:
+        """The finalists, (trial, rung), under seeds that the search did not see."""
         first = self.config.sweep.seed + 1
         seeds = range(first, first + self.config.sweep.n_seeds)
-        return [self._anneal_job(record, trial, rung, seed) for trial, rung in leading for seed in seeds]
+        return [self._anneal_job(record, trial, rung, seed) for trial, rung in finalists for seed in seeds]
 
     def _anneal_job(self, record: Record, trial: int, rung: int, seed: int | None = None) -> tuple[AnnealJob, Job]:
         path = record.path_towards(trial, rung)
@@ -230,7 +230,7 @@ class Sweep:
 
 
 def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: bool = False) -> SweepResult:
-    """Start or resume the search, up to the budget; then anneal, then repeat the leaders.
+    """Start or resume the search, up to the budget; then anneal, then repeat the finalists.
 
     Another process that runs the same sweep is waited for.
 
@@ -267,7 +267,7 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
             least = replace(engine.budget, trials=1, max_tokens=None, max_flops=None).most_tokens
             raise StageError(
                 f"sweep: the budget does not allow one trial, which takes up to {least:,} tokens, "
-                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the leaders: "
+                f"{6.0 * engine.budget.n_params * least:.3g} FLOPs, with its annealed runs and the repetitions of the finalists: "
                 "raise sweep.max_tokens or max_flops, or lower sweep.n_seeds"
             )
         return collect(sweep, record)
@@ -315,7 +315,7 @@ def annealed_runs(sweep: Sweep, record: Record) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
 
-def leading(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None) -> list[tuple[int, int]]:
+def finalists(sweep: Sweep, record: Record, annealed: pd.DataFrame | None = None) -> list[tuple[int, int]]:
     """(trial, rung) of the trials with the best annealed losses of the longest horizon, best first.
 
     With a weight on cost, what a token took on average counts as well: log loss + cost_weight · log seconds.
@@ -342,7 +342,7 @@ def collect(sweep: Sweep, record: Record | None = None) -> SweepResult:
     """
     record = record or sweep.record()
     annealed = annealed_runs(sweep, record)
-    repetitions = sweep.repetitions(record, leading(sweep, record, annealed))
+    repetitions = sweep.repetitions(record, finalists(sweep, record, annealed))
     outcomes = sweep.ledger.outcomes(job.chain for _, job in repetitions)
     ended = [(annealed, outcomes[job.chain.key]) for annealed, job in repetitions if job.chain.key in outcomes]
     repeated = pd.DataFrame(

@@ -32,7 +32,7 @@ def make_result(
         plan: The trial's.
         record: Suggestions, results, decisions.
         annealed: Runs under the search's own seed: trial, rung, n_tokens, loss.
-        repeated: Runs of the leading trials under other seeds: trial, seed, loss.
+        repeated: Runs of the finalists under other seeds: trial, seed, loss.
         runs: The ledger's, in which others may tell how far seeds differ.
 
     Raises:
@@ -46,8 +46,8 @@ def make_result(
             "lower the upper bound of sweep.space.learning_rate or raise sweep.trials"
         )
     noise = None if runs is None else known_noise(runs, plan, config.sweep.space)
-    leaders = _leaders(repeated, noise)
-    winner = _winner(config.sweep.cost_weight, record, table, leaders)
+    finalists = _finalists(repeated, noise)
+    winner = _winner(config.sweep.cost_weight, record, table, finalists)
     rung = int(annealed.dropna().query("trial == @winner")["rung"].max())
     return SweepResult(
         trials=table,
@@ -55,7 +55,7 @@ def make_result(
         annealed=finished,
         best=replace(plan.given(record.path_towards(winner, rung), rung), schedule=config.hyperparameters.schedule),
         winner=winner,
-        finalists=leaders,
+        finalists=finalists,
         copies=copies_table(record),
         space=config.sweep.space,
         is_population=config.sweep.is_population,
@@ -63,11 +63,11 @@ def make_result(
         narrowings=tuple(
             {"first_trial": each.first_trial, **each.narrowed} for each in record.rounds if each.narrowed is not None
         ),
-        notes=tuple(_notes(config, plan, record, leaders, comparable=leaders is not None or repeated.empty)),
+        notes=tuple(_notes(config, plan, record, finalists, comparable=finalists is not None or repeated.empty)),
     )
 
 
-def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Finalists | None:
+def _finalists(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Finalists | None:
     """Comparison of the finalists; noise known from later stages may change its certainty, not the winner that they follow."""
     if not repeated["loss"].notna().any():
         return None
@@ -79,18 +79,18 @@ def _leaders(repeated: pd.DataFrame, noise: tuple[float, float] | None) -> Final
     return informed if informed.winner == alone.winner else alone
 
 
-def _winner(cost_weight: float, record: Record, table: pd.DataFrame, leaders: Finalists | None) -> int:
-    """The trial with the least log loss + cost_weight · log seconds, of the leaders that can be best, else of the longest."""
-    if leaders and not cost_weight:
-        return int(leaders.winner)
+def _winner(cost_weight: float, record: Record, table: pd.DataFrame, finalists: Finalists | None) -> int:
+    """The trial with the least log loss + cost_weight · log seconds, of the finalists that can be best, else of the longest."""
+    if finalists and not cost_weight:
+        return int(finalists.winner)
     longest = table[table["n_tokens"] == table["n_tokens"].max()].set_index("trial")["annealed_loss"].dropna()
-    losses = leaders.trials.loc[leaders.trials["p_best"] != 0, "loss"] if leaders else longest  # NaN: not known
+    losses = finalists.trials.loc[finalists.trials["p_best"] != 0, "loss"] if finalists else longest  # NaN: not known
     seconds = np.array([max(record.cost(int(trial))[1], 1e-9) for trial in losses.index])
     return int((np.log(losses) + cost_weight * np.log(seconds)).idxmin())
 
 
 def _notes(
-    config: StudyConfig, plan: TrialPlan, record: Record, leaders: Finalists | None, *, comparable: bool
+    config: StudyConfig, plan: TrialPlan, record: Record, finalists: Finalists | None, *, comparable: bool
 ) -> Iterator[str]:
     yield from _budget_notes(config, plan, record)
     searched, wanted = plan.defaults.schedule, config.hyperparameters.schedule
@@ -104,7 +104,7 @@ def _notes(
         if points > config.sweep.trials:
             yield f"the grid has {points} points, of which sweep.trials = {config.sweep.trials} were searched, in their order"
     repeats = config.sweep.n_seeds
-    done = {} if leaders is None else {int(trial): int(row["n_runs"]) for trial, row in leaders.trials.iterrows()}
+    done = {} if finalists is None else {int(trial): int(row["n_runs"]) for trial, row in finalists.trials.iterrows()}
     if not comparable:
         yield (
             "the finalists can't be compared, as too many of their repetitions diverged: lower the rate's upper bound or raise "
@@ -128,7 +128,7 @@ def _budget_notes(config: StudyConfig, plan: TrialPlan, record: Record) -> Itera
     wanted = len(last_round.space.grid(settings.grid_points)) if last_round.searcher == "grid" else settings.trials
     begun, wanted = len(record.configs) - last_round.first_trial, min(wanted, settings.trials)
     if limits and begun < wanted:
-        leaders = min(settings.n_finalists, len(record.configs))
-        kept = leaders * settings.n_seeds * plan.run_tokens(plan.top)
-        why = f"; {kept:,} tokens are kept for {settings.n_seeds} seeds of {leaders} leaders" if kept else ""
+        n_finalists = min(settings.n_finalists, len(record.configs))
+        kept = n_finalists * settings.n_seeds * plan.run_tokens(plan.top)
+        why = f"; {kept:,} tokens are kept for {settings.n_seeds} seeds of {n_finalists} finalists" if kept else ""
         yield f"{begun} of {wanted} trials were begun within {' and '.join(limits)}{why}"

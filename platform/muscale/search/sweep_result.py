@@ -42,7 +42,7 @@ class SweepResult:
         annealed: A row for each annealed run under the search's own seed; see `sweep_tables.annealed_table`.
         best: Hyperparameters of the winner.
         winner: Its trial.
-        finalists: How the leading trials compare over seeds that the search did not see; None without repetitions.
+        finalists: Comparison of the finalists over seeds that the search did not see; None without repetitions.
         copies: In a population, a row for each copy: trial, rung, donor and the values that it went on with.
         space: What was searched.
         is_population: Whether trials changed their values on the way.
@@ -148,7 +148,7 @@ class SweepResult:
         return draw_front(pareto_data(self.annealed, self.front(cost), cost), cost)
 
     def plot_finalists(self) -> go.Figure:
-        """The leading trials with intervals.
+        """The finalists with intervals.
 
         Raises:
             StageError: If none was repeated.

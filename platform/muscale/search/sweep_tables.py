@@ -78,7 +78,7 @@ def trials_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame, repeat
         plan: The trial's.
         record: Suggestions, results, decisions.
         annealed: As `annealed_table` gives it.
-        repeated: Runs of the leading trials under other seeds: trial, seed, loss.
+        repeated: Runs of the finalists under other seeds: trial, seed, loss.
     """
     finished = annealed.dropna(subset="loss")
     longest = finished.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")

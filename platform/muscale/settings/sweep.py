@@ -42,7 +42,7 @@ class SweepSettings(StrictTable):
     schedule: ScheduleName | None = None  # of the search, where it is not that of the full run
     top_k: PositiveInt = 3  # of each rung, that get an annealed branch beside those that go on
     n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
-    n_seeds: NonNegativeInt = 3  # seeds of each leader, none of them the search's own
+    n_seeds: NonNegativeInt = 3  # seeds of each finalist, none of them the search's own
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # pbt, pb2: of the members that copy one of the best as many
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
     cost_weight: NonNegativeFloat = 0.0  # the winner has the least log loss + cost_weight · log seconds of training

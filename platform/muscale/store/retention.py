@@ -135,7 +135,7 @@ def _reasons(facts: dict[str, Any], held: set[str]) -> dict[str, str]:
     since = (datetime.now(UTC) - timedelta(seconds=RECENT_SECONDS)).isoformat(timespec="microseconds")
     keep((row["key"] for row in states.values() if held and row["created_at"] > since), "recent, while workers train")
     keep((row["key"] for row in states.values() if row["line"] in facts["running"]), "running trial")
-    keep(facts["leaders"], "best of a rung")
+    keep(facts["best"], "best of a rung")
     longest: dict[str, dict[str, Any]] = {}
     for row in states.values():
         if row["line"] in facts["ladder"] and row["tokens"] > longest.get(row["line"], {"tokens": -1})["tokens"]:
@@ -172,14 +172,14 @@ def _facts(connection: sa.Connection, top_k: int) -> dict[str, Any]:
     states = [dict(row) for row in connection.execute(query).mappings()]
     place = sa.func.row_number().over(partition_by=(r.sweep, r.rung), order_by=(r.loss, r.sequence)).label("place")
     ranked = sa.select(r.segment, place).where(r.loss.is_not(None)).subquery()
-    leaders = [*connection.execute(sa.select(ranked.c.segment).where(ranked.c.place <= top_k)).scalars()]
+    best = [*connection.execute(sa.select(ranked.c.segment).where(ranked.c.place <= top_k)).scalars()]
     ladder = connection.execute(sa.select(runs.c.stem).where(runs.c.purpose == "ladder").distinct()).scalars()
     again = sa.select(sa.func.count(), sa.func.sum(retrained.c.tokens), sa.func.sum(retrained.c.seconds))
     return {
         "states": states,
-        "parents": _parents(connection, [*(row["key"] for row in states), *leaders]),
+        "parents": _parents(connection, [*(row["key"] for row in states), *best]),
         "running": {row.line for row in by_key(connection, sa.select(s.line), s.key, _running(connection))},
-        "leaders": leaders,
+        "best": best,
         "ladder": set(ladder),
         "leases": taken_leases(connection),
         "retrained": tuple(connection.execute(again.select_from(retrained)).one()),

@@ -120,9 +120,9 @@ def test_branches_and_repetitions_are_within_the_budget(make_engine: MakeEngine,
         drive(engine, loss_at, workers=1)
         record, owed = engine.record, 0
         for rung in range(4):
-            leaders = {trial for _, trial in record.ranking(rung)[:1]}
+            best = {trial for _, trial in record.ranking(rung)[:1]}
             gone = {trial for trial in record.configs if (trial, rung) in record.went_on}
-            owed += len(leaders | gone) * 1000 * 2**rung // 10
+            owed += len(best | gone) * 1000 * 2**rung // 10
         assert 8_000 < record.tokens + owed <= engine.budget.spent(record) <= limit
 
 
@@ -224,6 +224,6 @@ def test_anneal_jobs_wait_for_a_failed_segment(ledger: Ledger) -> None:
         engine.add_result(RungResult(trial=whole.trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
     engine.finished(whole)
     engine.failed(failed, "no space left on device")
-    assert engine.next() is None, "half a search has no leaders yet"
+    assert engine.next() is None, "half a search has no finalists yet"
     engine.add_result(RungResult(trial=failed.trial, rung=0, loss=None, segment="s", tokens=1, seconds=1.0))
     assert engine.next() == wanted[0]
