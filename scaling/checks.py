@@ -16,10 +16,6 @@ OTHER_NAMES = {
 """Names under which other tables have a column, capitals and punctuation aside."""
 
 
-MAX_NAMED = 30
-"""Most columns of a table that a message names."""
-
-
 def positive(name: str, values: ArrayLike) -> NDArray[np.float64]:
     """The values in float64.
 
@@ -53,15 +49,13 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
     missing = [column for column in columns if column not in rows.columns]
     if missing:
         got = [str(column) for column in rows.columns]
-        more = [f"and {len(got) - MAX_NAMED:,} more"] if len(got) > MAX_NAMED else []
         meant = [
             f"rename {' or '.join(found)} to {column}"
             for column in missing
             if (found := [name for name in got if _plain(name) in OTHER_NAMES.get(column, "").split()])
         ]
-        found_names = ", ".join(got[:MAX_NAMED] + more)
         raise ValueError(
-            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {found_names}", *meant])
+            "; ".join([f"missing column {', '.join(missing)}: need {', '.join(columns)}, got {', '.join(got)}", *meant])
         )
     if repeated := [column for column in columns if (rows.columns == column).sum() > 1]:
         raise ValueError(f"column {repeated[0]} must be there once, got it {(rows.columns == repeated[0]).sum()} times")
@@ -136,12 +130,12 @@ def or_nan(value: object) -> float:
     """A cell as a number; NaN if it is none."""
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):  # the last of whole numbers beyond the largest float
+    except (TypeError, ValueError):
         return math.nan
 
 
 def _floats(rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
     try:
         return np.asarray(rows[column].to_numpy(dtype=np.float64, na_value=np.nan), np.float64)
-    except (TypeError, ValueError, OverflowError) as error:  # the last of whole numbers beyond the largest float
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{column} must hold numbers, got dtype {rows[column].dtype}") from error
