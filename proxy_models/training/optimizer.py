@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
-from proxy_models.architecture.sharded import is_sharded, write
+from proxy_models.architecture.sharded import is_sharded, own, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
+
+if TYPE_CHECKING:
+    from proxy_models.training.orthogonal import Orthogonalization
 
 MUON_MOMENTUM = 0.95  # Jordan et al., 2024; Liu et al., arXiv 2502.16982
 _MUON_RATE = (
@@ -112,23 +115,24 @@ def make_optimizer(model: nn.Module, parametrization: Parametrization, recipe: R
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the groups marked `orthogonal` (Jordan et al., 2024), AdamW for the others, both torch's own.
 
-    Groups and state are this optimizer's, and are lent to the two for each step. The update of a sharded matrix is gathered
-    and every rank orthogonalises all of it: torch's Muon would communicate in each of its products.
+    Groups and state are this optimizer's, and are lent to the two for each step. Sharded matrices are orthogonalised by
+    `Orthogonalization`: torch's Muon would communicate in each of its products.
     """
 
     def __init__(self, settings: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
         super().__init__(settings, {"orthogonal": False})
         self._inner: dict[bool, torch.optim.Optimizer] = {}
+        self._orthogonalization: Orthogonalization | None = None
         for orthogonal in (True, False):
-            if not (own := self._groups(orthogonal)):
+            if not (groups := self._groups(orthogonal)):
                 continue
-            copies = [dict(group) for group in own]
+            copies = [dict(group) for group in groups]
             self._inner[orthogonal] = (
                 torch.optim.Muon(copies, adjust_lr_fn=_MUON_RATE, momentum=MUON_MOMENTUM)
                 if orthogonal
                 else torch.optim.AdamW(copies, betas=betas, fused=True)
             )
-            for ours, theirs in zip(own, copies, strict=True):
+            for ours, theirs in zip(groups, copies, strict=True):
                 ours.update(theirs)  # with the defaults filled in
 
     def _groups(self, orthogonal: bool) -> list[dict[str, Any]]:
@@ -144,31 +148,29 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for orthogonal, optimizer in self._inner.items():
             groups = self._groups(orthogonal)
             if orthogonal and is_sharded(groups[0]["params"][0]):
-                for group in groups:
-                    self._step_sharded(group)
+                self._step_sharded(groups)
                 continue
             optimizer.param_groups, optimizer.state = groups, self.state
             optimizer.step()
         return loss
 
-    def _step_sharded(self, group: dict[str, Any]) -> None:
-        """Apply momentum and decay to each rank's own rows; torch's Muon, without either, to the gathered update."""
-        from torch.distributed.tensor import distribute_tensor
+    def _step_sharded(self, groups: list[dict[str, Any]]) -> None:
+        """Apply momentum and decay to each rank's own part, and its part of the orthogonalised updates."""
+        from torch.optim._muon import _adjust_lr
 
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        from proxy_models.training.orthogonal import Orthogonalization
+
+        moving = [(group, p) for group in groups for p in group["params"] if p.grad is not None]
+        if not self._orthogonalization:
+            self._orthogonalization = Orthogonalization([parameter for _, parameter in moving])
+        updates = []
+        for _, parameter in moving:
+            momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
             momentum.lerp_(parameter.grad, 1 - MUON_MOMENTUM)
-            moved = torch.zeros(parameter.shape, device=parameter.device)
-            moved.grad = parameter.grad.lerp(momentum, MUON_MOMENTUM).full_tensor()  # Nesterov's
-            torch.optim.Muon(  # type: ignore[no-untyped-call]
-                [moved], lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=_MUON_RATE
-            ).step()
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            # every rank has the same values already, so none are sent
-            parameter.add_(distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None))
+            updates.append(parameter.grad.lerp(momentum, MUON_MOMENTUM))  # Nesterov's
+        for (group, parameter), update in zip(moving, self._orthogonalization(updates), strict=True):
+            rate = _adjust_lr(group["lr"], _MUON_RATE, parameter.shape)
+            own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:

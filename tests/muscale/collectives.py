@@ -35,7 +35,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space, name = function.name().split("::")
         name = name.split(".")[0]
         if space in ("c10d", "_c10d_functional") and name in _KINDS:
-            given = args[1] if name in ("_allgather_base_", "_reduce_scatter_base_") else args[0]
+            given = args[1] if name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_") else args[0]
             tensor = given if isinstance(given, Tensor) else given[0]
             self.calls[_KINDS[name], tensor.dtype, tensor.nbytes] += 1
         return function(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, cast
 
 import pytest
@@ -13,8 +14,11 @@ from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
+from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.orthogonal import Orthogonalization
 from tests.muscale.collectives import Collectives
 from tests.muscale.fake_ranks import rank_of
 
@@ -38,6 +42,17 @@ def counted(model: Decoder) -> Collectives:
     collectives = Collectives()
     with collectives:
         training_loss(model, torch.zeros(SEQUENCES, TIME + 1, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+    return collectives
+
+
+def counted_in_a_step(model: Decoder, optimizer: OptimizerName) -> Collectives:
+    """The collectives of the optimizer's step."""
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256, optimizer=optimizer).resolve(25600)
+    made = make_optimizer(model, parametrize(model.config, model.config, optimizer=optimizer), recipe)
+    counted(model)
+    collectives = Collectives()
+    with collectives:
+        made.step()
     return collectives
 
 
@@ -98,3 +113,29 @@ def test_ranks_that_share_products_gather_and_scatter_the_stream_once_a_sublayer
     }
     for kind, calls in expected.items():
         assert found.of(kind) == {(torch.float32, size): n for size, n in calls.items()}
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [Parallelism(), Parallelism(tensor_parallel=2), Parallelism(sharding="hybrid", shard_ranks=4)],
+    ids=["full", "tensor", "hybrid"],
+)
+def test_a_step_of_muon_sends_its_parts_of_the_matrices_once_and_those_it_orthogonalised_once(
+    parallelism: Parallelism,
+) -> None:
+    with rank_of(0, RANKS):
+        model = built(parallelism)
+        found = counted_in_a_step(model, "muon")
+        matrices = [cast(DTensor, p) for p in model.blocks.parameters() if p.ndim == 2]
+        share = Orthogonalization(matrices)
+    copies = 2 if parallelism.sharding == "hybrid" else 1
+    costs = [max(matrix.shape) * min(matrix.shape) ** 2 for matrix in matrices]
+    work = [
+        sum(cost for cost, owner in zip(costs, share.owners, strict=True) if owner == rank) for rank in range(RANKS)
+    ]
+    assert max(work) - min(work) <= max(costs)
+    here = [n for n, owner in enumerate(share.owners) if owner < RANKS // copies]  # in this rank's copy of the model
+    sent = sum(matrices[n].to_local().numel() for n in here)
+    orthogonalised = copies * sum(m.numel() for m, owner in zip(matrices, share.owners, strict=True) if owner == 0)
+    expected = Counter(("all-to-all", torch.bfloat16, 2 * size) for size in (sent, orthogonalised))
+    assert found.calls == expected
