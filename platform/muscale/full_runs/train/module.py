@@ -225,6 +225,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             self._rows.append({"tokens": self.tokens, "seconds": time.perf_counter() - self._started})
         self._recorded = self.tokens
         self._flags.agree(n_taken)
+        if self._flags.straggler and self._rows:
+            self._rows[-1] |= asdict(self._flags.straggler)
         self._act(before)
 
     @property

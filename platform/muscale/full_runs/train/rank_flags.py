@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from muscale.full_runs.distributed import rank
 
@@ -14,6 +17,27 @@ MOST_STEPS = 16
 """Steps between two agreements at most. An agreement takes under a millisecond, against steps of milliseconds on small models."""
 MOST_SECONDS = 5.0
 """Time between two agreements at most, or a step where one takes longer: a preempted machine has 30 s (Kubernetes' grace period)."""
+
+AGREEMENTS_NAMED = 64
+"""Agreements between two that name the slowest rank: five minutes of long steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that the others waited for most, and for how long: seconds of a step that the median rank waited more than it.
+
+    Collectives keep ranks in step, so all have one step time; who arrives last waits least. Of a slow GPU this shows what follows
+    a step's last collective, of a slow host everything.
+    """
+
+    slowest_rank: int
+    slowest_seconds: float
+
+    @classmethod
+    def of(cls, waited: Tensor, steps: int) -> Self:
+        """From the seconds that each rank waited in agreements, over so many steps."""
+        behind = waited.quantile(0.5) - waited.min()
+        return cls(slowest_rank=int(waited.argmin()), slowest_seconds=float(behind) / max(steps, 1))
 
 
 class RankFlags:
@@ -23,6 +47,7 @@ class RankFlags:
         saves: A checkpoint is due, by rank 0's clock.
         ends: Some rank was notified of a preemption.
         steps: Steps until the next agreement, from the slowest rank's time for a step.
+        straggler: The slowest rank, at every 64th agreement of several ranks; else None.
     """
 
     def __init__(self, *, every_seconds: float | None, notice: Callable[[], bool]) -> None:
@@ -31,18 +56,31 @@ class RankFlags:
         self._every, self._notice = every_seconds, notice
         self._saved_at = self._agreed_at = time.monotonic()
         self._group: dist.ProcessGroup | None = None
+        self.straggler: Straggler | None = None
+        self._agreements = self._taken = 0
+        self._waited = 0.0  # seconds, in agreements since a straggler was named
 
     def agree(self, taken: int) -> None:
         """Agree on the flags, `taken` steps after the last time; all ranks call it."""
         now = time.monotonic()
-        wishes = torch.tensor([self._is_time(), self._notice(), (now - self._agreed_at) / max(taken, 1)])
+        wishes = torch.tensor([self._is_time(), self._notice(), (now - self._agreed_at) / max(taken, 1), self._waited])
         if dist.is_initialized():
             # A group of its own: a checkpoint's write uses the other gloo group from its thread.
             self._group = self._group or dist.new_group(backend="gloo")
-            dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self._group)
-        saves, ends, seconds = wishes.tolist()
+            of_ranks = [torch.empty_like(wishes) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_ranks, wishes, group=self._group)
+            self._waited += time.monotonic() - now
+            self._name(torch.stack(of_ranks)[:, 3], taken)
+            wishes = torch.stack(of_ranks).amax(dim=0)
+        saves, ends, seconds, _ = wishes.tolist()
         self.saves, self.ends, self._agreed_at = bool(saves), bool(ends), now
         self.steps = max(1, int(min(MOST_STEPS, MOST_SECONDS / max(seconds, 1e-9))))
+
+    def _name(self, waited: Tensor, taken: int) -> None:
+        self._agreements, self._taken, self.straggler = self._agreements + 1, self._taken + taken, None
+        if self._agreements % AGREEMENTS_NAMED == 0 and len(waited) > 1:
+            self.straggler = Straggler.of(waited, self._taken)
+            self._taken, self._waited = 0, 0.0
 
     def saved(self) -> None:
         """Restart the checkpoint clock."""
