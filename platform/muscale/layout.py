@@ -17,6 +17,7 @@ BUNDLES = "bundles"  # a folder for each plan that was promoted and preserved
 REPORT = "report.html"
 TRACKING = "tracking"  # what trackers keep here, and what each of them was given
 SMOKE_TEST = "smoke_test"  # of a full run, in its folder
+PROFILE = "profile"  # of a full run, in its folder: traces of the steps of --profile
 METRICS = "metrics.jsonl"  # of a full run, in its folder
 EVALUATIONS = "evaluations.jsonl"  # of a full run's checkpoints beside its training, in its folder
 COLLECTIVES = "collectives"  # of a full run, in its folder: what NCCL recorded of each rank before a timeout

@@ -102,6 +102,10 @@ def test_a_dry_run_needs_a_plan_and_a_smoke_test_asks_no_gate(
     for options, message in (
         (("--smoke-test", "--force"), "--smoke-test cannot be combined with --force"),
         (("--smoke-test", "--dry-run"), "with --dry-run"),
+        (
+            ("--profile", "25:20", "--dry-run"),
+            'promote.profile must be "first:last" with first at most last, got "25:20"',
+        ),
     ):
         done = muscale(capsys, "promote", path, *options)
         assert (done.code, message in done.err) == (2, True), done.err

@@ -27,6 +27,7 @@ def promote(
     smoke_test: Flag = False,
     steps: int = 5,
     prepare: Flag = False,
+    profile: str | None = None,
     options: StageOptions = StageOptions(),
 ) -> int:
     """Train the planned run and compare its loss with the forecast; exit code 1 if it is outside the interval.
@@ -40,7 +41,10 @@ def promote(
         smoke_test: Only train, save and resume a few steps on the real devices, and estimate the wall time.
         steps: Steps of each of the smoke test's two launches.
         prepare: Only record the start of the run, and write the file that `muscale train` takes where there is no Ray.
+        profile: Steps, such as 20:25, of which each worker writes a trace; sets promote.profile.
     """
+    if profile is not None:
+        options = replace(options, set=(*options.set, f'promote.profile="{profile}"'))
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:

@@ -68,6 +68,7 @@ class FullRun:
         compile: Whether each block is compiled.
         start_timeout_minutes: Until all ranks have met; also of the first step, and of what they agree on beside the steps.
         step_timeout_minutes: Of the collectives of each later step.
+        profile: First and last step, counted from the run's start, of which each rank writes a trace; None: none.
         initial_state: Of another run; None: random initial values. Tokens count from this run's own start.
     """
 
@@ -87,6 +88,7 @@ class FullRun:
     on_spike: SpikePolicy | None = None
     start_timeout_minutes: float = 30.0
     step_timeout_minutes: float = 10.0
+    profile: tuple[int, int] | None = None
     initial_state: InitialState | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class FullRun:
             keep_last=settings.keep_last,
             keep_every_tokens=settings.keep_every_tokens,
             evaluate_every_tokens=cadence.evaluate_every_tokens,
+            profile=settings.profiled_steps,
             on_spike=settings.spike_policy,
             micro_batch=settings.micro_batch,
             start_timeout_minutes=settings.start_timeout_minutes,

@@ -79,6 +79,7 @@ class Monitor:
             alarms=alarms,
             run_events=run_events(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
             tokens_per_second=_tokens_per_second(steps),
+            mfu=_mfu(steps),
             idle_seconds=_idle_seconds(self._records.metrics),
             promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
             failure=failure.read_text() if failure.exists() else None,
@@ -113,6 +114,11 @@ def _tokens_per_second(steps: pd.DataFrame) -> float | None:
         return None
     tokens, seconds = (float(last[name].iloc[-1] - last[name].iloc[0]) for name in ("tokens", "seconds"))
     return tokens / seconds if seconds > 0 and tokens > 0 else None
+
+
+def _mfu(steps: pd.DataFrame) -> float | None:
+    known = steps["mfu"].dropna().tail(_RATE_STEPS)
+    return float(known.mean()) if len(known) else None
 
 
 def _idle_seconds(path: Path) -> float:

@@ -35,6 +35,7 @@ class RunStatus(Result):
         alarms: Oldest first.
         run_events: Alarms and incidents, in order of time.
         tokens_per_second: Over the last steps; None where times are not known.
+        mfu: Model FLOP utilisation over the last steps; None where the device's peak is not known.
         idle_seconds: Since the last record was written.
         promotion: The residual, once it is recorded.
         failure: Why the run failed for good; None if it did not.
@@ -49,6 +50,7 @@ class RunStatus(Result):
     alarms: tuple[Alarm, ...]
     run_events: tuple[Event, ...]
     tokens_per_second: float | None
+    mfu: float | None
     idle_seconds: float
     promotion: Promotion | None
     failure: str | None
@@ -110,6 +112,7 @@ class RunStatus(Result):
             "n_tokens",
             "tokens",
             "tokens_per_second",
+            "mfu",
             "seconds_left",
             "idle_seconds",
             "failure",
@@ -162,6 +165,7 @@ class RunStatus(Result):
         if self.ended:
             return ", ended"
         pace = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
+        pace += f", MFU {self.mfu:.1%}" if self.mfu else ""
         left = f", {format_duration(self.seconds_left)} left" if self.seconds_left is not None else ""
         idle = f", no new record for {format_duration(self.idle_seconds)}" if self.idle_seconds > 60 else ""
         return pace + left + idle

@@ -85,6 +85,9 @@ class PromoteSettings(StrictTable):
         30.0  # until all workers have met, and of what they do together besides steps
     )
     step_timeout_minutes: PositiveFloat = 10.0  # of a step's collectives, after the first step
+    profile: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = (
+        None  # "first:last": steps of which each worker writes a trace
+    )
     bundle: bool = True  # at the end, everything of the run in one directory, where this machine's memory allows
     alarm_after: PositiveInt = 3  # evaluations in a row outside the band
     on_alarm: Literal["log", "stop"] = "log"
@@ -111,6 +114,20 @@ class PromoteSettings(StrictTable):
             for name in ("prompts", "evaluator_gpus"):
                 if value := getattr(self, name):
                     raise ValueError(f'promote.{name} is for promote.evaluation = "async", got {value} with "sync"')
+        return self
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """First and last step of `profile`."""
+        if self.profile is None:
+            return None
+        first, last = map(int, self.profile.split(":"))
+        return first, last
+
+    @pydantic.model_validator(mode="after")
+    def _profiles_a_step(self) -> Self:
+        if self.profiled_steps and self.profiled_steps[0] > self.profiled_steps[1]:
+            raise ValueError(f'promote.profile must be "first:last" with first at most last, got "{self.profile}"')
         return self
 
     @property

@@ -59,7 +59,7 @@ class Run:
             for share in shares:
                 tokens = round(share * self.plan.n_tokens)
                 expected = self.band.at([tokens])["expected"].fillna(9.0).iloc[0]
-                step = {"tokens": tokens, "train_loss": 2.5, "seconds": tokens / 1000}
+                step = {"tokens": tokens, "train_loss": 2.5, "seconds": tokens / 1000, "mfu": 0.4}
                 of_checkpoint = {"tokens": tokens, "source_losses": {}, "samples": [], "seconds": 0.1}
                 row = (of_checkpoint if asynchronous else step) | {"val_loss": expected * off}
                 file.write(json.dumps(row) + "\n")
@@ -100,6 +100,8 @@ def test_each_evaluation_has_its_place(run: Run) -> None:
     assert list(status.evaluations["place"]) == ["before the band", "inside", "inside", "above", "below"]
     assert status.tokens_per_second == pytest.approx(1000)
     assert status.seconds_left == pytest.approx((run.plan.n_tokens - status.tokens) / 1000)
+    assert status.mfu == pytest.approx(0.4)
+    assert "1,000 tokens/s, MFU 40.0%" in str(status)
     assert status.inside is False
     assert not status.alarming
     assert "BELOW" in str(status)

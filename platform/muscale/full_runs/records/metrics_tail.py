@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-_COLUMNS = ("tokens", "train_loss", "val_loss", "seconds")
+_COLUMNS = ("tokens", "train_loss", "val_loss", "seconds", "mfu")
 
 
 class MetricsTail:

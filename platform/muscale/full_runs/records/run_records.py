@@ -18,7 +18,7 @@ class RunRecords:
         self._own, self._async = MetricsTail(self.metrics), MetricsTail(directory / EVALUATIONS)
 
     def steps(self) -> pd.DataFrame:
-        """Columns tokens, train_loss, val_loss, seconds: a row for each step, with the run's own evaluations."""
+        """Columns tokens, train_loss, val_loss, seconds, mfu: a row for each step, with the run's own evaluations."""
         return self._own.table()
 
     def evaluations(self) -> pd.DataFrame:

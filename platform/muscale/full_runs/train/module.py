@@ -34,16 +34,17 @@ from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
 from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.interventions import Interventions
+from muscale.full_runs.train.operations import Garbage, StepProfile
 from muscale.full_runs.train.rank_flags import RankFlags
 from muscale.full_runs.train.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
-from muscale.layout import COLLECTIVES, METRICS
+from muscale.layout import COLLECTIVES, METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
-from proxy_models.training.device import evaluation_batch, send
+from proxy_models.training.device import datasheet_flops, evaluation_batch, send
 from proxy_models.training.guard import Divergence
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
@@ -97,6 +98,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._rows: list[dict[str, Any]] = []
         self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
+        self.garbage = Garbage()
         self._flags = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
 
     def configure_model(self) -> None:
@@ -166,7 +168,21 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         before = run.initial_state.earlier if run.initial_state else {}
         self._earlier = {n: evaluation_sets(Corpus.open(h.corpus), length, h.n_tokens) for n, h in before.items()}
         self._go_on_from(self.start, self.resume, self.optimizers(use_pl_optimizer=False))
+        self._profile = StepProfile(run.profile, run.directory / PROFILE, self.device)
+        self._flops_share = self._flops_per_token_of_peak()
         self._started = time.perf_counter() - self._spent
+
+    def on_train_end(self) -> None:
+        """Write the trace of a run that ended in its steps."""
+        self._profile.stop()
+
+    def _flops_per_token_of_peak(self) -> float | None:
+        """FLOPs per token over the peak FLOP/s of all ranks' devices; None where the peak is not known."""
+        if self.device.type != "cuda":
+            return None
+        numerics = self.run.numerics
+        peak = datasheet_flops(torch.cuda.get_device_name(self.device), numerics.precision)
+        return numerics.model.train_flops_per_token / (peak * self.trainer.world_size) if peak else None
 
     def on_train_start(self) -> None:
         """Install the preemption handler in place of Lightning's, and evaluate the initial state of a continuation."""
@@ -227,6 +243,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._flags.agree(n_taken)
         if self._flags.straggler and self._rows:
             self._rows[-1] |= asdict(self._flags.straggler)
+        self.garbage.after(n_taken)
         self._act(before)
 
     @property
@@ -254,7 +271,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         whole = batch // run.numerics.model.context_length
         number = run.n_steps(before)
         rate_factor = segment.rate_factor(before) * self.interventions.rewarmth(before, batch)
+        self._profile.before(number)
         loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)
+        self._profile.after(number)
         self.tokens, ended = before + batch, time.perf_counter()
         self._taken.append(
             _Taken(
@@ -296,7 +315,8 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             if trouble:
                 self.tokens = one.before
                 raise StageError(f"promote: the run diverged: {trouble}")
-            self.tokens = one.after
+            self.tokens, seconds = one.after, one.step_seconds + waited
+            rate = (one.after - one.before) / seconds
             self._rows.append(
                 {
                     "tokens": one.after,
@@ -304,7 +324,9 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
                     "grad_norm": norm,
                     "rate_factor": one.rate_factor,
                     "left_out": verdict is not None,
-                    "step_seconds": one.step_seconds + waited,
+                    "step_seconds": seconds,
+                    "tokens_per_second": rate,
+                    **({"mfu": rate * self._flops_share} if self._flops_share else {}),
                     "blocked_seconds": self.blocked,
                     "seconds": one.seconds + count * waited,
                 }
@@ -495,7 +517,11 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
             default_root_dir=run.directory,
         )
         if start < run.n_tokens:
-            with attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)), module.flushing():
+            with (
+                attempts.recorded(run.directory, lambda: run.n_steps(module.tokens)),
+                module.flushing(),
+                module.garbage.controlled(),
+            ):
                 trainer.fit(module)
         facts = {
             "tokens": run.n_tokens,

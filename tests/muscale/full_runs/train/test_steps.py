@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,8 +23,10 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train import rank_flags
 from muscale.full_runs.train.module import FullRunModule, train
+from muscale.full_runs.train.operations import Garbage
 from muscale.full_runs.train.rank_flags import RankFlags
-from muscale.settings.promote import SpikePolicy
+from muscale.layout import PROFILE
+from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.store.spike_handling import read_incidents
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.guard import GuardSettings
@@ -182,3 +187,53 @@ def test_a_step_masked_on_the_device_leaves_weights_moments_and_count_of_steps(n
     optimizer.step()
     after = [weight.detach(), *optimizer.state[weight].values()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+class Cycle:
+    itself: Cycle
+
+
+def test_garbage_is_collected_at_agreed_steps_and_as_before_afterwards() -> None:
+    garbage, frozen = Garbage(), gc.get_freeze_count()
+    with garbage.controlled():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+        cycle = Cycle()
+        cycle.itself, alive = cycle, weakref.ref(cycle)
+        del cycle
+        garbage.after(49)
+        assert alive() is not None
+        garbage.after(1)
+        assert alive() is None
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_trace_is_written_of_the_steps_asked_for_and_of_no_others(run: FullRun) -> None:
+    train(replace(run, profile=(3, 5)))
+    (trace,) = (run.directory / PROFILE).iterdir()
+    assert trace.name == "trace-rank0.json.gz"
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    updates = [event for event in events if event.get("name", "").startswith("Optimizer.step#AdamW")]
+    assert len(updates) == 3
+
+
+def test_rows_have_the_rate_of_each_step_and_on_a_known_device_its_share_of_the_peak(
+    run: FullRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FullRunModule, "_flops_per_token_of_peak", lambda _: 1e-6)
+    train(run)
+    for row in rows(run):
+        assert row["tokens_per_second"] == pytest.approx(BATCH / row["step_seconds"])
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e-6)
+    seconds = [row["seconds"] for row in rows(run)]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("wrong", ["5:3", "5", "a:b", "-1:3"])
+def test_a_profile_names_a_first_and_a_last_step(wrong: str) -> None:
+    assert PromoteSettings(profile="20:25").profiled_steps == (20, 25)
+    assert PromoteSettings().profiled_steps is None
+    with pytest.raises(ValueError, match="profile"):
+        PromoteSettings(profile=wrong)
