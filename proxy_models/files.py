@@ -66,11 +66,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
             for file in unfinished.rglob("*"):
                 if file.is_file():
                     file.chmod(readable)  # some libraries write files that only their owner may read
-                _to_disk(file)
-            _to_disk(unfinished)
+                to_disk(file)
+            to_disk(unfinished)
             require_free(path)
             unfinished.rename(path)  # over an empty folder, if there is one; never over a file that came meanwhile
-            _to_disk(path.parent)
+            to_disk(path.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -85,7 +85,7 @@ def require_free(path: Path) -> None:
         raise FileExistsError(f"{path}: must not exist or be an empty folder; name another folder, or remove this one")
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Wait until a file or a folder's entries are written; where folders can't be opened there is nothing to wait for."""
     with suppress(PermissionError):
         handle = os.open(path, os.O_RDONLY)

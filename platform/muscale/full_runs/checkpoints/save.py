@@ -1,8 +1,9 @@
 """Checkpoints of a full run: sharded (`torch.distributed.checkpoint`), written asynchronously, hashed, renamed into place.
 
-The parametrization table is stored with the shards. The manifest of hashes is written last and the folder renamed after it, so a
-kill at any time leaves an intact checkpoint or none. A checkpoint that does not match its hashes is never opened; hashes protect
-against damage, not against forgery. Against that, only plain records are unpickled: see `stored_weights`.
+The parametrization table is stored with the shards. The manifest of hashes is written last, everything is on the disk before the
+folder is renamed, and older checkpoints go after that, so a kill or a power failure at any time leaves an intact checkpoint. A
+checkpoint that does not match its hashes is never opened; hashes protect against damage, not against forgery. Against that, only
+plain records are unpickled: see `stored_weights`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -32,6 +35,7 @@ from muscale.full_runs.checkpoints.folder import (
 from muscale.full_runs.checkpoints.stored_weights import PlainPlanner, RecordReader, describe
 from muscale.full_runs.distributed import barrier, broadcast_from_rank0, of_all_ranks, rank, side_group
 from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.files import to_disk
 from proxy_models.hashing import file_sha256
 from proxy_models.training.metrics import passes
 from proxy_models.training.state import capture
@@ -55,6 +59,7 @@ class Checkpoints(CheckpointFolder):
         self.keep_last, self.keep_every_tokens = keep_last, keep_every_tokens
         self._thread: ThreadPoolExecutor | None = None
         self._write: Future[None] | None = None
+        self._stager: DefaultStager | None = None
 
     def latest(self) -> tuple[int, Path] | None:
         """Tokens and path of the newest intact checkpoint, or None, the same on every rank; each hashes the files it wrote."""
@@ -67,7 +72,9 @@ class Checkpoints(CheckpointFolder):
         return None
 
     def save(self, stepper: Stepper, tokens: int) -> None:
-        """Copy the state of all ranks and write it in the background, after the previous write has ended.
+        """Copy the state of all ranks to the host and write it in the background, after the previous write has ended.
+
+        The host's copy is kept for the next one, pinned on a GPU; training waits for the copy, as its next step writes the state.
 
         Raises:
             Exception: The error of the previous write.
@@ -80,7 +87,8 @@ class Checkpoints(CheckpointFolder):
         barrier()
         weights, moments = get_state_dict(stepper.module, stepper.optimizer)
         state = {"model": weights, "optimizer": moments, _MEMORY: stepper.memory()}
-        shards = async_save(state, checkpoint_id=unfinished, process_group=side_group())
+        self._stager = self._stager or DefaultStager(staging_options(next(stepper.module.parameters()).device))
+        shards = async_save(state, checkpoint_id=unfinished, process_group=side_group(), async_stager=self._stager)
         if not isinstance(shards, Future):
             shards = shards.upload_completion
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -113,7 +121,10 @@ class Checkpoints(CheckpointFolder):
             if file.name not in hashes:
                 hashes[file.name] = file_sha256(file)
         write_manifest(unfinished, hashes)
+        for path in (unfinished / PARAMETRIZATION, unfinished / MANIFEST, unfinished):
+            to_disk(path)  # torch has the shards and their index on the disk
         put_in_place(unfinished, self.path(tokens))
+        to_disk(self.folder)
         self._drop(tokens)
 
     def _drop(self, tokens: int) -> None:
@@ -161,6 +172,14 @@ class Checkpoints(CheckpointFolder):
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if memory:
             stepper.remember(state[_MEMORY])
+
+
+def staging_options(device: torch.device) -> StagingOptions:
+    """How a device's state is copied to the host: from a GPU at once, into pinned memory."""
+    on_gpu = device.type == "cuda"
+    return StagingOptions(
+        use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+    )
 
 
 def read_table(checkpoint: Path) -> Parametrization:

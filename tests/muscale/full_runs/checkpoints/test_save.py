@@ -6,9 +6,13 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints import folder as checkpoint_folder
@@ -28,6 +32,7 @@ from proxy_models.training.guard import GuardSettings
 from tests.muscale.forked_ranks import (
     BATCH,
     STEPS,
+    Fault,
     ended,
     losses,
     result,
@@ -81,17 +86,35 @@ def after_the_manifest(rank: int) -> None:
     dies_at_the_second("put_in_place", rank)
 
 
-@pytest.mark.parametrize(("fault", "has_manifest"), [(before_the_manifest, False), (after_the_manifest, True)])
+def while_the_other_writes(rank: int) -> None:
+    """Rank 1 is killed where the second checkpoint reaches its shard; rank 0 writes its own."""
+    if rank == 1:
+        reached, real = 0, FileSystemWriter.write_data
+
+        def faulty(self: FileSystemWriter, *given: Any) -> Any:
+            nonlocal reached
+            reached += 1
+            if reached == 2:
+                die()
+            return real(self, *given)
+
+        FileSystemWriter.write_data = faulty  # type: ignore[assignment,method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "killed", "shards", "has_manifest"),
+    [(before_the_manifest, 0, 2, False), (after_the_manifest, 0, 2, True), (while_the_other_writes, 1, 1, False)],
+)
 def test_a_kill_during_a_save_leaves_the_checkpoint_before_it_and_the_same_losses(
-    run: FullRun, tmp_path: Path, fault: object, has_manifest: bool
+    run: FullRun, tmp_path: Path, fault: Fault, killed: int, shards: int, has_manifest: bool
 ) -> None:
     undisturbed = replace(run, directory=tmp_path / "undisturbed")
     train(undisturbed)
-    codes = ended(start(run, 2, fault=fault))  # type: ignore[arg-type]
-    assert codes[0] == -signal.SIGKILL
-    assert codes[1] == 1, "the other rank lost its peer"
+    codes = ended(start(run, 2, fault=fault))
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 1, "the other rank lost its peer, and does not wait for it"
     (torn,) = (run.directory / CHECKPOINTS).glob("*.unfinished")
-    assert len(list(torn.glob("*.distcp"))) == 2
+    assert len(list(torn.glob("*.distcp"))) <= shards
     assert (torn / MANIFEST).exists() == has_manifest
     assert standing(run) == [6]
 
@@ -154,6 +177,23 @@ def test_training_continues_while_a_checkpoint_is_written(run: FullRun, monkeypa
     monkeypatch.setattr(FullRunModule, "take_step", step)
     train(run)
     assert {7, 8, 9} <= set(writing)
+    assert standing(run) == [12, 16]
+
+
+def test_a_gpu_s_state_is_copied_at_once_into_pinned_memory_which_is_kept(
+    run: FullRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = checkpoints.staging_options(torch.device("cuda"))
+    assert (options.use_pinned_memory, options.use_non_blocking_copy, options.use_async_staging) == (True, True, False)
+    made: list[object] = []
+
+    def counted(options: StagingOptions) -> object:
+        made.append(options)
+        return DefaultStager(options)
+
+    monkeypatch.setattr("muscale.full_runs.checkpoints.save.DefaultStager", counted)
+    train(run)
+    assert made == [checkpoints.staging_options(torch.device("cpu"))]
     assert standing(run) == [12, 16]
 
 
