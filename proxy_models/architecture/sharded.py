@@ -48,6 +48,10 @@ def write(parameter: Tensor, values: Tensor) -> None:
     if not is_sharded(parameter):
         parameter.copy_(values)
         return
-    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    part = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    own(parameter).copy_(values[part])
+    own(parameter).copy_(values[part_of(parameter)])
+
+
+def part_of(tensor: DTensor) -> tuple[slice, ...]:
+    """Return which part of the whole is on this device."""
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))

@@ -8,10 +8,12 @@ root mean square, clipped at a root mean square of 1, and decay is rate · decay
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from proxy_models.architecture.sharded import is_sharded, own, part_of
 
 _DECAY = 0.8  # the weight of step t in the second moments is t^-.8; algorithm 6, as are the next two
 _LEAST_SQUARE = 1e-30  # epsilon 1, added to a mean squared gradient
@@ -21,7 +23,7 @@ _LEAST_RMS = 1e-3  # epsilon 2: a tensor that is smaller moves as if it were of 
 class Adafactor(torch.optim.Optimizer):
     """Adafactor without momentum; a matrix keeps a mean squared gradient per row and per column, a vector per entry.
 
-    It works on sharded tensors and never waits for a device.
+    It works on sharded tensors, with two reductions a step for all of them, and never waits for a device.
     """
 
     def __init__(self, settings: list[dict[str, Any]]) -> None:
@@ -34,39 +36,91 @@ class Adafactor(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["step"] = state.get("step", torch.tensor(0.0)) + 1  # on the CPU
-                update = _preconditioned(parameter.grad, state)
-                update /= _rms(update).clamp(min=1.0)
-                update *= _rms(parameter).clamp(min=_LEAST_RMS)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+        moving = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for _, parameter in moving]
+        sums = _over_ranks(parameters, [_sums(parameter) for parameter in parameters])
+        for parameter, of_gradient in zip(parameters, sums, strict=True):
+            _take_in(parameter, of_gradient, self.state[parameter])
+        # Twice, so that the updates of all parameters are never in memory together.
+        squares = [_preconditioned(one, self.state[one]).square().sum()[None] for one in parameters]
+        squares = _over_ranks(parameters, squares)
+        for (group, parameter), own_sums, square in zip(moving, sums, squares, strict=True):
+            update = _preconditioned(parameter, self.state[parameter])
+            update /= _rms(square, parameter).clamp(min=1.0)
+            update *= _rms(own_sums[-1:], parameter).clamp(min=_LEAST_RMS)
+            own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
         return loss
 
 
-def _preconditioned(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The gradient over the root of its second moments, which take it in."""
-    weight = float(state["step"]) ** -_DECAY
+def _sums(parameter: Tensor) -> Tensor:
+    """Summed squares of a gradient's rows and of its columns, if it is a matrix, and of the parameter, in this order.
+
+    Those of a shard lie where the shard does, in zeros; of copies the first alone has them.
+    """
+    entries, gradient = own(parameter).square().sum()[None], own(cast(Tensor, parameter.grad))
+    edges = (-1, -2) if parameter.ndim == 2 else ()
+    sums = [*(torch.linalg.vector_norm(gradient, dim=dim).square() for dim in edges), entries]
+    if not is_sharded(parameter):
+        return torch.cat(sums)
+    if parameter.ndim == 2:
+        for number, (size, part) in enumerate(zip(parameter.shape, part_of(parameter), strict=True)):
+            whole = entries.new_zeros(size)
+            whole[part] = sums[number]
+            sums[number] = whole
+    place = parameter.device_mesh.get_coordinate() or ()
+    is_copy = any(at and of.is_replicate() for at, of in zip(place, parameter.placements, strict=True))
+    return torch.cat(sums) * (not is_copy)
+
+
+def _over_ranks(parameters: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
+    """Their totals, of all parameters in one reduction."""
+    if not parameters or not is_sharded(parameters[0]):
+        return sums
+    flat = torch.cat(sums)
+    torch.distributed.all_reduce(flat)
+    return list(torch.split(flat, [len(one) for one in sums]))
+
+
+def _take_in(parameter: Tensor, sums: Tensor, state: dict[str, Tensor]) -> None:
+    """Take a gradient, of which these are the sums, into the running means."""
+    state["step"] = state.get("step", torch.tensor(0.0)) + 1  # on the CPU
+    weight, gradient = float(state["step"]) ** -_DECAY, cast(Tensor, parameter.grad)
     if gradient.ndim < 2:
-        return gradient * _average(state, "variance", gradient.square(), weight).rsqrt()
-    rows, columns = (
-        _average(state, name, torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square() / size, weight)
-        for name, dim, size in (("row_var", -1, gradient.shape[-1]), ("col_var", -2, gradient.shape[-2]))
-    )
-    # A mean over shards of several sizes would not be that of all rows; the product of rows and columns would underflow.
-    mean = rows.sum(dim=-2, keepdim=True) / rows.shape[-2]
+        _average(state, "variance", gradient.square(), weight)
+        return
+    n_rows, n_columns = gradient.shape
+    _average(state, "row_var", _copied(sums[:n_rows, None] / n_columns, parameter), weight)
+    _average(state, "col_var", _copied(sums[None, n_rows : n_rows + n_columns] / n_rows, parameter), weight)
+
+
+def _copied(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The same tensor on every rank, so that a checkpoint has it once."""
+    if not is_sharded(parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _average(state: dict[str, Tensor], name: str, squares: Tensor, weight: float) -> None:
+    """The running mean takes in these squares."""
+    floored = squares + _LEAST_SQUARE
+    state[name] = state[name].lerp_(floored, weight) if name in state else floored
+
+
+def _preconditioned(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """This rank's part of the gradient over the root of its second moments."""
+    gradient = own(cast(Tensor, parameter.grad))
+    if gradient.ndim < 2:
+        return gradient * own(state["variance"]).rsqrt()
+    rows, columns = own(state["row_var"]), own(state["col_var"])
+    mean = rows.sum(dim=-2, keepdim=True) / rows.shape[-2]  # the product of rows and columns would underflow
+    if is_sharded(parameter):
+        part = part_of(parameter)
+        rows, columns = rows[part[0]], columns[:, part[1]]
     return gradient * (rows / mean).rsqrt() * columns.rsqrt()
 
 
-def _average(state: dict[str, Tensor], name: str, squares: Tensor, weight: float) -> Tensor:
-    """The running mean after these squares."""
-    floored = squares + _LEAST_SQUARE
-    state[name] = state[name].lerp_(floored, weight) if name in state else floored
-    return state[name]
-
-
-def _rms(tensor: Tensor) -> Tensor:
-    return tensor.square().sum().div(tensor.numel()).sqrt()
+def _rms(square: Tensor, parameter: Tensor) -> Tensor:
+    return square.div(parameter.numel()).sqrt()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _KINDS = {
@@ -32,6 +33,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a call of c10d, functional or not, and make it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls collectives of ordinary tensors
         space, name = function.name().split("::")
         name = name.split(".")[0]
         if space in ("c10d", "_c10d_functional") and name in _KINDS:

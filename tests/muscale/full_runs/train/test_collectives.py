@@ -139,3 +139,14 @@ def test_a_step_of_muon_sends_its_parts_of_the_matrices_once_and_those_it_orthog
     orthogonalised = copies * sum(m.numel() for m, owner in zip(matrices, share.owners, strict=True) if owner == 0)
     expected = Counter(("all-to-all", torch.bfloat16, 2 * size) for size in (sent, orthogonalised))
     assert found.calls == expected
+
+
+@pytest.mark.parametrize("parallelism", [Parallelism(), Parallelism(tensor_parallel=2)], ids=["full", "tensor"])
+def test_a_step_of_adafactor_reduces_twice(parallelism: Parallelism) -> None:
+    with rank_of(0, RANKS):
+        model = built(parallelism)
+        found = counted_in_a_step(model, "adafactor")
+        parameters = list(model.parameters())
+    edges = sum(sum(parameter.shape) for parameter in parameters if parameter.ndim == 2)
+    sizes = (edges + len(parameters), len(parameters))  # rows, columns and the parameter's size; the update's size
+    assert found.calls == Counter(("all-reduce", torch.float32, FP32 * size) for size in sizes)

@@ -103,7 +103,11 @@ EVERYTHING = {"biases": True, "norm": "layernorm", "qk_norm": True, "queries_per
 LAYOUTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     "none": (Parallelism(sharding="none"), 2, {"positions": "alibi"}),
     "zero2": (Parallelism(sharding="zero2"), 2, {"guard": GuardSettings(action="rewind", window=8, snapshot_every=2)}),
-    "full, uneven": (Parallelism(sharding="full", checkpointing="selective"), 3, {"tied": True}),  # 3, 3 and 2 of 8
+    "full, uneven": (  # 3, 3 and 2 of 8
+        Parallelism(sharding="full", checkpointing="selective"),
+        3,
+        {"tied": True, "optimizer": "adafactor"},
+    ),
     "hybrid": (Parallelism(sharding="hybrid", shard_ranks=2), 4, {"optimizer": "muon"}),
     "tensor": (Parallelism(tensor_parallel=2, checkpointing="full"), 4, {"tied": True, **EVERYTHING}),
     "tensor, bf16": (Parallelism(tensor_parallel=2, checkpointing="selective"), 4, {"precision": "bf16", **EVERYTHING}),
