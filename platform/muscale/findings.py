@@ -80,7 +80,7 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         corpus = contents.corpus
         if corpus is None or not ledger.read(find, "runs", {"purpose": "sweep"}, limit=1):
             return found
-        numerics = config.numerics(corpus)
+        numerics = config.shared_numerics(corpus)
         sweep = found.sweep or collect(Sweep.of(config, ledger, corpus))
         found = replace(found, sweep=sweep)
         members = transfer.members(config, numerics, sweep.best)

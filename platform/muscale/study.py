@@ -138,7 +138,7 @@ class Study(Result):
 
     @cached_property
     def _numerics(self) -> Numerics:
-        return self.config.numerics(self.corpus)
+        return self.config.shared_numerics(self.corpus)
 
     def check(self) -> CoordinateCheck:
         """The coordinate check of the family."""

@@ -267,7 +267,7 @@ def check_that_a_divergence_is_reported(study: Study) -> None:
             broken,
             study.config,
             study.ledger,
-            study.config.numerics(study.corpus),
+            study.config.shared_numerics(study.corpus),
             verdict="pass",
             gate=Gate(plan="broken", lines=()),
         )

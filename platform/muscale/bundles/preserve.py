@@ -70,7 +70,7 @@ def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
     """The run's chain with its numerics at the time, as settings of the study may have changed since."""
     runs = study.ledger.runs()
     own = runs[(runs["purpose"] == "full") & (runs["label"] == f"plan {plan.key}")]
-    chain = plan.chain(study.config.numerics(corpus))
+    chain = plan.chain(study.config.shared_numerics(corpus))
     return replace(chain, numerics=Numerics.from_dict(own["numerics"].iloc[-1])) if len(own) else chain
 
 

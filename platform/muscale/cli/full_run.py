@@ -113,7 +113,7 @@ def continue_(study: Path, file: Path, *, options: StageOptions = StageOptions()
 
         def planned(opened: Study) -> Any:
             corpus = opened.corpus
-            return plan_continuation(file, opened.config, opened.ledger, corpus, opened.config.numerics(corpus))
+            return plan_continuation(file, opened.config, opened.ledger, corpus, opened.config.shared_numerics(corpus))
 
         return run_stage(study, seen, planned, None, ending=lambda *_: once_more)
     return run_stage(

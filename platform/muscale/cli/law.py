@@ -107,7 +107,7 @@ def plan(study: Path, *, export: Path | None = None, options: StageOptions = Sta
         plan = opened.register(opened.plan())
         wrote["plan"] = path_of(opened.directory, plan.key)
         if export:
-            wrote["for other frameworks"] = write_export(plan, opened.config.numerics(opened.corpus), export)
+            wrote["for other frameworks"] = write_export(plan, opened.config.shared_numerics(opened.corpus), export)
         return plan if options.json else f"{plan}\n{registered_band(plan.key, opened.ledger)}\n{opened.next_runs(plan)}"
 
     def ending(_opened: Study, _result: Any) -> Ending:

@@ -180,7 +180,9 @@ def make_plan(
     Raises:
         StageError: If the budget can't be spent: see `sizing.size_for`.
     """
-    decision = size_for(config.plan, fit, config.family, corpus, precision=config.promote.precision)
+    decision = size_for(
+        config.plan, fit, config.family, corpus, proxies=config.precision, precision=config.full_run_precision
+    )
     flops = config.plan.budget.compute_flops
     explicit = config.plan.explicit
     n_tokens = with_explicit(best, explicit).whole_batches(decision.n_tokens)
@@ -208,7 +210,7 @@ def make_plan(
         hyperparameters.to_dict(),
         n_tokens,
         config.promote.seed,
-        config.promote.precision,
+        config.full_run_precision,
         config.plan.level,
         config.fit.n_bootstrap,
         config.fit.seed,
@@ -222,7 +224,7 @@ def make_plan(
         model=model,
         n_tokens=n_tokens,
         seed=config.promote.seed,
-        precision=config.promote.precision,
+        precision=config.full_run_precision,
         spike_handling=config.promote.spike_handling,
         hyperparameters=hyperparameters,
         rules=rules,

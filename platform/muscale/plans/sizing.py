@@ -21,6 +21,9 @@ REACH = 30.0
 """Sizes are looked at up to so many times the compute-optimal one, and from as far below it."""
 WORTH_OF_REPEATS = 15.387756
 """R*_D: published, not fitted to this study (Muennighoff et al. 2305.16264, appendix A)."""
+LOSS_DIFFERENCE = 0.0085
+"""Relative, of bf16 from fp32: root mean square of five pairs at the quickstart's width 64 (tests/benchmarks/precision_pair.py,
+2026-11-23), without a common sign. Another seed moved those losses by 5.7 %."""
 _HALVINGS = 60
 
 
@@ -30,12 +33,13 @@ def size_for(
     family: ModelFamily,
     corpus: Corpus | None = None,
     *,
+    proxies: Precision = "fp32",
     precision: Precision = "fp32",
 ) -> Decision:
     """The member of the family with the least loss for the budget, or of the shapes named, in the decision's `config`.
 
     Where that would see the corpus more than once, it is decided again with the published worth of repeats. Without a
-    corpus no epochs are counted.
+    corpus no epochs are counted. `proxies` and `precision` are those of the fitted runs and of the full run.
 
     Raises:
         StageError: If serving alone costs the budget.
@@ -69,8 +73,12 @@ def size_for(
         said.append(f"{device}: share of the peak and price are assumed unless you set them")
         if device.precision != precision and settings.peak_flops is None:
             said.append(
-                f"hours and dollars are at the {device.precision} peak, promote.precision is {precision}: see plan.peak_flops"
+                f"hours and dollars are at the {device.precision} peak, the full run is in {precision}: see plan.peak_flops"
             )
+    if proxies != precision:
+        said.append(
+            f"the forecast is of losses in {proxies}, the full run is in {precision}: {LOSS_DIFFERENCE:.2%} apart in measured pairs"
+        )
     return replace(chosen, assumptions=tuple(said))
 
 

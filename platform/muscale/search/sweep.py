@@ -104,7 +104,7 @@ class Sweep:
         Raises:
             StageError: If the corpus holds out too little for the evaluations.
         """
-        return cls(config=config, ledger=ledger, numerics=config.numerics(corpus))
+        return cls(config=config, ledger=ledger, numerics=config.shared_numerics(corpus))
 
     @cached_property
     def key(self) -> str:

@@ -32,7 +32,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         return problems + invalid  # everything else is counted in batches
     problems += _batch_errors(config)
     problems += _elastic_errors(config.promote)
-    if config.promote.precision == "fp16" and config.promote.workers > 1:
+    if config.full_run_precision == "fp16" and config.promote.workers > 1:
         problems.append(f"promote.precision: fp16 is for one worker, use bf16 for {config.promote.workers}")
     problems += _check_errors(config.check)
     for key, values in _given(config, "zero_readout").items():

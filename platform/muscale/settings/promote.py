@@ -52,7 +52,7 @@ class PromoteSettings(StrictTable):
     workers_min: PositiveInt | None = (
         None  # fewer, whole groups of them, are taken while the cluster has no room for more; none: all or nothing
     )
-    precision: Precision = "fp32"
+    precision: Precision | None = None  # none: the study's own, numerics.precision
     checkpoint_every_tokens: PositiveInt | None = None  # none, as for evaluations: it follows from the run
     checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none beside tokens: not by time
     keep_last: PositiveInt = 2  # checkpoints

@@ -18,6 +18,7 @@ from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_who
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.transfer import TransferSettings
 from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -90,6 +91,12 @@ class ResourceSettings(StrictTable):
         return "cuda" if self.gpus_per_worker else "cpu"
 
 
+class NumericsSettings(StrictTable):
+    """[numerics]: what every training of the study computes in."""
+
+    precision: Precision | Literal["auto"] = "auto"  # bf16 where resources.gpus_per_worker gives GPUs, fp32 on CPUs
+
+
 class StorageSettings(StrictTable):
     """[storage]: where the ledger lies. PostgreSQL's URL is a secret and comes from MUSCALE_LEDGER_URL alone."""
 
@@ -140,8 +147,21 @@ class StudyTables(StrictTable):
     promote: PromoteSettings = PromoteSettings()
     ablate: AblateSettings = AblateSettings()
     resources: ResourceSettings = ResourceSettings()
+    numerics: NumericsSettings = NumericsSettings()
     storage: StorageSettings = StorageSettings()
     tracking: TrackingSettings = TrackingSettings()
+
+    @property
+    def precision(self) -> Precision:
+        """The resolved precision of the proxies, part of their keys."""
+        if self.numerics.precision == "auto":
+            return "bf16" if self.resources.device == "cuda" else "fp32"
+        return self.numerics.precision
+
+    @property
+    def full_run_precision(self) -> Precision:
+        """The resolved precision of the full run, part of its plan."""
+        return self.promote.precision or self.precision
 
     @property
     def family(self) -> ModelFamily:
@@ -183,7 +203,7 @@ class StudyTables(StrictTable):
         plain["sweep"]["space"] = self.sweep.space.to_dict()
         return plain
 
-    def numerics(self, corpus: Corpus) -> Numerics:
+    def shared_numerics(self, corpus: Corpus) -> Numerics:
         """The numerics that all trainings of the study share, at the base shape.
 
         Raises:
@@ -207,6 +227,7 @@ class StudyTables(StrictTable):
             scheme=self.parametrization,
             depth_exponent=self.depth_exponent,
             decay_scaling=self.decay_scaling,
+            precision=self.precision,
             stages_by_fraction=corpus.stages_by_fraction,
         )
 

@@ -19,7 +19,7 @@ def test_results_are_entered_where_they_belong_whoever_trained_before(make_study
     studies = [Study.open(make_study(name), quiet=True) for name in ("one", "another")]
     with staying_cluster():
         for study in studies:
-            config, numerics = study.config, study.config.numerics(study.corpus)
+            config, numerics = study.config, study.config.shared_numerics(study.corpus)
             (job, *_) = transfer.jobs(transfer.members(config, numerics, config.hyperparameters))
             assert study.ledger.outcome(job.chain) is None
             finish([job], study.ledger, config.resources, lambda *_: None)

@@ -122,9 +122,9 @@ def test_a_plan_gives_its_reasons_and_is_read_back(planned: MakePlan) -> None:
     ):
         assert text in str(plan)
     assert "bf16 peak" not in str(plan)
-    assert "hours and dollars are at the bf16 peak, promote.precision is fp32" in str(
-        planned('plan.accelerator="H200"')
-    )
+    assert "the forecast is of losses in fp32, the full run is in bf16: " in str(plan)
+    assert "the forecast is of losses" not in str(planned("numerics.precision=bf16"))
+    assert "hours and dollars are at the bf16 peak, the full run is in fp32" in str(planned('plan.accelerator="H200"'))
 
 
 def test_what_the_space_fixes_is_from_the_study_file_and_was_not_searched(planned: MakePlan) -> None:

@@ -41,10 +41,28 @@ def test_the_resolved_config_is_json(make_study: MakeStudy) -> None:
 def test_the_parametrization_s_options_reach_training_and_are_the_study_s_identity(make_study: MakeStudy) -> None:
     path = make_study()
     study = Study.open(path, ["depth_exponent=0.5", "decay_scaling=sublayer_gain"], quiet=True)
-    numerics = study.config.numerics(study.corpus)
+    numerics = study.config.shared_numerics(study.corpus)
     assert (numerics.depth_exponent, numerics.decay_scaling) == (0.5, "sublayer_gain")
     with pytest.raises(StudyDirectoryError, match="decay_scaling.*depth_exponent"):
         Study.open(path, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "proxies", "full_run"),
+    [
+        ([], "fp32", "fp32"),
+        (["resources.gpus_per_worker=0.5"], "bf16", "bf16"),
+        (["resources.gpus_per_worker=1", "numerics.precision=fp32"], "fp32", "fp32"),
+        (["promote.precision=bf16"], "fp32", "bf16"),
+        (["numerics.precision=bf16"], "bf16", "bf16"),
+    ],
+)
+def test_the_precision_follows_the_devices_unless_it_is_set_and_is_in_the_keys(
+    make_study: MakeStudy, overrides: list[str], proxies: str, full_run: str
+) -> None:
+    study = Study.open(make_study(), overrides, quiet=True)
+    assert (study.config.precision, study.config.full_run_precision) == (proxies, full_run)
+    assert study.config.shared_numerics(study.corpus).precision == proxies
 
 
 def test_whole_numbers_for_floats_are_the_same_study(make_study: MakeStudy) -> None:

@@ -198,7 +198,7 @@ def dry_run(
                 parallelism=settings.parallelism,
             ),
             precision_line(
-                config.numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
+                config.shared_numerics(corpus).precision, plan.precision, device=device.name, has_bf16=device.has_bf16
             ),
             cadence_line(cadence, run_seconds=run_seconds(plan, config)),
             *(

@@ -58,7 +58,7 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     gate = Gate(plan=plan.key, lines=())
     begin(plan, study.config, study.ledger, verdict="pass", gate=gate)
     directory = study.directory / FULL_RUNS / plan.key
-    prepared = prepare(plan, study.config, study.config.numerics(study.corpus), directory)
+    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory)
     assert f"torchrun --nproc-per-node 2 -m muscale train {prepared.path}" in str(prepared)
     moved = study.directory.with_name("elsewhere")  # as to the machine that trains
     shutil.copytree(study.directory, moved)
@@ -71,7 +71,7 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     assert (result["environment"]["world_size"], single["environment"]["world_size"]) == (2, 1)
     assert result["loss"] == pytest.approx(single["loss"], rel=1e-5)
 
-    numerics = study.config.numerics(study.corpus)
+    numerics = study.config.shared_numerics(study.corpus)
     promotion = promote(plan, study.config, study.ledger, numerics, verdict="pass", gate=gate)
     assert (promotion.loss, promotion.world_size) == (result["loss"], 2)
     assert study.ledger.result(ResultKind.PROMOTION, plan.key) is not None
@@ -91,7 +91,7 @@ def test_a_prepared_run_that_was_edited_is_refused_and_its_settings_may_be(make_
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
     directory = study.directory / FULL_RUNS / plan.key
-    file = Path(prepare(plan, study.config, study.config.numerics(study.corpus), directory).path)
+    file = Path(prepare(plan, study.config, study.config.shared_numerics(study.corpus), directory).path)
     study.ledger.close()
     assert [part.name for part in directory.iterdir()] == [file.name]
     written = json.loads(file.read_text())
