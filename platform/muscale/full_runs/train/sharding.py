@@ -4,7 +4,7 @@ Data parallelism is FSDP2's, over one or two mesh dimensions: fp32 shards, gathe
 fp32. Tensor parallelism is DTensor's, within it. On a mesh all parameters
 are DTensors under their own names, which optimizer groups, clipping and checkpoints use.
 
-Tested on gloo with up to four ranks, compiled with up to two; not tested on several GPUs or nodes.
+Tested on gloo with up to four ranks, compiled with up to two; collectives counted on fake ranks; not tested on several GPUs or nodes.
 """
 
 from __future__ import annotations

@@ -14,11 +14,13 @@ from muscale.full_runs.train.sharding import build_decoder, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.orthogonal import Orthogonalization
+from proxy_models.training.precision import DTYPES
 from tests.muscale.collectives import Collectives
 from tests.muscale.fake_ranks import rank_of
 
@@ -26,10 +28,12 @@ WIDTH, LAYERS, TIME, SEQUENCES, VOCAB = 64, 3, 32, 2, 256
 RANKS, FP32 = 8, 4
 
 
-def built(parallelism: Parallelism, *, min_unit_params: int = 0, **variant: Any) -> Decoder:
+def built(
+    parallelism: Parallelism, *, min_unit_params: int = 0, precision: Precision = "fp32", **variant: Any
+) -> Decoder:
     """The decoder as the first of eight ranks has it."""
     model = ModelConfig(d_model=WIDTH, n_layers=LAYERS, head_dim=8, context_length=TIME, vocab_size=VOCAB, **variant)
-    numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=TIME)
+    numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=TIME, precision=precision)
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
     mesh = mesh_of(parallelism.grid(RANKS), "cpu")
     return build_decoder(
@@ -89,30 +93,31 @@ def test_a_tied_table_and_what_is_small_are_in_the_unit_of_the_rest(
         assert units(built(Parallelism(), **variant)) == expected
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_ranks_that_share_products_gather_and_scatter_the_stream_once_a_sublayer_and_way(parallel: bool) -> None:
-    tensor = 4
+@pytest.mark.parametrize(
+    ("parallel", "precision"), [(False, "fp32"), (False, "bf16"), (True, "fp32")], ids=["fp32", "bf16", "parallel"]
+)
+def test_ranks_that_share_products_gather_and_scatter_the_stream_once_a_sublayer_and_way(
+    parallel: bool, precision: Precision
+) -> None:
+    tensor, dtype = 4, DTYPES[precision]
     with rank_of(0, RANKS):
-        model = built(Parallelism(sharding="none", tensor_parallel=tensor), parallel=parallel)
+        model = built(Parallelism(sharding="none", tensor_parallel=tensor), precision=precision, parallel=parallel)
         parts = [cast(DTensor, parameter).to_local().numel() for parameter in model.blocks[0].parameters()]
         found = counted(model)
-    stream, loss = SEQUENCES * TIME * WIDTH * FP32, 2 * SEQUENCES * TIME * FP32
+    stream, loss = SEQUENCES * TIME * WIDTH, 2 * SEQUENCES * TIME
     norms, sums = (LAYERS if parallel else 2 * LAYERS) + 1, 2 * LAYERS + 1  # sums of attention, MLP and embedding
-    gradients = {
-        VOCAB // tensor * WIDTH: 2,
-        sum(parts): LAYERS,
-        WIDTH: 1 + norms,
-    }  # of replicas; of gains, over positions
-    expected = {
-        "all-gather": {
-            stream // tensor: norms + sums,
-            loss: 1,
-        },  # norms' outputs, gradients of sums; two numbers a position
-        "reduce-scatter": {stream: norms + sums},  # sums, gradients of norms' outputs
-        "all-reduce": {FP32 * size: n for size, n in gradients.items()},
-    }
-    for kind, calls in expected.items():
-        assert found.of(kind) == {(torch.float32, size): n for size, n in calls.items()}
+    expected: Counter[tuple[str, torch.dtype, int]] = Counter()
+    for kind, entries, calls, of in (
+        ("all-gather", stream // tensor, norms + sums, dtype),  # norms' outputs forward, gradients of sums backward
+        ("reduce-scatter", stream, norms + sums, dtype),  # sums forward, gradients of norms' outputs backward
+        ("all-gather", loss, 1, torch.float32),  # two numbers a position
+        ("all-reduce", WIDTH, norms, dtype),  # gradients of gains, over positions
+        ("all-reduce", WIDTH, 1, torch.float32),  # these and the next are of replicas: of the last gain
+        ("all-reduce", VOCAB // tensor * WIDTH, 2, torch.float32),
+        ("all-reduce", sum(parts), LAYERS, torch.float32),
+    ):
+        expected[kind, of, entries * of.itemsize] += calls
+    assert found.calls == expected
 
 
 @pytest.mark.parametrize(
