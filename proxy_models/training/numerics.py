@@ -12,7 +12,7 @@ from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, OptimizerName, Parametrization, Scheme, parametrize
 from proxy_models.hashing import content_key
 from proxy_models.serialization import Serializable, converter
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 
 SEMANTICS = 1
 """Raise it with any change after which the same segment trains to another loss, but for rounding (another kernel, another order of

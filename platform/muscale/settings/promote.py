@@ -14,7 +14,7 @@ from muscale.settings.parallelism import Parallelism
 from muscale.settings.strict import StrictTable, require_whole_or_fraction
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding
 from proxy_models.training.compilation import Compile
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 
 LAYOUT = ("sharding", "tensor_parallel", "activation_checkpointing")
 """Keys that may be "auto"."""

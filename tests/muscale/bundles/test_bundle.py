@@ -41,7 +41,7 @@ from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import Constant
 from proxy_models.recipes.segments import Segment, chain
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.state import capture

@@ -20,7 +20,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain, stem
 from proxy_models.training.device import CPU, datasheet_flops, evaluation_batch, fitting_on, usable
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.metrics import Observation
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.state import TrainState, restore

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from proxy_models.training.guard import Divergence, Guard, GuardSettings, Spike, Verdict, robust_limit
+from proxy_models.training.guard import Divergence, Guard, Spike, Verdict, robust_limit
+from proxy_models.training.guard_settings import GuardSettings
 
 SETTINGS = GuardSettings(window=16, threshold=8.0, max_spikes=2)
 

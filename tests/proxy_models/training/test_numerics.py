@@ -8,7 +8,7 @@ import pytest
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.parametrization import parametrize
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 
 BASE = ModelConfig(d_model=32, n_layers=1)

@@ -11,7 +11,7 @@ from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.memory import Precision
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import DTYPES

@@ -21,7 +21,7 @@ from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, chain, stem
 from proxy_models.training.averaging import ExponentialAverage, LastCheckpoints
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.metrics import Observation
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates

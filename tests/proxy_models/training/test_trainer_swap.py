@@ -17,7 +17,7 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import clip, initialize, make_optimizer, set_rates
 from proxy_models.training.state import TrainState

@@ -28,7 +28,7 @@ from proxy_models.hashing import file_sha256
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training import optimizer
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from tests.muscale.forked_ranks import (
     BATCH,
     STEPS,

@@ -34,7 +34,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import warmup_factor
 from proxy_models.recipes.segments import chain
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.step import Stepper
 from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, small_corpus, small_run, start

@@ -21,7 +21,7 @@ from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.continued import continued
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from tests.muscale.gloo_ranks import GlooRanks
 

@@ -24,7 +24,7 @@ from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain, stem
 from proxy_models.recipes.stages import HyperparameterStage
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.step import Stepper
 from proxy_models.training.trainer import Trainer

@@ -30,7 +30,7 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.corpus import Corpus, write_corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize
 from tests.muscale.conftest import write_text

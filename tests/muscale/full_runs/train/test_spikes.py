@@ -19,7 +19,7 @@ from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger, find
 from muscale.store.lineage import Chain
 from muscale.store.spike_handling import Incident, SpikeHandling
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from scaling import HorizonLaw, ScalingFit
 from tests.muscale.planted import planted_fit, planted_horizon
 from tests.muscale.planted_ladder import numerics_of

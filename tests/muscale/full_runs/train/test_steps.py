@@ -29,7 +29,7 @@ from muscale.layout import PROFILE
 from muscale.settings.promote import PromoteSettings, SpikePolicy
 from muscale.store.spike_handling import read_incidents
 from proxy_models.data.corpus import Corpus
-from proxy_models.training.guard import GuardSettings
+from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.step import Stepper
 from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, rows, small_corpus, small_run, start
 
