@@ -47,6 +47,7 @@ _LONGEST = (
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
     """Each process takes whole files, and keeps the Ray and the gloo ranks that it started for the first one that needs them."""
+    config.option.loadscopereorder = False  # by number of tests, it would put the long files last
     return LoadFileScheduling(config, log)
 
 
