@@ -1,7 +1,9 @@
 """What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
 
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
 
 # Before NumPy is imported: on a busy machine two threads take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +11,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves workers be
 os.environ["WANDB_MODE"] = "disabled"  # no test is shown to the owner of a key; those of tracking say otherwise
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,27 +31,41 @@ settings.load_profile(
 _LONGEST = (
     "tests/muscale/test_study.py",
     "tests/muscale/search/test_sweep.py",
+    "tests/muscale/test_cluster.py",
     "tests/notebooks/test_notebooks.py",
     "tests/muscale/search/test_tune_run.py",
-    "tests/muscale/test_cluster.py",
-    "tests/muscale/full_runs/records/test_recovery.py",
-    "tests/muscale/full_runs/promote/test_smoke_test.py",
-    "tests/muscale/full_runs/promote/test_prepared.py",
     "tests/muscale/full_runs/train/test_sharding.py",
+    "tests/muscale/store/test_ledger_actor.py",
+    "tests/muscale/full_runs/promote/test_prepared.py",
     "tests/muscale/pages/test_browser_report.py",
-    "tests/muscale/full_runs/promote/test_launch.py",
-    "tests/muscale/full_runs/promote/test_async_evaluation.py",
-    "tests/muscale/proxies/test_ablation.py",
-    "tests/load/test_writers.py",
+    "tests/muscale/actors/test_pool.py",
+    "tests/muscale/monitoring/test_external_run.py",
+    "tests/muscale/proxies/test_transfer.py",
 )
 """Files that take longest, the longest first."""
 
 
+class Shares(LoadFileScheduling):  # type: ignore[misc]
+    """Whole files for each process: for the first one those that need a Ray, whose workers take processors of their own, while it
+    has any; for the others the rest."""
+
+    def _assign_work_unit(self, node: Any) -> None:
+        is_first = node is next(iter(self.assigned_work))
+        if fitting := next((file for file in self.workqueue if _needs_ray(file) == is_first), None):
+            self.workqueue.move_to_end(fitting, last=False)
+        super()._assign_work_unit(node)
+
+
+@cache
+def _needs_ray(file: str) -> bool:
+    return re.search("mark.cluster|ray_cluster", (Path(__file__).parents[1] / file).read_text()) is not None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Each process takes whole files, and keeps the Ray and the gloo ranks that it started for the first one that needs them."""
+    """Whole files, in the order of collection."""
     config.option.loadscopereorder = False  # by number of tests, it would put the long files last
-    return LoadFileScheduling(config, log)
+    return Shares(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -119,7 +119,9 @@ def require_flat(stretches: list[Window], *, early: int = 1) -> None:
     assert min(s.seconds for s in stretches[-2:]) <= MOST_TIMES * stretches[early].seconds, summary
 
 
-@pytest.mark.parametrize("scheduler", ["asha", "median", "hyperband"])
+@pytest.mark.parametrize(
+    "scheduler", ["asha", *(pytest.param(name, marks=pytest.mark.soak) for name in ("median", "hyperband"))]
+)
 def test_a_driver_of_six_hundred_trials_grows_by_a_constant_a_trial(tmp_path: Path, scheduler: str) -> None:
     require_flat(windows(Ledger(tmp_path / "s.sqlite"), 600, 150, searcher="random", scheduler=scheduler))
 

@@ -131,6 +131,7 @@ def test_a_job_with_another_package_on_its_workers_or_a_relative_path_is_refused
     assert "give the study file by its absolute path" in nodes.job("logs", "relative").stdout
 
 
+@pytest.mark.soak
 def test_a_node_that_dies_costs_its_segments_and_another_takes_its_place(
     nodes: RayNodes, make_study: MakeStudy, undisturbed: pd.DataFrame
 ) -> None:

@@ -53,12 +53,13 @@ print("left")
 """
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("cluster", "code", "printed", "message"),
     [
         ("own", 0, ["within", "left"], "its head and its node are killed"),
-        pytest.param("joined", 2, ["within"], "run the same command again to resume", marks=pytest.mark.soak),
+        ("joined", 2, ["within"], "run the same command again to resume"),
     ],
 )
 def test_a_head_that_hangs_on_disconnect_blocks_nobody(

@@ -63,7 +63,13 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in ITS_OWN_RAY else ())
+        for path in NOTEBOOKS
+    ],
+)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_notebook_runs_and_shows_what_it_found(path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As an activated environment has it: what a cell calls by name is what is tested.

@@ -52,7 +52,9 @@ def planned(make_study: MakeStudy, law: ScalingFit, horizon: HorizonLaw, corpus:
     path = make_study()
 
     def make(*overrides: str) -> tuple[Plan, StudyConfig]:
-        config = StudyConfig.read(path, ["promote.precision=fp32", *overrides])  # a plan's is resolved, its file's stated
+        config = StudyConfig.read(
+            path, ["promote.precision=fp32", *overrides]
+        )  # a plan's is resolved, its file's stated
         plan = make_plan(config, config.hyperparameters, horizon, law, corpus=corpus, winner=3)
         return register(plan, ledger), config
 

@@ -30,10 +30,10 @@ MakeStudy = Callable[..., Path]
 QUICK = ["sweep.n_seeds=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5"]
 COVERING = [
     ("across_scales", "asha"),
-    ("gp", "none"),
+    pytest.param("gp", "none", marks=pytest.mark.soak),
     ("cma_es", "hyperband"),
-    ("grid", "median"),
-    ("quasi_random", "pbt"),
+    pytest.param("grid", "median", marks=pytest.mark.soak),
+    pytest.param("quasi_random", "pbt", marks=pytest.mark.soak),
     ("random", "pb2"),
 ]
 
@@ -153,6 +153,7 @@ def test_a_worker_that_is_killed_costs_its_segment_and_no_more(make_study: MakeS
     pd.testing.assert_frame_equal(found.trials[columns], undisturbed.trials[columns])
 
 
+@pytest.mark.soak
 def test_two_sweeps_at_once_train_nothing_twice(make_study: MakeStudy, tmp_path: Path) -> None:
     path = make_study()
     Study.open(path, quiet=True).corpus  # noqa: B018 -- written before the race

@@ -164,6 +164,7 @@ def test_a_worker_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: P
     assert len(list(tmp_path.glob("*.pid"))) == 2
 
 
+@pytest.mark.soak
 def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
     engine = run("", trainable=DiesWhenReset, folder=tmp_path)
     assert (tmp_path / "happened").exists()
@@ -204,6 +205,7 @@ def test_workers_that_cannot_train_end_the_sweep_at_once(
     assert len(make_engine(GRID).record.configs) == begun
 
 
+@pytest.mark.soak
 def test_workers_that_wait_for_the_last_job_of_a_generation_stay(run: Run, tmp_path: Path) -> None:
     settings = SweepSettings(
         trials=2, n_tokens=4000, rungs=4, space=SPACE, searcher="random", scheduler="pbt", rank_by="stable"
@@ -223,6 +225,7 @@ class FirstGoesOn:
         return GoOn(trial=0, until=1) if len(record.results) == TRIALS and not record.open else None
 
 
+@pytest.mark.soak
 def test_a_job_is_not_lost_to_one_dead_worker_after_the_other(run: Run) -> None:
     """As where a node is lost on which workers were at rest: a job that three of them lose is given up."""
     resources = ResourceSettings(workers=TRIALS, cpus_per_worker=0.25)

@@ -34,6 +34,7 @@ def write_world_size(config: dict[str, Any]) -> None:
         (config["run"].directory / RESULT).write_text(json.dumps({"world_size": context.get_world_size()}))
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_that_share_products_start_in_whole_groups(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def planned(make_study: Callable[..., Path], ledger: Ledger) -> tuple[Plan, Stud
     return short, config, numerics
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(

@@ -218,6 +218,7 @@ def test_a_file_in_the_run_s_directory_is_a_notice_too_and_is_obeyed_once(run: F
     assert 0 < outcome["goodput"]["steps"] < outcome["goodput"]["wall"]
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
