@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +47,17 @@ def in_order(index: int) -> list[list[str]]:
     return [["set", gpu], ["join", "nccl", gpu], ["set", gpu], ["allocate", gpu]]  # once more by Lightning
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """The handlers of before, as torchrun's agent leaves its own."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_a_rank_of_torchrun_takes_the_gpu_of_its_local_rank(run: FullRun) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
