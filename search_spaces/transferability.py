@@ -216,6 +216,7 @@ _ROWS: tuple[tuple[str, TransferClass, tuple[Axis, ...], str, str], ...] = (
     ("qk_norm", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("positions", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("rotary_fraction", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
+    ("rope_theta", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     ("parallel", TransferClass.MUST_MATCH, (), _FAMILY, "assumed"),
     (
         "tied",

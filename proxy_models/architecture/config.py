@@ -8,7 +8,9 @@ from functools import cached_property
 from itertools import count
 from typing import Literal, get_args
 
-from proxy_models.serialization import Serializable
+from cattrs.gen import make_dict_unstructure_fn, override
+
+from proxy_models.serialization import Serializable, converter
 
 DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
 """Fields that are probabilities of being dropped in a training step."""
@@ -34,6 +36,8 @@ class ModelConfig(Serializable):
         qk_norm: RMSNorm over each head of queries and keys, before the positions (Henry et al., arXiv 2010.04245).
         positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
         rotary_fraction: Share of each head that is rotated; GPT-NeoX rotates .25 (arXiv 2204.06745, section 2.1).
+        rope_theta: Base of the rotary wavelengths, 10,000 in arXiv 2104.09864, section 3.2.2; longer contexts take more, Llama 3
+            500,000 (arXiv 2407.21783, section 3.2). The default is neither written nor in a key.
         parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
             section 2) instead of one after the other.
         tied: The readout is the embedding table.
@@ -58,6 +62,7 @@ class ModelConfig(Serializable):
     qk_norm: bool = False
     positions: Positions = "rotary"
     rotary_fraction: float = 1.0
+    rope_theta: float = 10_000.0
     parallel: bool = False
     tied: bool = False
     biases: bool = False
@@ -87,6 +92,8 @@ class ModelConfig(Serializable):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}")
         if not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"rotary_fraction must lie in (0, 1], got {self.rotary_fraction}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
         if self.positions == "rotary" and (
             self.rotary_dim % 2 or self.rotary_dim != self.head_dim * self.rotary_fraction
         ):
@@ -179,6 +186,12 @@ class ModelConfig(Serializable):
         """
         products = self.n_matrix_entries + self.vocab_size * self.d_model
         return 6.0 * products + 12.0 * self.n_layers * self.context_length * self.d_model
+
+
+# Fields that came later: at their default they are left out, so that older keys stay.
+converter.register_unstructure_hook(
+    ModelConfig, make_dict_unstructure_fn(ModelConfig, converter, rope_theta=override(omit_if_default=True))
+)
 
 
 @dataclass(frozen=True, kw_only=True)

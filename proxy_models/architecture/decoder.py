@@ -27,13 +27,13 @@ from proxy_models.architecture.recomputing import recomputing
 from proxy_models.architecture.sharded import is_sharded, own
 
 NORM_EPS = 1e-6
-ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
 
 
-def rotary_angles(context_length: int, rotary_dim: int) -> Tensor:
+def rotary_angles(config: ModelConfig) -> Tensor:
     """Angle of each position and each rotated pair, shape (context_length, rotary_dim / 2), radians."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-    return torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
+    rotary_dim = config.rotary_dim
+    frequencies = config.rope_theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    return torch.outer(torch.arange(config.context_length, dtype=torch.float32), frequencies)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def alibi_bias(context_length: int, n_heads: int) -> Tensor:
 def constants(config: ModelConfig) -> dict[str, Tensor | None]:
     """The buffers of a decoder that are computed from its shape: `cos` and `sin` of rotary angles, and `logit_bias`."""
     rotary, alibi = config.positions == "rotary", config.positions == "alibi"
-    angles = rotary_angles(config.context_length, config.rotary_dim) if rotary else None
+    angles = rotary_angles(config) if rotary else None
     return {
         "cos": angles.cos() if angles is not None else None,
         "sin": angles.sin() if angles is not None else None,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder import NORM_EPS, ROTARY_BASE, parameter_shapes
+from proxy_models.architecture.decoder import NORM_EPS, parameter_shapes
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.data.hugging_face import write_tokenizer
 from proxy_models.data.tokenizer import Tokenizer
@@ -112,8 +112,8 @@ def llama_config(config: ModelConfig, *, end_of_document: int | None) -> dict[st
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": NORM_EPS,
-        "rope_theta": ROTARY_BASE,  # where transformers before 5 looks
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "rope_theta": config.rope_theta,  # where transformers before 5 looks
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "max_position_embeddings": config.context_length,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,

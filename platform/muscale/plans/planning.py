@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from muscale.plans.provenance import HyperparameterProvenance, carried
@@ -206,7 +206,7 @@ def make_plan(
     trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
     evidence = fit.rows.to_dict("list")
     key = input_key(
-        asdict(config.model),
+        config.model.to_dict(),
         hyperparameters.to_dict(),
         n_tokens,
         config.promote.seed,
@@ -216,7 +216,7 @@ def make_plan(
         config.fit.seed,
         {k: list(map(str, v)) for k, v in evidence.items()},
         # What the one form fitted would choose keeps the key that it has always had, and with it the run that was promoted.
-        *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [asdict(model)]),
+        *([] if model == config.family.for_params(fit.law.allocate(flops).n_params) else [model.to_dict()]),
         *([] if config.promote.on_spike == "stop" else [config.promote.spike_handling]),
     )
     return Plan(

@@ -59,7 +59,7 @@ def test_a_position_sees_its_past_and_itself_and_nothing_after(model: Decoder, t
 def test_rotary_logits_depend_on_the_distance_only() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 16, generator=generator, dtype=torch.float64)
-    angles = rotary_angles(64, 16).double()
+    angles = rotary_angles(ModelConfig(d_model=16, n_layers=1, context_length=64)).double()
 
     def logit(at_query: int, at_key: int) -> float:
         turned_query = rotate(query, angles[at_query].cos(), angles[at_query].sin())
@@ -157,9 +157,17 @@ def test_without_positions_the_order_of_the_past_does_not_matter_and_with_any_it
         assert same != matters, positions
 
 
+def test_the_longest_wavelength_is_nearly_rope_theta_turns() -> None:
+    angles = rotary_angles(ModelConfig(d_model=128, n_layers=1, head_dim=128, rope_theta=5e5, context_length=2))
+    assert float(angles[1, 0]) == 1.0
+    assert float(1 / angles[1, -1]) == pytest.approx(
+        5e5 ** (126 / 128)
+    )  # arXiv 2104.09864, section 3.2.2: theta^(-2i/d)
+
+
 def test_what_lies_beyond_the_rotated_share_of_a_head_stays() -> None:
     x = torch.randn(1, 12, 2, 16, generator=torch.Generator().manual_seed(0))
-    angles = rotary_angles(12, 4)[:, None]
+    angles = rotary_angles(ModelConfig(d_model=16, n_layers=1, rotary_fraction=0.25, context_length=12))[:, None]
     rotated = rotate(x, angles.cos(), angles.sin())
     assert torch.equal(rotated[..., 4:], x[..., 4:])
     torch.testing.assert_close(rotated[..., :4], rotate(x[..., :4], angles.cos(), angles.sin()))

@@ -25,6 +25,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "grouped": {"queries_per_kv": 2},
     "multi-query": {"head_dim": 8, "queries_per_kv": 4, "mlp_ratio": 4.0},
     "tied": {"tied": True},
+    "longer wavelengths": {"rope_theta": 500_000.0},
     "biases": {"biases": True},
     "tied, grouped, with biases and a padded vocabulary": {
         "tied": True,

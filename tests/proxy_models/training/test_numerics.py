@@ -44,6 +44,13 @@ def test_a_change_of_what_is_rounded_is_in_the_keys_of_low_precision_alone() -> 
     assert replace(low, rounding=1).key != low.key
 
 
+def test_fields_of_the_model_that_came_later_are_in_the_key_only_where_they_are_set() -> None:
+    assert "rope_theta" not in NUMERICS.to_dict()["model"]
+    changed = replace(NUMERICS, model=replace(NUMERICS.model, rope_theta=5e5))
+    assert changed.key != NUMERICS.key
+    assert Numerics.from_dict(changed.to_dict()) == changed
+
+
 @pytest.mark.parametrize(
     "change", [{}, {"guard": GuardSettings(action="rewind", window=9)}, {"precision": "bf16", "rounding": 1}]
 )
