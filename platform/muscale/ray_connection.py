@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,6 +128,37 @@ def alive_nodes() -> list[dict[str, Any]]:
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
+    """Refuse a stage whose workers no node of the cluster could hold, by all that the nodes have.
+
+    Where an autoscaler may add nodes, the stage waits for them, and the log says so.
+
+    Raises:
+        StageError: With what is asked for and what there is.
+    """
+    nodes = [node["Resources"] for node in alive_nodes()]
+    if room_for(nodes, each) >= workers:
+        return
+    kinds = Counter(format_resources({name: node.get(name, 0.0) for name in each}) for node in nodes)
+    there = ", ".join(f"{count} node{'s' * (count > 1)} with {kind}" for kind, count in kinds.items()) or "no node"
+    wanted = f"{workers} workers with" if workers > 1 else "a worker with"
+    found = f"{stage}: no room for {wanted} {format_resources(each)}{' each' * (workers > 1)}: the cluster has {there}"
+    if not _may_grow():
+        raise StageError(f"{found}; ask for less in [resources], or start nodes that have it and run the command again")
+    _log.warning("%s; waiting for its autoscaler to add nodes, Ctrl-C stops", found)
+
+
+def _may_grow() -> bool:
+    """Whether an autoscaler may add nodes: on clusters of Ray's launcher, by whose file Ray Tune knows them, and KubeRay's."""
+    launched = Path("~/ray_bootstrap_config.yaml").expanduser().exists()
+    return launched or "RAY_USAGE_STATS_KUBERAY_IN_USE" in os.environ
+
+
+def format_resources(amounts: Mapping[str, float]) -> str:
+    """Amounts of Ray's resources: 2 CPU and 0.5 GPU."""
+    return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 
 def room_for(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:

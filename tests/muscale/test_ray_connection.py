@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from muscale.actors.cluster import Cluster
+from muscale.errors import StageError
+from muscale.layout import LEDGER
+from muscale.ray_connection import require_room
+from muscale.settings.tables import ResourceSettings
+from muscale.store.ledger import Ledger
+
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
@@ -35,6 +42,39 @@ def test_a_ray_of_our_own_lets_nobody_in_without_its_token(variables: dict[str, 
     assert (done.returncode == 0) is is_let_in, done.stderr
     if not is_let_in:
         assert "authentication" in done.stderr.lower()
+
+
+IMPOSSIBLE = [
+    (ResourceSettings(gpus_per_worker=1), r"1 CPU and 1 GPU: the cluster has 1 node with \d+ CPU and 0 GPU;"),
+    (ResourceSettings(cpus_per_worker=999), r"999 CPU: the cluster has 1 node with \d+ CPU;"),
+]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("resources", "message"), IMPOSSIBLE)
+def test_devices_that_no_node_has_are_refused_before_a_worker_is_awaited(
+    ray_cluster: Cluster, tmp_path: Path, resources: ResourceSettings, message: str
+) -> None:
+    refused = pytest.raises(StageError, match=f"^resources: no room for a worker with {message}")
+    with refused, ray_cluster.workers(Ledger(tmp_path / LEDGER), resources):
+        pass
+    with pytest.raises(StageError, match="^promote: no room for 4 workers with "):
+        require_room("promote", 4, resources.full_run_worker)
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("sign", ["RAY_USAGE_STATS_KUBERAY_IN_USE", "ray_bootstrap_config.yaml"])
+def test_devices_that_an_autoscaler_may_bring_are_awaited_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sign: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if sign.isupper():
+        monkeypatch.setenv(sign, "1")
+    else:
+        (tmp_path / sign).touch()
+    require_room("resources", 1, ResourceSettings(gpus_per_worker=1).worker)
+    assert "waiting for its autoscaler" in caplog.text
 
 
 LEAVES = """

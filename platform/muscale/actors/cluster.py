@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from muscale.interrupts import defer_sigint
-from muscale.ray_connection import connected
+from muscale.ray_connection import connected, require_room
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 
@@ -34,7 +34,11 @@ class Cluster:
         """The pool of a study, warm from its stages before. Another study's workers, or of other [resources], end first.
 
         Workers that are still at work at the end of the block end with it.
+
+        Raises:
+            StageError: If no node could hold a worker, and no autoscaler may add one.
         """
+        require_room("resources", 1, resources.worker)
         with defer_sigint():
             from muscale.actors.pool import WorkerPool
 

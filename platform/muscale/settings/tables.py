@@ -86,6 +86,16 @@ class ResourceSettings(StrictTable):
         return min(1.0, self.gpus_per_worker or 1.0)
 
     @property
+    def worker(self) -> dict[str, float]:
+        """Ray's resources of one worker."""
+        return {"CPU": self.cpus_per_worker} | ({"GPU": self.gpus_per_worker} if self.gpus_per_worker else {})
+
+    @property
+    def full_run_worker(self) -> dict[str, float]:
+        """Ray's resources of one worker of the full run, which shares no GPU."""
+        return self.worker | ({"GPU": 1.0} if self.gpus_per_worker else {})
+
+    @property
     def device(self) -> Literal["cpu", "cuda"]:
         """The device of a worker: a GPU or its fraction of one if it has one, else the CPU."""
         return "cuda" if self.gpus_per_worker else "cpu"

@@ -23,7 +23,7 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.records import recovery
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import EVALUATIONS
-from muscale.ray_connection import alive_nodes, room_for
+from muscale.ray_connection import alive_nodes, format_resources, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.data.corpus import Corpus, CorpusError
@@ -100,7 +100,7 @@ class _Reservation:
         )
         if not any(_holds(node["Resources"], self.taken) for node in alive_nodes()):
             raise StageError(
-                f'promote: evaluation = "async" needs {_format_resources(self.taken)} on one node, and no node has that: lower '
+                f'promote: evaluation = "async" needs {format_resources(self.taken)} on one node, and no node has that: lower '
                 'promote.evaluator_cpus or promote.evaluator_gpus, or take evaluation = "sync"'
             )
         self._group = placement_group([self.taken])
@@ -127,7 +127,7 @@ class _Reservation:
         """
         if not self._group.wait(_ROOM_SECONDS):
             raise StageError(
-                f'promote: evaluation = "async" needs {_format_resources(self.taken)}, which stayed occupied for '
+                f'promote: evaluation = "async" needs {format_resources(self.taken)}, which stayed occupied for '
                 f"{_ROOM_SECONDS:.0f} s"
             )
 
@@ -137,12 +137,11 @@ class _Reservation:
 
         table = placement_group_table(self._group)
         on = set(table.get("bundles_to_node_id", {}).values())
-        each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
         left = []
         for node in alive_nodes():
             taken = self.taken if node["NodeID"] in on else {}
             left.append(node["Resources"] | {n: node["Resources"].get(n, 0.0) - amount for n, amount in taken.items()})
-        return room_for(left, each)
+        return room_for(left, resources.full_run_worker)
 
     def require_room(self, settings: PromoteSettings, resources: ResourceSettings) -> None:
         """Check that the training fits.
@@ -153,7 +152,7 @@ class _Reservation:
         least, room = settings.workers_min or settings.workers, self.room(resources)
         if room < least:
             raise StageError(
-                f'promote: evaluation = "async" reserves {_format_resources(self.taken)}, which leaves the cluster room for {room} of '
+                f'promote: evaluation = "async" reserves {format_resources(self.taken)}, which leaves the cluster room for {room} of '
                 f"{least} workers with {resources.cpus_per_worker:g} CPUs each: add nodes, lower promote.workers, "
                 'promote.evaluator_cpus or resources.cpus_per_worker, or take evaluation = "sync"'
             )
@@ -243,7 +242,3 @@ class _Evaluator:
 
 def _holds(there: Mapping[str, float], needed: Mapping[str, float]) -> bool:
     return all(there.get(name, 0.0) >= amount for name, amount in needed.items())
-
-
-def _format_resources(amounts: Mapping[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items())

@@ -15,7 +15,7 @@ from muscale.full_runs.records import recovery
 from muscale.full_runs.records.preemption import NOTICE
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import COLLECTIVES, FAILURE, RESULT
-from muscale.ray_connection import alive_nodes, room_for
+from muscale.ray_connection import alive_nodes, require_room, room_for
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
@@ -43,7 +43,7 @@ def launch(
 
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, or if there is no room for
-            asynchronous evaluation.
+            the workers or for asynchronous evaluation.
         PreemptedError: If this process was preempted; the workers have saved.
     """
     directory = run.directory
@@ -54,6 +54,7 @@ def launch(
             (directory / previous).unlink(missing_ok=True)
         with cluster(resources) as joined:
             joined.end_workers()
+            require_room("promote", settings.sizes[0], resources.full_run_worker)
             with async_evaluation_of(run, settings, resources) as fitting:
                 _train_with_retries(run, settings, resources, name, worker or train_worker, fitting)
     if not result.exists():
@@ -82,7 +83,7 @@ def _train_with_retries(
     if variables:
         (directory / COLLECTIVES).mkdir(exist_ok=True)
     preempted = False
-    each = {"CPU": resources.cpus_per_worker} | ({"GPU": 1.0} if resources.gpus_per_worker else {})
+    each = resources.full_run_worker
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
 
     def notify_workers() -> None:
