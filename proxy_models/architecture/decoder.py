@@ -271,6 +271,11 @@ class Decoder(nn.Module):
         time = tokens.shape[1]
         x = self.embedding(tokens, dtype=self.compute_dtype) * self.embedding_multiplier
         if self.config.positions == "learned":
+            if is_sharded(self.position.weight) and tokens.shape[1] != self.config.context_length:
+                raise ValueError(
+                    f"ranks that share learned positions take sequences of context_length={self.config.context_length}, "
+                    f"got {tokens.shape[1]}"
+                )
             x = x + own(self.position.weight)[: x.shape[1]].to(x.dtype)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         positions = self.positions(time)

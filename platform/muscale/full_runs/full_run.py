@@ -67,7 +67,7 @@ class FullRun:
         parallelism: Layout over the ranks.
         compile: Whether each block is compiled.
         start_timeout_minutes: Until all ranks have met; also of the first step, and of what they agree on beside the steps.
-        step_timeout_minutes: Of the collectives of each later step.
+        step_timeout_minutes: Of the collectives of each later step, and of agreements between steps.
         profile: First and last step, counted from the run's start, of which each rank writes a trace; None: none.
         initial_state: Of another run; None: random initial values. Tokens count from this run's own start.
     """

@@ -25,12 +25,22 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
     """The tables of a text.
 
     Raises:
-        ValueError: If it is not UTF-8 or not TOML.
+        ValueError: If it is not UTF-8 or not TOML, whose integers have 64 bits.
     """
     try:
-        return tomllib.loads(text if isinstance(text, str) else text.decode())
+        values = tomllib.loads(text if isinstance(text, str) else text.decode())
+        _require_64_bits(values)
     except ValueError as error:
         raise ValueError(f"can't be read as TOML: {error}") from error
+    return values
+
+
+def _require_64_bits(value: Any) -> None:
+    """Refuse an integer that TOML does not have, and that may be too large for a float."""
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_64_bits(entry)
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"an integer must fit into 64 bits, got one of {value.bit_length()}")
 
 
 def inline(value: Any) -> Item:

@@ -178,6 +178,7 @@ FILES = {
     b'name = "\xff\xfe"': "utf-8",
     b'name = "a"\nname = "b"': "TOML",
     b"name = 2026-02-31": "TOML",
+    b"[model]\nd_model = 1" + b"0" * 400: "an integer must fit into 64 bits, got one of 1329",
     b'name = "x"\nnone = "' + b"y" * 100_000 + b'"': "none: unknown key",
     b"[run]\nn_tokens = 1\n[forecast]\nloss = 1.0\n": "",  # a plan's
 }

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +34,8 @@ from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
 from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.interventions import Interventions
-from muscale.full_runs.train.operations import Garbage, StepProfile
-from muscale.full_runs.train.rank_flags import RankFlags
+from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
+from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags
 from muscale.full_runs.train.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
 from muscale.layout import COLLECTIVES, METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
@@ -45,7 +45,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
 from proxy_models.training.device import datasheet_flops, evaluation_batch, send
-from proxy_models.training.guard import Divergence
+from proxy_models.training.guard import Divergence, Verdict
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.precision import unsupported
@@ -99,7 +99,11 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._notice = PreemptionNotice(run.directory)
         every = run.checkpoint_every_minutes
         self.garbage = Garbage()
-        self._flags = RankFlags(every_seconds=every and 60 * every, notice=self._notice)
+        self._flags = RankFlags(
+            every_seconds=every and 60 * every,
+            notice=self._notice,
+            timeout=timedelta(minutes=run.step_timeout_minutes),
+        )
 
     def configure_model(self) -> None:
         """Build the decoder sharded over the ranks; without a checkpoint, with initial values that do not depend on the sharding."""
@@ -227,12 +231,17 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         run, before = self.run, self._recorded
         if self.tokens == run.n_tokens:
             return  # Lightning requested one more call before the last one
-        for _ in range(self._flags.steps):
-            if self._skips_to_end:
-                break
-            self.take_step()
-            if self.tokens == run.n_tokens or self._passes_evaluation(before) or self._passes_checkpoint(before):
-                break
+        try:
+            for _ in range(self._flags.steps):
+                if self._skips_to_end:
+                    break
+                self.take_step()
+                if self.tokens == run.n_tokens or self._passes_evaluation(before) or self._passes_checkpoint(before):
+                    break
+        except BaseException:
+            with suppress(Exception):  # as the device may be what failed
+                self._read_at_failure()
+            raise
         n_taken = len(self._taken)
         if not self._read():
             return
@@ -294,6 +303,30 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         Raises:
             StageError: If the run diverged.
         """
+        last = self._taken[-1].after if self._taken else None
+        for one, row, verdict in self._figures():
+            if verdict and self.run.on_spike:
+                self.tokens = one.before
+                reason = verdict.reason if isinstance(verdict, Divergence) else str(verdict)
+                if self._intervene(one.before, one.number, reason):
+                    return False
+            elif isinstance(verdict, Divergence):
+                self.tokens = one.before
+                raise StageError(f"promote: the run diverged: {verdict.reason}")
+            else:
+                self._record(one, row)
+        return last in (None, self.tokens)
+
+    def _read_at_failure(self) -> None:
+        """Record the steps taken, up to the first that is in question, unless the device waits for a rank that is lost."""
+        if finishes(self.device, within=2 * MOST_SECONDS):
+            for one, row, verdict in self._figures():
+                if isinstance(verdict, Divergence) or (verdict and self.run.on_spike):
+                    return
+                self._record(one, row)
+
+    def _figures(self) -> Iterator[tuple[_Taken, dict[str, Any], Verdict | None]]:
+        """Each step taken, its row and what is wrong with it; waits for the device."""
         taken, self._taken = self._taken, []
         began = time.perf_counter()
         figures = (
@@ -302,37 +335,28 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
         self._stepper.settle()
         waited = (time.perf_counter() - began) / max(len(taken), 1)
         for count, (one, loss, norm) in enumerate(zip(taken, figures[::2], figures[1::2], strict=True), start=1):
-            verdict, trouble = self._stepper.verdicts.get(one.number), None
-            if isinstance(verdict, Divergence):
-                trouble = verdict.reason
-            elif not math.isfinite(loss):
-                trouble = f"the training loss is {loss} at step {one.number}"
-            if self.run.on_spike and (trouble or verdict):
-                self.tokens = one.before
-                if self._intervene(one.before, one.number, trouble or str(verdict)):
-                    return False
-                continue
-            if trouble:
-                self.tokens = one.before
-                raise StageError(f"promote: the run diverged: {trouble}")
-            self.tokens, seconds = one.after, one.step_seconds + waited
+            verdict, seconds = self._stepper.verdicts.get(one.number), one.step_seconds + waited
+            if not isinstance(verdict, Divergence) and not math.isfinite(loss):
+                reason = f"the training loss is {loss} at step {one.number}"
+                verdict = Divergence(step=one.number, reason=reason)
             rate = (one.after - one.before) / seconds
-            self._rows.append(
-                {
-                    "tokens": one.after,
-                    "train_loss": loss,
-                    "grad_norm": norm,
-                    "rate_factor": one.rate_factor,
-                    "left_out": verdict is not None,
-                    "step_seconds": seconds,
-                    "tokens_per_second": rate,
-                    **({"mfu": rate * self._flops_share} if self._flops_share else {}),
-                    "blocked_seconds": self.blocked,
-                    "seconds": one.seconds + count * waited,
-                }
-            )
-            self._recorded, self.blocked = one.after, 0.0
-        return not taken or self.tokens == taken[-1].after
+            row = {
+                "tokens": one.after,
+                "train_loss": loss,
+                "grad_norm": norm,
+                "rate_factor": one.rate_factor,
+                "left_out": verdict is not None,
+                "step_seconds": seconds,
+                "tokens_per_second": rate,
+                **({"mfu": rate * self._flops_share} if self._flops_share else {}),
+                "seconds": one.seconds + count * waited,
+            }
+            yield one, row, verdict
+
+    def _record(self, step: _Taken, row: dict[str, Any]) -> None:
+        self._rows.append(row | {"blocked_seconds": self.blocked})
+        self.tokens = self._recorded = step.after
+        self.blocked = 0.0
 
     def _intervene(self, tokens: int, number: int, reason: str) -> bool:
         """Skip the step after `tokens` tokens, or roll back to skip it on the way; True if rolled back.
@@ -450,7 +474,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
 
     @contextmanager
     def flushing(self) -> Iterator[None]:
-        """Write the metrics of all steps that were read, however the block ends: their time counts, even if they are trained again."""
+        """Write the metrics of recorded steps, however the block ends: their time counts, even if they are trained again."""
         try:
             yield
         finally:

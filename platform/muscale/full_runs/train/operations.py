@@ -1,8 +1,9 @@
-"""Operation of the step loop: garbage collected at agreed steps, a trace of a few steps on request."""
+"""Operation of the step loop: garbage collected at agreed steps, the end of queued work, a trace of a few steps on request."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,16 @@ class Garbage:
         if self._steps >= COLLECT_EVERY:
             self._steps = 0
             gc.collect(1)
+
+
+def finishes(device: torch.device, *, within: float) -> bool:
+    """Whether a GPU ends its queued work within so many seconds; it does not while a collective waits for a lost rank."""
+    ends = time.monotonic() + within
+    while device.type == "cuda" and not torch.cuda.current_stream(device).query():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 class StepProfile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Self
 
 import torch
@@ -50,10 +51,17 @@ class RankFlags:
         straggler: The slowest rank, at every 64th agreement of several ranks; else None.
     """
 
-    def __init__(self, *, every_seconds: float | None, notice: Callable[[], bool]) -> None:
+    def __init__(self, *, every_seconds: float | None, notice: Callable[[], bool], timeout: timedelta) -> None:
+        """Prepare; joins no group before the first agreement.
+
+        Args:
+            every_seconds: Between checkpoints by rank 0's clock; None: none by time.
+            notice: Whether this rank was notified of a preemption.
+            timeout: Of an agreement.
+        """
         self.saves = self.ends = False
         self.steps = 1
-        self._every, self._notice = every_seconds, notice
+        self._every, self._notice, self._timeout = every_seconds, notice, timeout
         self._saved_at = self._agreed_at = time.monotonic()
         self._group: dist.ProcessGroup | None = None
         self.straggler: Straggler | None = None
@@ -66,7 +74,7 @@ class RankFlags:
         wishes = torch.tensor([self._is_time(), self._notice(), (now - self._agreed_at) / max(taken, 1), self._waited])
         if dist.is_initialized():
             # A group of its own: a checkpoint's write uses the other gloo group from its thread.
-            self._group = self._group or dist.new_group(backend="gloo")
+            self._group = self._group or dist.new_group(backend="gloo", timeout=self._timeout)
             of_ranks = [torch.empty_like(wishes) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, wishes, group=self._group)
             self._waited += time.monotonic() - now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def _agree(rank: int, folder: Path) -> None:
     """One of three ranks, of which the second arrives late at every agreement."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=3)
     rank_flags.AGREEMENTS_NAMED = 4
-    flags, named = RankFlags(every_seconds=None, notice=lambda: False), []
+    flags, named = RankFlags(every_seconds=None, notice=lambda: False, timeout=timedelta(minutes=1)), []
     for _ in range(9):
         time.sleep(0.1 * (rank == 1))
         flags.agree(taken=2)
@@ -41,3 +42,23 @@ def test_ranks_agree_on_the_slowest_of_them_now_and_then(tmp_path: Path) -> None
     assert ended(list(ranks)) == [0, 0, 0]
     named = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert named == [[None, None, None, 1] * 2 + [None]] * 3
+
+
+def _waits(rank: int, folder: Path) -> None:
+    """One of two ranks, of which the second takes part in the first agreement only."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    flags = RankFlags(every_seconds=None, notice=lambda: False, timeout=timedelta(seconds=1))
+    flags.agree(taken=1)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="1000ms|[Tt]imed out"):
+            flags.agree(taken=1)
+        (folder / "ended").touch()
+    while not (folder / "ended").exists():
+        time.sleep(0.05)
+
+
+def test_an_agreement_ends_after_the_timeout_of_a_step(tmp_path: Path) -> None:
+    ranks = [processes.Process(target=_waits, args=(rank, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    assert ended(list(ranks)) == [0, 0]

@@ -250,6 +250,20 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(make_run
         train(alone)
 
 
+def test_learned_positions_that_ranks_share_are_of_whole_sequences(make_run: MakeRun) -> None:
+    run, parallelism = make_run(positions="learned"), Parallelism(sharding="none", tensor_parallel=2)
+    with rank_of(1, 2):
+        model = build_decoder(
+            run.numerics,
+            run.segments[0].recipe,
+            parallelism,
+            device=torch.device("cpu"),
+            mesh=mesh_of(parallelism.grid(2), "cpu"),
+        )
+        with pytest.raises(ValueError, match="take sequences of context_length=32, got 16"):
+            model(torch.zeros(1, 16, dtype=torch.int64))
+
+
 def test_ranks_form_a_grid() -> None:
     assert Parallelism(sharding="none").grid(8) == (8, 1, 1)
     assert Parallelism(sharding="zero2").grid(8) == Parallelism().grid(8) == (1, 8, 1)

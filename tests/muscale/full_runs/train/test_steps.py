@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,10 @@ from torch import Tensor
 from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.full_run import FullRun
+from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.full_runs.train import rank_flags
 from muscale.full_runs.train.module import FullRunModule, train
-from muscale.full_runs.train.operations import Garbage
+from muscale.full_runs.train.operations import Garbage, finishes
 from muscale.full_runs.train.rank_flags import RankFlags
 from muscale.layout import PROFILE
 from muscale.settings.promote import PromoteSettings, SpikePolicy
@@ -150,10 +154,40 @@ def test_a_divergence_noticed_late_ends_the_run_at_its_step_before_anything_of_l
     assert json.loads(attempts[-1])["step"] == 8
 
 
+def is_lost_at_step_nine(rank: int) -> None:
+    """Rank 1 ends where its step 9 begins; no step is read between the checkpoint after six and that after twelve."""
+    rank_flags.MOST_SECONDS = float("inf")
+    if rank == 1:
+        step = Stepper.step
+
+        def faulty(self: Stepper, sequences: Tensor, *, number: int, **given: Any) -> tuple[Tensor, Tensor]:
+            if number == SPIKE:
+                os._exit(1)
+            return step(self, sequences, number=number, **given)
+
+        Stepper.step = faulty  # type: ignore[method-assign]
+
+
+def test_a_rank_that_loses_its_peer_keeps_the_rows_of_the_steps_they_took(run: FullRun) -> None:
+    assert ended(start(run, 2, fault=is_lost_at_step_nine)) == [1, 1]
+    assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, SPIKE + 1))
+    (stop,) = (line for line in map(json.loads, (run.directory / ATTEMPTS).read_text().splitlines()) if "error" in line)
+    assert (stop["rank"], stop["step"]) == (0, SPIKE)
+
+
+def test_a_gpu_that_waits_for_a_lost_rank_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = iter([False, True, *[False] * 1000])
+    stream = SimpleNamespace(query=lambda: next(queries))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    assert finishes(torch.device("cpu"), within=0)
+    assert finishes(torch.device("cuda:0"), within=10)
+    assert not finishes(torch.device("cuda:0"), within=0.05)
+
+
 def test_ranks_agree_every_sixteen_steps_or_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, notified = [0.0], [False]
     monkeypatch.setattr("muscale.full_runs.train.rank_flags.time.monotonic", lambda: clock[0])
-    flags = RankFlags(every_seconds=100.0, notice=lambda: notified[0])
+    flags = RankFlags(every_seconds=100.0, notice=lambda: notified[0], timeout=timedelta(minutes=1))
     assert flags.steps == 1
 
     def after(seconds: float, steps: int) -> int:
