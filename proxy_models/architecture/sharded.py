@@ -28,6 +28,27 @@ def own(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, gathered where it is sharded: all its ranks call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor as one that belongs to the parameter `like`: sharded as it, a copy on each rank if of another shape.
+
+    Whatever is sharded already, is a single number or belongs to an ordinary parameter comes back as it is.
+    """
+    if not is_sharded(like) or is_sharded(values) or not values.ndim:
+        return values
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    if values.shape != like.shape:
+        return DTensor.from_local(values.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part = values[part_of(like)].to(like.device)
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def first_row(table: DTensor) -> int:
     """Return the number of the first row on this rank, of a table sharded by rows over one dimension."""
     group = table.device_mesh.get_group()

@@ -62,11 +62,20 @@ def fitting_on(
     precision: Precision,
     optimizer: str = "adamw",
     share: float = 1.0,
+    ranks: int = 1,
 ) -> tuple[int | None, Checkpointing]:
-    """`fitting` within a share of a GPU's memory; on a CPU the whole batch (None), and nothing is recomputed."""
+    """`fitting` within a share of a GPU's memory, the least of any rank; on a CPU the whole batch (None), and nothing is recomputed.
+
+    Each pass has collectives, so all ranks call this and take as many passes.
+    """
     if device.type == "cpu":
         return None, "none"
-    return fitting(config, sequences, limit=int(share * memory_limit(device)), precision=precision, optimizer=optimizer)
+    limit = int(share * memory_limit(device))
+    if ranks > 1:
+        from proxy_models.training.fsdp import least_of_ranks  # slow to import
+
+        limit = least_of_ranks(limit, device)
+    return fitting(config, sequences, limit=limit, precision=precision, optimizer=optimizer, ranks=ranks)
 
 
 def evaluation_batch(device: torch.device, micro_batch: int | None) -> int:

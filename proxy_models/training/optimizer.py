@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
-from proxy_models.architecture.sharded import is_sharded, own, write
+from proxy_models.architecture.sharded import is_sharded, own, whole, write
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.adafactor import Adafactor
 
@@ -181,5 +181,4 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients to a global norm of at most `max_norm`, and return the norm before; true also for sharded gradients."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-    return norm.full_tensor() if is_sharded(norm) else norm
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from proxy_models.architecture.parametrization import Parametrization
+from proxy_models.architecture.sharded import laid_out
 from proxy_models.files import atomic_write
 
 
@@ -108,10 +109,12 @@ def restore(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[s
         states.setdefault(name, {})[kind] = tensor
     for name, parameter in module.named_parameters():
         state = states[name]
-        parameter.copy_(state["weight"])
+        parameter.copy_(laid_out(state["weight"], parameter))
         optimizer.state[parameter] = {
             # torch counts steps on the CPU, unless a fused kernel does
-            kind: tensor.to("cpu" if kind == "step" and not fused[parameter] else parameter.device, copy=True)
+            kind: laid_out(tensor, parameter).to(
+                "cpu" if kind == "step" and not fused[parameter] else parameter.device, copy=True
+            )
             for kind, tensor in state.items()
             if kind != "weight"
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from proxy_models.architecture.decoder import Block
 from proxy_models.architecture.memory import Checkpointing
+from proxy_models.architecture.sharded import whole
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
@@ -36,6 +37,9 @@ from proxy_models.training.state import TrainState, capture, restore, without_mo
 from proxy_models.training.step import Stepper
 from proxy_models.training.warm import WARM_SHARE, WarmModel, WarmModels
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _NO_OBSERVATION = Observation()
 
 
@@ -44,7 +48,7 @@ class SegmentResult:
     """Result of training one segment.
 
     Attributes:
-        state: The state at its end; None after a divergence.
+        state: The state at its end; None after a divergence, and on all ranks but the first.
         loss: Validation loss of the last weights, nats per token; None after a divergence.
         source_losses: Validation loss of each source of a mixture; empty for a single source and after a divergence.
         averaged_loss: Validation loss of the weights averaged over the last `AVERAGED_SHARE` of all tokens so far.
@@ -85,6 +89,7 @@ class Trainer:
         planned_tokens: int | None = None,
         micro_batch: int | None = None,
         device_share: float = 1.0,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Open a trainer.
 
@@ -99,14 +104,18 @@ class Trainer:
                 that fits by the estimate, with activation checkpointing where one sequence does not. The numbers
                 are the same but for rounding (and the draws of dropout), so it is in no key.
             device_share: Share of a GPU's memory that is this trainer's, where several processes share it.
+            mesh: One dimension of all ranks of the process group, which shard each model and share each batch: all of them
+                make every call. The numbers are those of one process but for rounding and the draws of dropout.
 
         Raises:
-            ValueError: If `micro_batch` or `device_share` is out of its range, or there is no such device.
+            ValueError: If `micro_batch` or `device_share` is out of its range, there is no such device, or ranks are to compile.
         """
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch must be at least 1 sequence, got {micro_batch}")
         if not 0 < device_share <= 1:
             raise ValueError(f"device_share must lie in (0, 1], got {device_share}")
+        if mesh and compile:
+            raise ValueError(f"compile must be false for ranks that train together, got {compile!r}")
         self.corpus = corpus
         self.device = usable(device)
         self._compile, self._planned_tokens, self._micro_batch = compile, planned_tokens, micro_batch
@@ -114,7 +123,8 @@ class Trainer:
             compilation.configure()
         self._share = device_share
         idle = None if self.device == CPU else int(WARM_SHARE * device_share * memory_limit(self.device))
-        self._warm = WarmModels(self.device, limit=idle)
+        self._warm = WarmModels(self.device, limit=idle, mesh=mesh)
+        self._rank, self._ranks = (mesh.get_local_rank(), mesh.size()) if mesh else (0, 1)
         self._evaluation: dict[tuple[int, int], dict[str, EvaluationSet]] = {}
 
     def train(
@@ -144,10 +154,12 @@ class Trainer:
         Raises:
             ValueError: If the state does not end where the segment starts or was trained under another table, an
                 average begins before it, or `numerics` is of another corpus, of a run that is shorter, or of a precision
-                that this device does not have.
+                that this device does not have; if several ranks are to train in fp16 or measure layers.
         """
         wanted: tuple[Average, ...] = (*((Tail(),) if averaged else ()), *averages)
         self._validate(numerics, segment, state, wanted)
+        if self._ranks > 1 and observation.layers_every_tokens:
+            raise ValueError("layers_every_tokens must be None for ranks that train together: none has a whole layer")
         n_tokens = self._planned_tokens or segment.end - segment.start
         compiled = compilation.decide(self._compile, n_tokens, self.device.type)
         generators = () if self.device == CPU else (self.device,)
@@ -174,12 +186,7 @@ class Trainer:
                 divergence = Divergence(step=last, reason="the validation loss is not finite")
                 loss, source_losses = None, {}
         if not divergence:
-            tensors = capture(warm.module, stepper.optimizer) | stepper.memory()
-            end = TrainState(
-                tokens=segment.end,
-                parametrization=stepper.parametrization,
-                tensors={name: tensor.cpu() for name, tensor in tensors.items()},
-            )
+            end = self._state(stepper, segment.end)
             for running in sums:
                 running.write()
                 losses[running.average] = self._evaluate(warm, numerics, batch)
@@ -196,6 +203,17 @@ class Trainer:
             compiled=compiled,
         )
 
+    def _state(self, stepper: Stepper, tokens: int) -> TrainState | None:
+        """The state at the end, gathered from all ranks tensor by tensor, for the first of them."""
+        tensors = {}
+        for name, tensor in (capture(stepper.module, stepper.optimizer) | stepper.memory()).items():
+            gathered = whole(tensor)
+            if self._rank == 0:
+                tensors[name] = gathered.cpu()
+        if self._rank:
+            return None
+        return TrainState(tokens=tokens, parametrization=stepper.parametrization, tensors=tensors)
+
     def _prepare(self, warm: WarmModel, numerics: Numerics, segment: Segment, state: TrainState | None) -> Stepper:
         """Write the initial values or the state into the warm model, and give it an optimizer in the same state."""
         module, recipe = warm.module, segment.recipe
@@ -207,7 +225,13 @@ class Trainer:
         micro_batch, checkpointing = self._fitting(numerics, recipe)
         for block in module.blocks:
             cast(Block, block).checkpointing = checkpointing
-        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=micro_batch)
+        together: dict[str, Any] = {}
+        if self._ranks > 1:
+            from proxy_models.training.fsdp import between_parts, rank_mean  # slow to import
+
+            together = {"rank": self._rank, "ranks": self._ranks, "mean": rank_mean}
+            together["before_part"] = lambda last: between_parts(module, last=last)
+        stepper = Stepper(module, optimizer, numerics, recipe, loss=warm.loss, micro_batch=micro_batch, **together)
         if state:
             same = state.parametrization.optimizer == recipe.optimizer
             tensors = state.tensors if same else without_moments(state.tensors)
@@ -222,10 +246,11 @@ class Trainer:
         return fitting_on(
             self.device,
             numerics.model,
-            recipe.ramp.first_batch_tokens // numerics.model.context_length,
+            -(-recipe.ramp.first_batch_tokens // numerics.model.context_length // self._ranks),
             precision=numerics.precision,
             optimizer=recipe.optimizer,
             share=(1 - WARM_SHARE) * self._share,
+            ranks=self._ranks,
         )
 
     def _walk(
@@ -244,10 +269,17 @@ class Trainer:
         )
         first = segment.recipe.ramp.n_steps(segment.start)
         for number, (tokens, batch) in enumerate(segment.steps(), start=first):
-            sequences, after = send(stream.batch(tokens, batch), self.device), tokens + batch
+            share = stream.batch(tokens, batch, rank=self._rank, world_size=self._ranks)
+            sequences, after = send(share, self.device), tokens + batch
             rate_factor = segment.rate_factor(tokens)
             with recorder.observing(tokens, after, sequences):
-                loss, norm = stepper.step(sequences, number=number, tokens=tokens, rate_factor=rate_factor)
+                loss, norm = stepper.step(
+                    sequences,
+                    number=number,
+                    tokens=tokens,
+                    rate_factor=rate_factor,
+                    of=batch // numerics.model.context_length,
+                )
                 recorder.add(after, loss, norm, rate_factor)
             for running in sums:
                 running.add(tokens, batch)
@@ -297,6 +329,8 @@ class Trainer:
         numerics.require_length(segment.end)
         if reason := unsupported(numerics.precision, self.device):
             raise ValueError(f"precision {numerics.precision} can't be trained on {self.device}: {reason}")
+        if numerics.precision == "fp16" and self._ranks > 1:
+            raise ValueError("precision fp16 is for one rank, as each would scale its own loss; use bf16")
         if recipe.ramp.first_batch_tokens % numerics.model.context_length:
             raise ValueError(
                 f"batch_tokens must be a multiple of context_length={numerics.model.context_length}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,45 +16,81 @@ from proxy_models.training.device import CPU
 from proxy_models.training.precision import DTYPES
 from proxy_models.training.step import Loss
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 _WARM_MODELS = 4
 WARM_SHARE = 0.1
 """Share of a GPU's memory that idle models may take (assumed); their optimizer's state goes with their training."""
 
 
 class WarmModel:
-    """One decoder of one shape and precision on one device, kept between trainings; compiled or eager."""
+    """One decoder of one shape and precision on one device, kept between trainings; compiled or eager.
+
+    On a mesh of all ranks it is sharded over them, and they train and evaluate it together.
+    """
 
     def __init__(
-        self, config: ModelConfig, *, compiled: bool, precision: Precision = "fp32", device: torch.device = CPU
+        self,
+        config: ModelConfig,
+        *,
+        compiled: bool,
+        precision: Precision = "fp32",
+        device: torch.device = CPU,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        self.module = Decoder(config).to(device)  # built on the CPU, so that its constants are the same everywhere
+        self.module, self._mesh = (
+            Decoder(config),
+            mesh,
+        )  # built on the CPU, so that its constants are the same everywhere
         self.module.compute_dtype = DTYPES[precision]
+        if mesh:
+            from proxy_models.training.fsdp import shard  # slow to import
+
+            shard(self.module, mesh)
+        self.module.to(device)
         self.loss: Loss = torch.compile(_own_code(training_loss), dynamic=False) if compiled else training_loss
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor, batch: int) -> float:
-        """Mean loss over the sequences, nats per token: `batch` at a time, in the training's precision, eager, without dropout."""
+        """Mean loss over the sequences, nats per token: `batch` at a time on a rank, in the training's precision.
+
+        It is eager and without dropout; all ranks get the same.
+        """
         module, was_training = self.module, self.module.training
+        rank, ranks = (self._mesh.get_local_rank(), self._mesh.size()) if self._mesh else (0, 1)
         module.eval()
+        losses = []
         try:
-            losses = [next_token_loss(module, part) * len(part) for part in torch.split(sequences, batch)]
+            for part in torch.split(sequences, batch * ranks):
+                share = torch.tensor_split(part, ranks)[rank]
+                # A rank without a share still runs the forward pass: gathering sharded weights takes all ranks.
+                losses.append(next_token_loss(module, share if len(share) else part[:1]) * len(share))
         finally:
             module.train(was_training)
-        return float(torch.stack(losses).sum() / len(sequences))
+        total = torch.stack(losses).sum()
+        if self._mesh:
+            from proxy_models.training.fsdp import settle
+
+            settle(module)
+            torch.distributed.all_reduce(total)
+        return float(total / len(sequences))
 
 
 class WarmModels:
     """Cache of warm models on one device, which drops the least recently used: all but four, or those beyond so many bytes."""
 
-    def __init__(self, device: torch.device = CPU, *, limit: int | None = None) -> None:
-        self._device, self._limit = device, limit
+    def __init__(self, device: torch.device = CPU, *, limit: int | None = None, mesh: DeviceMesh | None = None) -> None:
+        self._device, self._limit, self._mesh = device, limit, mesh
         self._models: OrderedDict[tuple[ModelConfig, bool, Precision], WarmModel] = OrderedDict()
 
     def get(self, config: ModelConfig, *, compiled: bool, precision: Precision = "fp32") -> WarmModel:
         """Return the model of this shape and precision."""
         key = (config, compiled, precision)
         if key not in self._models:
-            self._models[key] = WarmModel(config, compiled=compiled, precision=precision, device=self._device)
+            self._models[key] = WarmModel(
+                config, compiled=compiled, precision=precision, device=self._device, mesh=self._mesh
+            )
         self._models.move_to_end(key)
         while self._too_many():
             self._models.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Processes that train full runs together over gloo, kept between runs and forked from one that has imported all they need."""
+"""Processes that call a function together over gloo, kept between calls and forked from one that has imported all they need."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy_models.architecture.memory import CHUNK_ENTRIES
 
@@ -23,27 +24,26 @@ processes.set_forkserver_preload(
 
 
 def _serve(runs: Connection) -> None:
-    """Train one run after the other, and answer each with its error or nothing."""
+    """Make one call after the other, and answer each with its error, if any, and its result."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from muscale.full_runs.train.module import train
     from proxy_models.architecture import memory
 
     torch.set_num_threads(1)
     while True:
-        run, variables, memory.CHUNK_ENTRIES = runs.recv()
+        function, arguments, variables, memory.CHUNK_ENTRIES = runs.recv()
         os.environ.update(variables)
-        failure = ""
+        failure, result = "", None
         try:
-            train(run)
+            result = function(*arguments)
         except Exception:
             failure = traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # which remembers meshes
-        runs.send(failure)
+        runs.send((failure, result))
 
 
 class GlooRanks:
@@ -54,6 +54,14 @@ class GlooRanks:
 
     def train(self, run: FullRun, world_size: int, *, chunk_entries: int = CHUNK_ENTRIES) -> None:
         """Train on the first `world_size` of them; an error of any is this one's."""
+        from muscale.full_runs.train.module import train
+
+        self.call(train, run, world_size=world_size, chunk_entries=chunk_entries)
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, world_size: int, chunk_entries: int = CHUNK_ENTRIES
+    ) -> list[Any]:
+        """The results of a module's function on the first `world_size` of them; an error of any is this one's."""
         while len(self._ranks) < world_size:
             here, there = processes.Pipe()
             rank = processes.Process(target=_serve, args=(there,), daemon=True)
@@ -66,15 +74,20 @@ class GlooRanks:
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
         shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         for number, (_, connection) in enumerate(self._ranks[:world_size]):
-            connection.send((run, shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, chunk_entries))
+            connection.send(
+                (function, arguments, shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, chunk_entries)
+            )
+        results = []
         for _, connection in self._ranks[:world_size]:
             try:
-                failure = connection.recv()
+                failure, result = connection.recv()
             except EOFError:
-                failure = "a rank ended"
+                failure, result = "a rank ended", None
+            results.append(result)
             if failure:
                 self.end()  # the others may wait for it for ever
                 raise RuntimeError(failure)
+        return results
 
     def end(self) -> None:
         """End them all."""

@@ -15,7 +15,6 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from muscale.errors import StageError
@@ -135,14 +134,6 @@ def of_all_ranks(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def rank_mean(value: Tensor) -> Tensor:
-    """Mean over all ranks, on the device; not waited for on a GPU."""
-    if dist.is_initialized():
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
-    return value
 
 
 @contextmanager

@@ -11,13 +11,11 @@ from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
+from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.compilation import Compile
 from proxy_models.training.numerics import Numerics
-
-MIN_UNIT_PARAMS = 1_000_000
-"""A smaller collective is nearly all latency: two gloo ranks at width 64 train 1.4 times as fast without one per block."""
 
 
 @dataclass(frozen=True, kw_only=True)

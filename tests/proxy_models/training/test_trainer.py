@@ -204,9 +204,9 @@ def test_a_batch_ramp_sees_every_sequence_once_in_order(
     seen: list[tuple[int, int]] = []
     batch = TokenStream.batch
 
-    def note(stream: TokenStream, tokens_seen: int, batch_tokens: int) -> torch.Tensor:
+    def note(stream: TokenStream, tokens_seen: int, batch_tokens: int, **share: int) -> torch.Tensor:
         seen.append((tokens_seen, batch_tokens))
-        return batch(stream, tokens_seen, batch_tokens)
+        return batch(stream, tokens_seen, batch_tokens, **share)
 
     monkeypatch.setattr(TokenStream, "batch", note)
     ramp = replace(hyperparameters, batch_doublings=2, batch_ramp_tokens=4 * BATCH)

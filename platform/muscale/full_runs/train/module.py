@@ -28,7 +28,7 @@ from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.held_out import evaluation_of, source_losses
 from muscale.full_runs.checkpoints.run_description import RunDescription
 from muscale.full_runs.checkpoints.save import Checkpoints, manifest_hash_by_ranks
-from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank, rank_device, rank_mean
+from muscale.full_runs.distributed import broadcast_from_rank0, process_group, rank, rank_device
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.lightning_import import import_lightning
 from muscale.full_runs.records import attempts
@@ -36,7 +36,7 @@ from muscale.full_runs.records.preemption import PreemptionNotice
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags
-from muscale.full_runs.train.sharding import ShardedStrategy, between_parts, build_decoder, fitting_micro_batch, settle
+from muscale.full_runs.train.sharding import ShardedStrategy, build_decoder, fitting_micro_batch
 from muscale.layout import COLLECTIVES, METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
 from proxy_models.architecture.decoder import Decoder
@@ -45,6 +45,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training import compilation
 from proxy_models.training.device import datasheet_flops, evaluation_batch, send
+from proxy_models.training.fsdp import between_parts, rank_mean, settle
 from proxy_models.training.guard import Divergence, Verdict
 from proxy_models.training.metrics import passes
 from proxy_models.training.optimizer import initialize, make_optimizer
@@ -216,7 +217,7 @@ class FullRunModule(L.LightningModule):  # type: ignore[misc,name-defined]
             rank=self.data_rank,
             ranks=self.data_ranks,
             mean=rank_mean,
-            before_part=lambda last: between_parts(self.decoder, run.parallelism, last=last),
+            before_part=lambda last: between_parts(self.decoder, run.parallelism.sharding, last=last),
         )
         if checkpoint:
             # A guard with another corpus's losses would take the first ones here for spikes.

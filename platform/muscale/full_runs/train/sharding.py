@@ -1,8 +1,8 @@
 """Sharding of a decoder: the device mesh, Lightning's strategy for it, and a build in which no device holds the full model.
 
-Data parallelism is FSDP2's, over one or two mesh dimensions: fp32 shards, gathered in the run's precision, gradients reduced in
-fp32. Tensor parallelism is DTensor's, within it. On a mesh all parameters
-are DTensors under their own names, which optimizer groups, clipping and checkpoints use.
+Data parallelism is FSDP2's, over one or two mesh dimensions, as where ranks train a proxy together. Tensor parallelism is
+DTensor's, within it. On a mesh all parameters are DTensors under their own names, which optimizer groups, clipping and
+checkpoints use.
 
 Tested on gloo with up to four ranks, compiled with up to two; collectives counted on fake ranks; not tested on several GPUs or nodes.
 """
@@ -13,14 +13,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -39,6 +37,7 @@ from proxy_models.architecture.decoder import Block, Decoder
 from proxy_models.architecture.memory import largest_micro_batch
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.device import memory_limit
+from proxy_models.training.fsdp import shard
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, multipliers_of
 from proxy_models.training.precision import DTYPES
@@ -165,7 +164,9 @@ def build_decoder(
     for block in _blocks(model) if compiled else ():
         block.compile(dynamic=False)
     if mesh is not None:
-        _shard(model, mesh, parallelism, min_unit_params)
+        replicated = parallelism.sharding in ("none", "hybrid")
+        of_a_batch = mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS]
+        shard(model, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params)
     model.to_empty(device=device)
     if numerics.model.tied:
         model.readout.weight = model.embedding.weight  # `to_empty` may give each its own
@@ -204,42 +205,6 @@ def fitting_micro_batch(
         checkpointing=parallelism.checkpointing,
     )
     return min(of_all_ranks(fitting))
-
-
-def between_parts(model: nn.Module, parallelism: Parallelism, *, last: bool) -> None:
-    """Set up FSDP2 for one part of a rank's batch: gradients are reduced and weights resharded after the last part only."""
-    if not isinstance(model, FSDPModule):
-        return
-    model.set_requires_all_reduce(last)
-    if parallelism.sharding in ("none", "zero2"):
-        model.set_reshard_after_backward(last)
-
-
-def settle(model: nn.Module) -> None:
-    """Reshard the weights, which a forward pass without a backward pass leaves gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _shard(model: Decoder, mesh: DeviceMesh, parallelism: Parallelism, min_unit_params: int) -> None:
-    """Shard the embedding, each block and the readout, where they are large, and the rest as one unit."""
-    replicated = parallelism.sharding in ("none", "hybrid")
-    shard = partial(
-        fully_shard,
-        mesh=mesh[_REPLICAS, _SHARDS] if replicated else mesh[_SHARDS],
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-    )
-    ends = [] if model.config.tied else [model.embedding, model.readout]  # a shared table is in one unit, the rest's
-    for module in (*_blocks(model), *ends):
-        if sum(parameter.numel() for parameter in module.parameters()) >= min_unit_params:
-            again = module is not model.readout and parallelism.sharding in ("full", "hybrid")
-            shard(module, reshard_after_forward=again)
-    if isinstance(model.embedding, FSDPModule):
-        model.embedding.set_unshard_in_backward(False)  # its gradient takes no weights
-    shard(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
 
 
 def _share_products(model: Decoder, mesh: DeviceMesh) -> None:

@@ -1,0 +1,76 @@
+"""Data parallelism of a decoder by torch's FSDP2, for proxies and full runs: fp32 shards, gathered in the model's own precision.
+
+Gradients are reduced in fp32. Parameters become DTensors under their own names, which optimizer groups, clipping and states use.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from proxy_models.architecture.decoder import Decoder
+from proxy_models.architecture.memory import MIN_UNIT_PARAMS, Sharding
+
+
+def shard(
+    model: Decoder, mesh: DeviceMesh, sharding: Sharding = "full", *, min_unit_params: int = MIN_UNIT_PARAMS
+) -> None:
+    """Shard the embedding, each block and the readout, where they are large, and the rest as one unit.
+
+    Args:
+        model: With or without values; with them, every rank has the same.
+        mesh: Of the ranks that share a batch, one dimension; two of "none" and "hybrid", replicas and shards.
+        sharding: What is cut.
+        min_unit_params: Blocks, embeddings and readouts with fewer parameters go with the rest.
+    """
+    unit = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+    )
+    ends = [] if model.config.tied else [model.embedding, model.readout]  # a shared table is in one unit, the rest's
+    for module in (*model.blocks, *ends):
+        if sum(parameter.numel() for parameter in module.parameters()) >= min_unit_params:
+            again = module is not model.readout and sharding in ("full", "hybrid")
+            unit(module, reshard_after_forward=again)
+    if isinstance(model.embedding, FSDPModule):
+        model.embedding.set_unshard_in_backward(False)  # its gradient takes no weights
+    unit(model, reshard_after_forward=False)  # needed again at once, as backward begins with it
+
+
+def between_parts(model: nn.Module, sharding: Sharding = "full", *, last: bool) -> None:
+    """Set up for one part of a rank's batch: gradients are reduced and weights resharded after the last part only."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_all_reduce(last)
+    if sharding in ("none", "zero2"):
+        model.set_reshard_after_backward(last)
+
+
+def settle(model: nn.Module) -> None:
+    """Reshard the weights, which a forward pass without a backward pass leaves gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def rank_mean(value: Tensor) -> Tensor:
+    """Mean over all ranks, on the device; not waited for on a GPU."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value
+
+
+def least_of_ranks(value: int, device: torch.device) -> int:
+    """The least value of any rank; all ranks call it."""
+    least = torch.tensor(value, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)

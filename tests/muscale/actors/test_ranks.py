@@ -1,0 +1,92 @@
+"""Ranks that train a proxy together have the losses of one, and go on from its states as it does from theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from proxy_models.architecture.config import ModelConfig
+from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.data.corpus import Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.recipes.segments import Segment, branch, stem
+from proxy_models.training.guard_settings import GuardSettings
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.state import TrainState
+from proxy_models.training.trainer import SegmentResult, Trainer
+from tests.muscale.conftest import write_text
+from tests.muscale.gloo_ranks import GlooRanks
+
+BATCH = 8 * 32
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "text", documents=30, words=200)
+    return write_corpus(folder / "tokens", str(folder / "text"))
+
+
+def numerics_of(corpus: Corpus, guard: GuardSettings | None = None) -> Numerics:
+    model = ModelConfig(d_model=32, n_layers=2, head_dim=8, context_length=32)
+    return Numerics(model=model, base=model, corpus_key=corpus.key, seed=0, evaluation_tokens=1120, guard=guard)
+
+
+def segments(optimizer: OptimizerName) -> list[Segment]:
+    """A trial of two rungs, and the branch that ends from the first."""
+    values = Hyperparameters(learning_rate=0.01, batch_tokens=BATCH, clip_norm=0.3, optimizer=optimizer)
+    recipe = values.resolve(24 * BATCH)
+    first = stem(recipe, 8 * BATCH)
+    return [first, replace(stem(recipe, 12 * BATCH), start=first.end), branch(recipe, first.end, 10 * BATCH)[1]]
+
+
+def train(
+    folder: Path, numerics: Numerics, parts: list[tuple[Segment, TrainState | None]], micro_batch: int | None
+) -> list[SegmentResult]:
+    """What each rank trains: one part after the other, in the same process."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    trainer = Trainer(Corpus.open(folder), compile=False, mesh=mesh, micro_batch=micro_batch)
+    return [trainer.train(numerics, segment, state, averaged=True) for segment, state in parts]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "optimizer", "guard", "tolerance"),
+    [
+        (1, "adamw", None, 1e-6),
+        (2, "adamw", None, 1e-6),
+        (2, "adafactor", None, 1e-5),
+        (2, "muon", None, 2e-4),  # which orthogonalises in bf16
+        (4, "adamw", GuardSettings(action="rewind", window=8, snapshot_every=2), 1e-6),
+    ],
+)
+def test_rungs_and_branches_have_the_losses_of_one_rank_from_states_of_any_number(
+    corpus: Corpus,
+    gloo_ranks: GlooRanks,
+    ranks: int,
+    optimizer: OptimizerName,
+    guard: GuardSettings | None,
+    tolerance: float,
+) -> None:
+    numerics, (first, second, branch) = numerics_of(corpus, guard), segments(optimizer)
+    alone = Trainer(corpus, compile=False)
+    rung = alone.train(numerics, first, averaged=True)
+    expected = [rung, *(alone.train(numerics, segment, rung.state) for segment in (second, branch))]
+    parts = [(first, None), (second, rung.state), (branch, rung.state)]
+    by_rank = gloo_ranks.call(train, corpus.folder, numerics, parts, 1, world_size=ranks)
+    for together, one in zip(by_rank[0], expected, strict=True):
+        assert together.train_losses == pytest.approx(one.train_losses, rel=tolerance)
+        assert together.loss == pytest.approx(one.loss, rel=tolerance)
+    assert by_rank[0][0].averaged_loss == pytest.approx(rung.averaged_loss, rel=tolerance)
+    for others in by_rank[1:]:
+        assert [result.loss for result in others] == [result.loss for result in by_rank[0]]
+        assert all(result.state is None for result in others)
+    kept = by_rank[0][0].state
+    assert rung.state is not None
+    assert {name: t.shape for name, t in kept.tensors.items()} == {n: t.shape for n, t in rung.state.tensors.items()}
+    resumed = alone.train(numerics, second, kept)
+    assert resumed.loss == pytest.approx(expected[1].loss, rel=tolerance)
