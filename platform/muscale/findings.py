@@ -94,7 +94,8 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         rows = ladder.law_rows(ledger.runs(), sweep.best, config.sweep.space, horizon, numerics)
         law = found.fit or ladder.fit_law(rows, config.fit)
         found = replace(found, fit=law)
-        plan = as_registered(make_plan(config, sweep.best, horizon, law, corpus=corpus, winner=sweep.winner), ledger)
+        plan = make_plan(config, sweep.best, horizon, law, batches=verdict.batch, corpus=corpus, winner=sweep.winner)
+        plan = as_registered(plan, ledger)
         return replace(found, plan=plan, next_runs=choose(config, law, plan, corpus))
     except StageError:  # the stage that raised it says so when it is run
         return found

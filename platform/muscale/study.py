@@ -229,8 +229,16 @@ class Study(Result):
         sweep, config = self.sweep(), self.config
         if compute_flops is not None:
             config = config.model_copy(update={"plan": config.plan.at(compute_flops)})
-        horizon, law = transfer.horizon_of(self.transfer()), self.fit()
-        plan = planning.make_plan(config, sweep.best, horizon, law, corpus=self.corpus, winner=sweep.winner)
+        verdict, law = self.transfer(), self.fit()
+        plan = planning.make_plan(
+            config,
+            sweep.best,
+            transfer.horizon_of(verdict),
+            law,
+            batches=verdict.batch,
+            corpus=self.corpus,
+            winner=sweep.winner,
+        )
         return planning.as_registered(plan, self.ledger)
 
     def register(self, plan: Plan) -> Plan:

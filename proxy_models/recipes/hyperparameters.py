@@ -22,7 +22,7 @@ _OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
     "cycles": ("cosine_cycles",),
     "stages": ("wsd", "wsd_linear", "inverse_sqrt"),
 }
-_OF_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
+OPTIMIZERS_THAT_READ: dict[str, tuple[OptimizerName, ...]] = {
     "weight_decay_tau": ("adamw", "lion", "adafactor", "muon"),
     "beta1": ("adamw", "adam", "lion", "muon"),
     "beta2": ("adamw", "adam", "lion", "muon"),
@@ -112,7 +112,7 @@ class Hyperparameters(Serializable):
             raise ValueError(f"warmup_floor_tokens must not be negative, got {self.warmup_floor_tokens}")
         self._validate_schedule()
         self._validate_swap()
-        self._refuse_ignored("optimizer", _OF_OPTIMIZERS, {self.optimizer, self.swap_optimizer})
+        self._refuse_ignored("optimizer", OPTIMIZERS_THAT_READ, {self.optimizer, self.swap_optimizer})
         if min(self.batch_doublings, self.batch_ramp_tokens) < 0 or bool(self.batch_doublings) != bool(
             self.batch_ramp_tokens
         ):

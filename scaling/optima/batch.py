@@ -33,6 +33,16 @@ BATCH_SCATTER = 0.2
 """Octaves by which the best batch of one cell scatters about the law beyond its own error, added to every optimum's error
 (measured on Step Law's 17 cells: .18 with an offset for each size, .21 without)."""
 
+RATE_EXPONENT = (0.3, 0.15)
+"""Mean and standard deviation of r in best rate ∝ batch^r at equal tokens: of the slopes on Step Law's 17 cells (.11 to .63). The
+square root that 2205.10287 derives for Adam lies within it."""
+CURVATURE = 0.0055
+"""Second derivative of log loss in log2 of the batch, the rate tuned: median of Step Law's 17 cells (.0026 to .0092)."""
+RATE_SCATTER = 0.25
+"""Octaves by which the best rate of one batch scatters about the line of its group and budget (measured on Step Law's cells: .24)."""
+PUBLISHED_RANGE = (4e9, 1e11)
+"""Tokens of the cells of Step Law's public table, on which `published_batch` was seen to hold."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchLaw(TokensLaw):
@@ -52,6 +62,21 @@ class BatchLaw(TokensLaw):
     def batch_tokens(self, n_tokens: ArrayLike) -> NDArray[np.float64]:
         """The best batch in tokens at a budget of `n_tokens`, of its shape; constant outside `supported_range`."""
         return self.best(n_tokens)
+
+    @property
+    def rate_exponent(self) -> tuple[float, float]:
+        """Exponent r of best rate ∝ batch^r at equal tokens, from the used cells and `RATE_EXPONENT` as prior, and its standard error.
+
+        Each group and budget has a level of its own; the best rate of a batch scatters by `RATE_SCATTER` about its line.
+        """
+        used = self.cells[self.cells["used"]]
+        cells = used.assign(x=np.log2(used["batch_tokens"]), y=used["log2_rate"])
+        off = cells[["x", "y"]] - cells.groupby(["group", "n_tokens"])[["x", "y"]].transform("mean")
+        mean, spread = RATE_EXPONENT
+        weight = float((off["x"] ** 2).sum()) / RATE_SCATTER**2
+        data = float((off["x"] * off["y"]).sum()) / RATE_SCATTER**2
+        precision = weight + spread**-2
+        return (data + mean * spread**-2) / precision, precision**-0.5
 
     def plot(self) -> "go.Figure":
         """Best batches against tokens, with the law and its 90 % interval."""
@@ -104,3 +129,9 @@ def _cells(table: pd.DataFrame) -> pd.DataFrame:
             records.append([*key, math.nan, math.nan, "fewer than three finite rates", False])
     columns = ["group", "n_tokens", "batch_tokens", "loss", "log2_rate", "status", "used"]
     return pd.DataFrame(records, columns=columns)
+
+
+def published_batch(n_tokens: float) -> float | None:
+    """The best batch in tokens by Step Law, B = .58 · D^.571 (2503.04715, abstract); None outside `PUBLISHED_RANGE`."""
+    low, high = PUBLISHED_RANGE
+    return 0.58 * n_tokens**0.571 if low <= n_tokens <= high else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from muscale.errors import StageError
+from muscale.plans.batch import FAR, BatchChoice
 from muscale.plans.cadence import Cadence
 from muscale.plans.layouts import Layout
 from muscale.plans.provenance import HyperparameterProvenance
@@ -213,6 +214,20 @@ def carried_line(carried: Iterable[HyperparameterProvenance]) -> GateLine:
     parts += [f"explicit: {', '.join(stated)}"] if stated else []
     parts += [f"the study file's at every size: {', '.join(same)}"] if same else []
     return GateLine(name=name, status="passed", compared="; ".join(parts))
+
+
+def batch_line(batch: BatchChoice | None) -> GateLine:
+    """Whether the batch is near the proxies', or near the best that a law has for the run."""
+    if batch is None:
+        return GateLine(name="batch", status="passed", compared="the proxies'")
+    if batch.is_covered or not batch.is_far:
+        return GateLine(name="batch", status="passed", compared=str(batch))
+    return GateLine(
+        name="batch",
+        status="failed",
+        compared=f"{batch}; more than {FAR:g}× apart",
+        advice="take a batch nearer to either, or measure: transfer.batches, at least four around the proxies' batch",
+    )
 
 
 def memory_line(

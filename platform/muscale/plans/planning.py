@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from muscale.plans.batch import CARRIED, BatchChoice, choose_batch
 from muscale.plans.provenance import HyperparameterProvenance, carried
 from muscale.plans.sizing import size_for
 from muscale.proxies.ladder import tuned_for
@@ -24,13 +25,13 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
-from scaling import Decision, Forecast, HorizonLaw, ScalingFit
+from scaling import BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit
 
 FOLLOWED = 8.0
 """Times the longest grid that a horizon law is followed without a word: 24× beyond grids of 64 to 256 steps its rate was two
 octaves off (measured, widths 32 and 64)."""
 _MOST_SIZES = 5  # that are listed one by one
-_TOLD_ELSEWHERE = ("forecast", "n_params", "n_tokens")  # of a decision: by the plan, for whole batches
+_OF_THE_PLAN = ("forecast", "n_params", "n_tokens")  # rather than of its decision: for whole batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Plan(Recorded):
         decision: Why this size: `scaling.Decision` as plain values, with the budget and the cost in words.
         carried: Every hyperparameter with its rules and its source.
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
+        batch: The run's batch where it is not the proxies'.
         registered_at: When the forecast was written to the ledger; None before.
     """
 
@@ -70,6 +72,7 @@ class Plan(Recorded):
     decision: dict[str, Any]
     carried: tuple[HyperparameterProvenance, ...]
     data: dict[str, str]
+    batch: BatchChoice | None = None
     registered_at: str | None = None
 
     @property
@@ -111,6 +114,7 @@ class Plan(Recorded):
                 f"  {name} = {format_value(getattr(self.hyperparameters, name))}  ({rule})"
                 for name, rule in self.rules.items()
             ),
+            *([f"  batch_tokens = {self.batch}"] if self.batch else []),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
             *(f"  {line}" for line in format_decision(self.decision)),
         ]
@@ -157,11 +161,11 @@ def _span(low: float, high: float) -> str:
     return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
 
-def _first(told_sizes: list[str]) -> str:
-    """The ends and the middle of a long list."""
-    if len(told_sizes) <= _MOST_SIZES:
-        return ", ".join(told_sizes)
-    return f"{told_sizes[0]} to {told_sizes[-1]}, {len(told_sizes)} sizes"
+def _first(sizes: list[str]) -> str:
+    """A short list as it is, of a long one its ends."""
+    if len(sizes) <= _MOST_SIZES:
+        return ", ".join(sizes)
+    return f"{sizes[0]} to {sizes[-1]}, {len(sizes)} sizes"
 
 
 def make_plan(
@@ -170,12 +174,14 @@ def make_plan(
     horizon: HorizonLaw,
     fit: ScalingFit,
     *,
+    batches: BatchLaw | None = None,
     corpus: Corpus | None = None,
     winner: int | None = None,
 ) -> Plan:
     """Spend the budget where the law says it buys the lowest loss, with the hyperparameters that hold there.
 
-    `corpus` is what the run sees; without it no epochs are counted. `winner` is the trial that `best` is from.
+    `batches` is the law of the study's own grids. `corpus` is what the run sees; without it no epochs are counted. `winner` is the
+    trial that `best` is from.
 
     Raises:
         StageError: If the budget can't be spent: see `sizing.size_for`.
@@ -185,8 +191,18 @@ def make_plan(
     )
     flops = config.plan.budget.compute_flops
     explicit = config.plan.explicit
-    n_tokens = with_explicit(best, explicit).whole_batches(decision.n_tokens)
+    batch = choose_batch(
+        best,
+        batches,
+        decision.n_tokens,
+        explicit,
+        sequence_tokens=config.model.context_length,
+        ranks=config.promote.workers,
+    )
+    at_batch = batch.carry(best) if batch else best
+    n_tokens = with_explicit(at_batch, explicit).whole_batches(decision.n_tokens)
     by_policy = tuned_for(best, horizon, n_tokens)
+    by_policy = batch.carry(by_policy) if batch else by_policy
     hyperparameters = with_explicit(by_policy, explicit)
     model = model_with_explicit(decision.config, explicit)
     beyond = _beyond(n_tokens, horizon, config.transfer.n_tokens)
@@ -202,6 +218,9 @@ def make_plan(
     if best.stages:
         course = f"schedule followed by trial {winner} of the population" if config.sweep.is_population else "as given"
         rules["stages"] = f"{course}; shares of the stable part, and factors on the rate, fixed across width and tokens"
+    if batch:
+        rules["learning_rate"] += f"; batch^{batch.rate_exponent[0]:.2f} ± {batch.rate_exponent[1]:.2f}"
+        rules |= {name: "carried to the batch" for name in CARRIED if getattr(by_policy, name) != getattr(best, name)}
     rules |= dict.fromkeys(explicit, "explicit")
     trial = "the sweep's winner" if winner is None else f"trial {winner} of the sweep"
     evidence = fit.rows.to_dict("list")
@@ -235,6 +254,7 @@ def make_plan(
                 name: (getattr(by_policy, name, getattr(decision.config, name, None)), value)
                 for name, value in explicit.items()
             },
+            batch,
         ),
         decision=_plain(decision, config),
         carried=carried(
@@ -245,7 +265,9 @@ def make_plan(
             explicit=frozenset(explicit),
             by_mup=config.parametrization == "mup",
             trial=trial,
+            batch=batch,
         ),
+        batch=batch,
         data={} if corpus is None else data_hashes(corpus),
     )
 
@@ -270,14 +292,27 @@ def data_hashes(corpus: Corpus) -> dict[str, str]:
     return {"corpus": corpus.key, "tokenizer": ", ".join(tokenizers)}
 
 
-def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]]) -> Forecast:
-    """The same forecast, unsupported where the run does not follow the policy that the ladder was trained under."""
+def _off_policy(forecast: Forecast, stated: dict[str, tuple[Any, Any]], batch: BatchChoice | None = None) -> Forecast:
+    """The same forecast, unsupported where the run does not follow the policy that the ladder was trained under.
+
+    Another batch widens the interval, at both ends, by what it may change.
+    """
     reasons = [
         f"{name} = {format_value(value)} is stated; the runs fitted follow a policy that has {format_value(policy)}"
         for name, (policy, value) in stated.items()
         if value != policy
     ]
-    return replace(forecast, reasons=(*forecast.reasons, *reasons))
+    if batch is None:
+        return replace(forecast, reasons=(*forecast.reasons, *reasons))
+    if batch.is_far:
+        reasons.append(f"batch {batch}; the runs fitted have {batch.tuned_tokens:,}")
+    wider = math.exp(batch.effect)
+    return replace(
+        forecast,
+        low=forecast.low / wider,
+        high=forecast.high * wider,
+        reasons=(*forecast.reasons, *reasons),
+    )
 
 
 def _forecast(
@@ -300,7 +335,7 @@ def _forecast(
 def _plain(decision: Decision, config: StudyConfig) -> dict[str, Any]:
     """The decision's facts as JSON has them."""
     named = {shape.of(config.family).n_params: shape.of(config.family) for shape in config.plan.shapes}
-    facts = {name: value for name, value in decision.to_dict().items() if name not in _TOLD_ELSEWHERE}
+    facts = {name: value for name, value in decision.to_dict().items() if name not in _OF_THE_PLAN}
     near = []
     for size in facts["near"]:
         model = named.get(size["n_params"])

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from scaling import BatchLaw, ScalingError, fit_batch_law, fit_horizon_law
+from scaling.optima.batch import published_batch
 
 BATCHES = tuple(2.0**x for x in range(15, 23))
 
@@ -126,3 +127,16 @@ def test_step_law_s_grids_give_its_exponents(public_table: Callable[[str], pd.Da
     horizon = fit_horizon_law(table[table["batch_tokens"] == near], prior=None)
     assert horizon.optima["used"].all()
     assert abs(-horizon.exponent - 0.307) < 1.645 * horizon.stderr < 0.1
+
+
+def test_the_best_rate_rises_with_the_batch_as_planted() -> None:
+    """Three budgets of seven batches weigh 126 octaves² at .25 octaves, against a prior of .15 about .3."""
+    law = fit_batch_law(grid(0.5).assign(rate=lambda rows: rows["rate"] * (rows["batch_tokens"] / 2**18.5) ** 0.2))
+    exponent, stderr = law.rate_exponent
+    assert exponent == pytest.approx(0.5, abs=0.01)
+    assert stderr < 0.03
+
+
+def test_the_published_batch_is_step_laws_within_its_table() -> None:
+    assert published_batch(1e10) == pytest.approx(0.58 * 10**5.71)
+    assert published_batch(3e9) is published_batch(2e11) is None

@@ -18,6 +18,7 @@ from muscale.plans.gate import (
     Gate,
     GateLine,
     attention_line,
+    batch_line,
     cadence_line,
     carried_line,
     check_line,
@@ -179,6 +180,7 @@ def dry_run(
             check_line(check),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
             carried_line(plan.carried),
+            batch_line(plan.batch),
             memory_line(
                 memory,
                 memory_bytes=device.memory_bytes,

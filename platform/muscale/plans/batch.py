@@ -1,0 +1,158 @@
+"""The batch of the full run, and what is carried to it: rate, beta2 and eps of a sweep and a ladder with the study's own batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from muscale.serialization import Recorded
+from proxy_models.recipes.hyperparameters import OPTIMIZERS_THAT_READ, Hyperparameters
+from scaling import BatchLaw
+from scaling.optima.batch import CURVATURE, RATE_EXPONENT, published_batch
+
+Source = Literal["the study's grids", "Step Law", "stated"]
+CARRIED = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")
+"""What another batch changes."""
+EPS_EXPONENT = -0.5
+"""Of Adam's eps in the batch: gradients of a mean over κ times as many tokens have 1/√κ of the noise (2205.10287)."""
+FAR = 4.0
+"""Times the batch of the sweep and the ladder from which no more than a law of the batch is trusted (assumed; the grids that the
+published laws are from have a factor of two between neighbours)."""
+_MOST_OCTAVES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChoice(Recorded):
+    """A batch of the full run that is not the one of the sweep and the ladder.
+
+    Attributes:
+        tokens: Of one optimizer step, after a ramp.
+        first_tokens: Of the first step, before the ramp.
+        tuned_tokens: Of the sweep and the ladder.
+        best_tokens: The best at the run's length by a law; None where none covers the length.
+        source: What the batch is from.
+        rate_exponent: r, the best rate at equal tokens being ∝ batch^r, with its standard error.
+        curvature: Second derivative of log loss in log2 of the batch, the rate tuned.
+    """
+
+    tokens: int
+    first_tokens: int
+    tuned_tokens: int
+    best_tokens: float | None
+    source: Source
+    rate_exponent: tuple[float, float]
+    curvature: float
+
+    @property
+    def ratio(self) -> float:
+        """The batch, over the tuned one."""
+        return self.tokens / self.tuned_tokens
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the batch, or the first of a ramp, is further from the tuned one than `FAR`."""
+        return max(_apart(self.tokens, self.tuned_tokens), _apart(self.first_tokens, self.tuned_tokens)) > FAR
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether a law has its best batch within `FAR` of this one."""
+        return self.best_tokens is not None and _apart(self.tokens, self.best_tokens) <= FAR
+
+    @property
+    def effect(self) -> float:
+        """By how much log loss may differ from a run's at the tuned batch, whose policy the law and its forecast are of.
+
+        The difference of both from the best batch's where a law tells it, else what so many octaves cost at most.
+        """
+        if self.best_tokens is None:
+            return _cost(self.tokens, self.tuned_tokens, self.curvature)
+        return abs(
+            _cost(self.tokens, self.best_tokens, self.curvature)
+            - _cost(self.tuned_tokens, self.best_tokens, self.curvature)
+        )
+
+    def carry(self, tuned: Hyperparameters) -> Hyperparameters:
+        """The hyperparameters with this batch: rate, beta2 and eps as good there as they were at the tuned one.
+
+        beta2 keeps its half-life in tokens (2507.07101), which to first order is the rule derived in 2205.10287. beta1 stays, as
+        in 2507.07101.
+        """
+        factor = self.ratio ** self.rate_exponent[0]
+        reads = {name for name, readers in OPTIMIZERS_THAT_READ.items() if tuned.optimizer in readers}
+        return replace(
+            tuned,
+            batch_tokens=self.tokens,
+            learning_rate=tuned.learning_rate * factor,
+            swap_learning_rate=tuned.swap_learning_rate * factor,
+            beta2=tuned.beta2**self.ratio if "beta2" in reads else tuned.beta2,
+            eps=tuned.eps * self.ratio**EPS_EXPONENT if "eps" in reads else tuned.eps,
+        )
+
+    def __str__(self) -> str:
+        best = f"; best by law {self.best_tokens:,.0f}" if self.best_tokens else "; no law of the batch covers this run"
+        ramp = f" from {self.first_tokens:,}" if self.first_tokens != self.tokens else ""
+        return f"{self.tokens:,} tokens a step{ramp}, {self.ratio:g}× the proxies', by {self.source}{best}"
+
+
+def choose_batch(
+    tuned: Hyperparameters,
+    law: BatchLaw | None,
+    n_tokens: float,
+    explicit: Mapping[str, Any],
+    *,
+    sequence_tokens: int,
+    ranks: int,
+) -> BatchChoice | None:
+    """The full run's batch, or None where it is the proxies'.
+
+    The batch that is stated, else that of the law of the study's grids, else Step Law's inside the range that it was fitted on:
+    the power of two times the proxies' that is nearest. Elsewhere the proxies' own.
+
+    Args:
+        tuned: Of the sweep and the ladder.
+        law: Of the study's own grids.
+        n_tokens: Of the run.
+        explicit: Hyperparameters that are stated for the full run.
+        sequence_tokens: Of a sequence; every batch, the first of a ramp too, is whole sequences.
+        ranks: That must have a sequence each of a batch that is smaller than the proxies'.
+    """
+    known = law if law is not None and law.supports(n_tokens) else None
+    best = float(known.batch_tokens(n_tokens)) if known else published_batch(n_tokens)
+    doublings = explicit.get("batch_doublings", tuned.batch_doublings)
+    source: Source = "the study's grids" if known else "Step Law"
+    tokens = tuned.batch_tokens
+    if "batch_tokens" in explicit:
+        tokens, source = explicit["batch_tokens"], "stated"
+    elif best is not None:
+        unit = sequence_tokens << doublings
+        tokens = _nearest(tokens, best, least=min(tokens, ranks * unit), unit=unit)
+    first = tokens >> doublings
+    if (tokens, first) == (tuned.batch_tokens, tuned.batch_tokens >> tuned.batch_doublings):
+        return None
+    return BatchChoice(
+        tokens=tokens,
+        first_tokens=first,
+        tuned_tokens=tuned.batch_tokens,
+        best_tokens=best,
+        source=source,
+        rate_exponent=law.rate_exponent if law is not None else RATE_EXPONENT,
+        curvature=law.curvature if law is not None else CURVATURE,
+    )
+
+
+def _nearest(tokens: int, best: float, *, least: int, unit: int) -> int:
+    """The power of two times a batch nearest to the best, of those that hold the least and are whole units."""
+    scaled = [tokens * 2.0**octaves for octaves in range(-_MOST_OCTAVES, _MOST_OCTAVES + 1)]
+    fitting = [round(batch) for batch in scaled if batch >= least and batch % unit == 0]
+    return min(fitting, key=lambda batch: _apart(batch, best), default=tokens)
+
+
+def _apart(one: float, other: float) -> float:
+    return max(one / other, other / one)
+
+
+def _cost(tokens: float, best_tokens: float, curvature: float) -> float:
+    """Log loss above the best batch's."""
+    return curvature / 2 * math.log2(tokens / best_tokens) ** 2

@@ -1,0 +1,133 @@
+"""What does a rate tuned at a small batch lose at one eight times larger, and how much of it does a rule of the batch bring back?
+
+    python tests/benchmarks/batch_transfer.py [--seeds 2] [--folder runs/benchmarks/batch_transfer]
+
+The quickstart's model on the standard library's own source: a grid of rates at width 64 and 512 tokens a step, as a sweep would
+have it, and grids at width 128 and twice the tokens with 512 and with 4,096 a step, with and without a beta2 of the same half-life
+in tokens. The rate of the small grids is carried by each rule, and its loss read from the parabola of the large grid; the horizon
+law's prior carries it to the longer run. Every finished run is kept in the folder; the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from proxy_models.architecture.config import ModelConfig, ModelFamily
+from proxy_models.data.corpus import EMBEDDED, Corpus, write_corpus
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.numerics import Numerics
+from proxy_models.training.trainer import Trainer
+from scaling import Optimum, fit_optimum
+from scaling.optima.horizon import PRIOR
+from tests.benchmarks.kept_runs import do_missing, final_loss
+
+BASE = ModelConfig(d_model=64, n_layers=2, head_dim=16, context_length=128)
+SMALL, LARGE = 512, 4096
+RATIO = LARGE / SMALL
+BETA2 = 0.95
+RULES = {"uncorrected": 0.0, "Step Law's mean slope, .3": 0.3, "square root": 0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One run."""
+
+    width: int
+    batch_tokens: int
+    n_tokens: int
+    beta2: float
+    log2_rate: float
+    seed: int
+
+
+GRIDS: dict[str, tuple[tuple[int, int, int, float], list[float]]] = {
+    "proxy": ((64, SMALL, 262_144, BETA2), [-9.0, -8.0, -7.0, -6.0, -5.0]),
+    "small batch": ((128, SMALL, 524_288, BETA2), [-9.0, -8.0, -7.0, -6.0, -5.0]),
+    "large batch": ((128, LARGE, 524_288, BETA2), [-8.0, -7.0, -6.0, -5.0, -4.0]),
+    "large batch, beta2 of the same half-life": (
+        (128, LARGE, 524_288, BETA2**RATIO),
+        [-8.0, -7.0, -6.0, -5.0, -4.0],
+    ),
+}
+"""Width, tokens of a step and of the run, beta2; log2 of the rates."""
+
+
+def tasks(n_seeds: int) -> list[Task]:
+    """Every run, the large batch's first."""
+    return [
+        Task(width=width, batch_tokens=batch, n_tokens=n_tokens, beta2=beta2, log2_rate=rate, seed=seed)
+        for seed in range(n_seeds)
+        for (width, batch, n_tokens, beta2), rates in reversed(GRIDS.values())
+        for rate in rates
+    ]
+
+
+_trainer: Trainer
+
+
+def start_worker(corpus: Path) -> None:
+    """One trainer a process."""
+    global _trainer
+    torch.set_num_threads(1)
+    _trainer = Trainer(Corpus.open(corpus), compile=False)
+
+
+def train(task: Task) -> dict[str, Any]:
+    """The loss of one run."""
+    numerics = Numerics(
+        model=ModelFamily(base=BASE).at(width=task.width),
+        base=BASE,
+        corpus_key=_trainer.corpus.key,
+        seed=task.seed,
+        evaluation_tokens=65_536,
+    )
+    values = Hyperparameters(learning_rate=2.0**task.log2_rate, batch_tokens=task.batch_tokens, beta2=task.beta2)
+    return {"loss": final_loss(_trainer, numerics, values, task.n_tokens)}
+
+
+def main() -> None:
+    """Train and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/batch_transfer"))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    corpus = write_corpus(options.folder / "corpus", EMBEDDED)
+    store = options.folder / "runs.jsonl"
+    found = do_missing(
+        tasks(options.seeds),
+        train,
+        store,
+        workers=options.workers,
+        initializer=start_worker,
+        initargs=(corpus.folder,),
+    )
+    rows = pd.DataFrame(found)
+    optima: dict[str, Optimum] = {}
+    for name, (case, _) in GRIDS.items():
+        grid = rows[(rows[["width", "batch_tokens", "n_tokens", "beta2"]] == case).all(axis=1)]
+        best = optima[name] = fit_optimum(2.0 ** grid["log2_rate"], grid["loss"], seeds=grid["seed"].tolist())
+        least = grid.groupby("log2_rate")["loss"].mean().min()
+        print(
+            f"{name:<42} log2 rate {best.log2_rate:+.2f} ± {best.stderr:.2f}, loss {best.loss:.4f}, least {least:.4f}"
+        )
+    slope = (optima["large batch"].log2_rate - optima["small batch"].log2_rate) / np.log2(RATIO)
+    print(f"slope of log2 rate in log2 batch at width 128: {slope:.2f}")
+    reference = min(optima["large batch"].loss, optima["large batch, beta2 of the same half-life"].loss)
+    for name in ("large batch", "large batch, beta2 of the same half-life"):
+        for rule, exponent in RULES.items():
+            carried = optima["proxy"].log2_rate - PRIOR[0] + exponent * np.log2(RATIO)
+            loss = optima[name].loss * (1 + float(optima[name].regret(2.0**carried)))
+            print(f"{name:<42} {rule:<28} log2 rate {carried:+.2f}: {loss / reference - 1:+.2%} above the best")
+
+
+if __name__ == "__main__":
+    main()

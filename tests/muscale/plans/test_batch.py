@@ -1,0 +1,126 @@
+"""The batch of the full run is by a law or as stated, what is tuned is carried to it, and the gate holds what no law covers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muscale import StudyConfig
+from muscale.plans.batch import FAR, BatchChoice, choose_batch
+from muscale.plans.gate import batch_line
+from muscale.plans.planning import Plan, make_plan
+from proxy_models.recipes.hyperparameters import Hyperparameters
+from scaling import BatchLaw, fit_batch_law
+from tests.muscale.planted import planted_fit, planted_horizon
+from tests.scaling.optima.test_batch import grid
+
+TUNED = Hyperparameters(learning_rate=0.01, batch_tokens=2**17, beta2=0.95, eps=1e-8)
+
+
+@pytest.fixture(scope="module")
+def by_study() -> BatchLaw:
+    """Best batch 2^18.5 · (D / 4e9)^.5, best rate ∝ batch^.3."""
+    return fit_batch_law(grid(0.5), prior=None)
+
+
+def chosen(
+    n_tokens: float, law: BatchLaw | None = None, tuned: Hyperparameters = TUNED, ranks: int = 8, **explicit: int
+) -> BatchChoice | None:
+    return choose_batch(tuned, law, n_tokens, explicit, sequence_tokens=2048, ranks=ranks)
+
+
+def found(choice: BatchChoice | None) -> BatchChoice:
+    assert choice is not None
+    return choice
+
+
+def test_the_studys_law_decides_before_the_published_one(by_study: BatchLaw) -> None:
+    """At 1.6e10 tokens 2^19.5 is the study's best, and .58 D^.571 = 2^18.6 Step Law's: 19 or 20 is nearest, then 19."""
+    mine, published = found(chosen(1.7e10, by_study)), found(chosen(1.7e10))
+    assert (mine.tokens, mine.source) == (2**20, "the study's grids")
+    assert mine.best_tokens == pytest.approx(2**18.5 * math.sqrt(1.7e10 / 4e9))
+    assert (published.tokens, published.source) == (2**19, "Step Law")
+    assert published.best_tokens == pytest.approx(0.58 * 1.7e10**0.571)
+
+
+@pytest.mark.parametrize("n_tokens", [1e7, 3e9, 2e12])
+def test_outside_every_law_the_batch_is_the_proxies(n_tokens: float) -> None:
+    assert chosen(n_tokens) is None
+
+
+def test_a_smaller_batch_leaves_every_rank_a_whole_sequence(by_study: BatchLaw) -> None:
+    tuned = Hyperparameters(learning_rate=0.01, batch_tokens=2**21)
+    assert found(chosen(8e8, by_study, tuned)).tokens == 2**17
+    assert found(chosen(8e8, by_study, tuned, ranks=128)).tokens == 2**18
+    odd = Hyperparameters(learning_rate=0.01, batch_tokens=3 * 2**18)
+    assert found(chosen(1e9, by_study, odd)).tokens % 2048 == 0
+
+
+def test_rate_beta2_and_eps_are_carried_and_carried_back(by_study: BatchLaw) -> None:
+    there = found(chosen(1e7, by_study, batch_tokens=2**20))
+    carried = there.carry(TUNED)
+    assert carried.learning_rate == pytest.approx(0.01 * 8**0.3, rel=1e-3)
+    assert carried.beta2 ** (1 / carried.batch_tokens) == pytest.approx(0.95 ** (1 / TUNED.batch_tokens))
+    assert carried.eps == pytest.approx(1e-8 / math.sqrt(8))
+    back = found(choose_batch(carried, by_study, 1e7, {"batch_tokens": 2**17}, sequence_tokens=2048, ranks=8)).carry(
+        carried
+    )
+    assert [back.learning_rate, back.beta2, back.eps] == pytest.approx([0.01, 0.95, 1e-8])
+    lion = Hyperparameters(learning_rate=0.01, batch_tokens=2**17, optimizer="adafactor")
+    assert there.carry(lion).beta2 == lion.beta2
+
+
+def test_the_gate_holds_a_batch_that_no_law_covers(by_study: BatchLaw) -> None:
+    cases = {
+        "proxies'": chosen(1e7),
+        "near": chosen(1e7, batch_tokens=4 * 2**17),
+        "by law": chosen(6e10),
+        "by own grids": chosen(1e11, by_study, batch_tokens=2**21),
+        "far": chosen(1e7, batch_tokens=16 * 2**17),
+        "far from the best": chosen(1e11, by_study, batch_tokens=2**25),
+        "a ramp from far below": chosen(1e7, batch_tokens=2**18, batch_doublings=4),
+    }
+    status = {name: batch_line(choice).status for name, choice in cases.items()}
+    assert [name for name, passed in status.items() if passed == "failed"] == [
+        "far",
+        "far from the best",
+        "a ramp from far below",
+    ]
+
+
+MakePlan = Callable[..., Plan]
+
+
+@pytest.fixture
+def planned(make_study: Callable[..., Path]) -> MakePlan:
+    path = make_study()
+
+    def make(*overrides: str) -> Plan:
+        config = StudyConfig.read(path, overrides)
+        return make_plan(config, config.hyperparameters, planted_horizon(), planted_fit())
+
+    return make
+
+
+def test_a_stated_batch_moves_the_rate_and_widens_the_registered_interval(planned: MakePlan) -> None:
+    plain = planned()
+    tuned = plain.hyperparameters
+    batch = 16 * tuned.batch_tokens
+    plan = planned(f"plan.explicit.batch_tokens={batch}")
+    assert plan.hyperparameters.batch_tokens == batch
+    tokens = plan.n_tokens / plain.n_tokens  # whole batches, so that the horizon moves a little too
+    assert plan.hyperparameters.learning_rate == pytest.approx(tuned.learning_rate * 16**0.3 * tokens**-0.3, rel=0.01)
+    assert plan.forecast.high / plan.forecast.loss > plain.forecast.high / plain.forecast.loss * 1.04
+    assert any(f"batch {batch:,} tokens a step, 16×" in reason for reason in plan.forecast.reasons)
+    assert not plan.forecast.supported
+    carried = {one.name: one.rules for one in plan.carried}
+    assert "batch law" in carried["learning_rate"]
+    assert carried["batch_tokens"] == ("explicit",)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    both = planned(f"plan.explicit.batch_tokens={batch}", "plan.explicit.learning_rate=0.5", "plan.explicit.beta2=0.9")
+    assert (both.hyperparameters.learning_rate, both.hyperparameters.beta2) == (0.5, 0.9)
+    assert batch_line(plan.batch).status == "failed"
+    assert f"{FAR:g}×" in batch_line(plan.batch).compared
