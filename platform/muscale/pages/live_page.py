@@ -143,7 +143,7 @@ class LivePage:
             "owners": self._at_work(),
             "asked": [_described(row) for row in asked],
             "actions": self.token is not None,
-            "running": () if so_far is None or self.study.config.sweep.is_population else so_far.running,
+            "running": () if so_far is None else so_far.running,
         }
         return Section(title="At work now", command="run", about="", template="now.html.jinja", values={"now": values})
 
@@ -161,10 +161,8 @@ class LivePage:
         """Ask that a trial of the sweep at work ends.
 
         Raises:
-            StageError: If it is not at work, or belongs to a population, whose members stand for each other.
+            StageError: If it is not at work.
         """
-        if self.study.config.sweep.is_population:
-            raise StageError("cancel: a member of a population can't be cancelled alone; cancel the study")
         so_far = search_so_far(self.study.ledger, self.study.config.rung_tokens())
         if so_far is None or trial not in so_far.running:
             raise StageError(f"cancel: trial {trial} is not at work")

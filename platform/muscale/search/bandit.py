@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 
-from muscale.search.population import Perturb
+from muscale.search.population import Perturb, completed, may_follow, members_of
 from muscale.search.record import Record
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Space
@@ -34,8 +34,10 @@ EXPLORATION = 2.0  # standard deviations of the confidence bound (assumed)
 class Bandit:
     """PB2's exploration over the changeable hyperparameters of a space, all of them continuous.
 
+    An inactive one stands in the middle of its axis, as in `Space.encode`.
+
     Attributes:
-        space: Bounds.
+        space: Bounds, conditions and constraints.
         seed: Of the candidates, and of the first generation, in which there is no gain yet and `Perturb` takes over.
     """
 
@@ -45,15 +47,22 @@ class Bandit:
     def changed(self, record: Record, trial: int, rung: int, donor: int) -> Config:
         """The donor's configuration with the changeable values that promise most."""
         points, times, gains = self._gains(record, rung)
-        if len(gains) < 2:
+        candidates = self._candidates(record.config_at(donor, rung), rung, trial) if len(gains) >= 2 else []
+        if not candidates:
             return Perturb(space=self.space, resample=0.25, seed=self.seed).changed(record, trial, rung, donor)
-        chosen = self._chosen(record, rung)
-        candidates = np.random.default_rng([self.seed, rung, trial]).random((CANDIDATES, points.shape[1]))
-        best = candidates[np.argmax(_bound(points, times, gains, chosen, candidates, float(rung + 1)))]
-        config = dict(record.paths[donor][-1][1])
-        for place, name in zip(best, changeable(self.space), strict=True):
-            config[name] = self.space[name].decode([place])
-        return config
+        places = np.array([self._point(config) for config in candidates])
+        bound = _bound(points, times, gains, self._chosen(record, rung), places, float(rung + 1))
+        return candidates[int(np.argmax(bound))]
+
+    def _candidates(self, copied: Config, rung: int, trial: int) -> list[Config]:
+        """Random configurations with which a copy of `copied` may go on."""
+        generator, names = np.random.default_rng([self.seed, rung, trial]), changeable(self.space)
+        drawn = generator.random((CANDIDATES, len(names)))
+        values = (
+            {name: self.space[name].decode([u]) for name, u in zip(names, row, strict=True)} for row in drawn.tolist()
+        )
+        configs = (completed(self.space, {**copied, **each}, generator) for each in values)
+        return [config for config in configs if may_follow(self.space, config, copied)]
 
     def _gains(self, record: Record, rung: int) -> tuple[Array, Array, Array]:
         """Points in the unit cube [K, d], generations [K] and drops of log loss [K] of the members' latest generations."""
@@ -67,7 +76,7 @@ class Bandit:
 
     def _of_generation(self, record: Record, rung: int) -> Iterator[tuple[list[float], float, float]]:
         """(point, generation, drop of log loss) of every member that has a loss before and after."""
-        for trial in record.configs:
+        for trial in members_of(record):
             before, after = self._before(record, trial, rung), record.loss(trial, rung)
             if math.isfinite(before) and math.isfinite(after):
                 yield self._point(record.config_at(trial, rung)), float(rung), math.log(before / after)
@@ -78,11 +87,12 @@ class Bandit:
 
     def _chosen(self, record: Record, rung: int) -> Array:
         """Points that were chosen for the next generation already, [C, d]."""
-        chosen = [self._point(record.paths[t][-1][1]) for t in record.configs if (t, rung) in record.donors]
+        chosen = [self._point(record.paths[t][-1][1]) for t in members_of(record) if (t, rung) in record.donors]
         return np.array(chosen).reshape(len(chosen), len(changeable(self.space)))
 
     def _point(self, config: Config) -> list[float]:
-        return [self.space[name].encode(config[name])[0] for name in changeable(self.space)]
+        names = changeable(self.space)
+        return [self.space[name].encode(config[name])[0] if name in config else 0.5 for name in names]
 
 
 def _kernel(a: Array, b: Array, times_a: Array, times_b: Array, length: float, forgetting: float) -> Array:

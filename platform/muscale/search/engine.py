@@ -82,9 +82,9 @@ class Engine:
             self._on_result(result)
 
     def ends(self, what: TrialSegment | AnnealJob) -> bool:
-        """Whether a job that came to a rung ends there, wherever it was going: all are stopping, or its trial was cancelled."""
+        """Whether a job that came to a rung, or waits to begin, ends there: all are stopping, or its trial was cancelled."""
         self.record.heed_cancels()
-        return self.is_stopping or (isinstance(what, TrialSegment) and what.trial in self.record.cancelled)
+        return self.is_stopping or what.trial in self.record.cancelled
 
     def finished(self, what: TrialSegment | AnnealJob) -> None:
         """Note that a job is over."""

@@ -8,16 +8,17 @@ own at that rung, which exists because the donor arrived there.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
 
-from muscale.search.config_history import ConfigHistory
 from muscale.search.record import Record
 from muscale.search.schedulers import GoOn, Start
 from muscale.settings.sweep import changeable
-from search_spaces import Config, Integer, LogUniform, Space, Uniform
+from search_spaces import Config, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
+from search_spaces.base import Scalar, Value
 
 
 class Explore(Protocol):
@@ -48,19 +49,20 @@ class Population:
         """A new member, or the next generation of one."""
         if may_start:
             return Start(until=0)
-        members = list(record.configs)
+        members = members_of(record)
         for rung in range(self.top):
-            if len(record.ranking(rung)) < len(members):
-                return None
-            if record.n_went_on.get(rung, 0) == len(members):
+            if rung in record.settled:
                 continue
+            if any((member, rung) not in record.results for member in members):
+                return None
             for member in members:
                 if (member, rung) not in record.went_on:
-                    return self._decision(record, member, rung)
+                    return self._decision(record, members, member, rung)
+            record.settled.add(rung)
         return None
 
-    def _decision(self, record: Record, member: int, rung: int) -> GoOn | None:
-        ranking = record.ranking(rung)
+    def _decision(self, record: Record, members: Sequence[int], member: int, rung: int) -> GoOn | None:
+        ranking = sorted((record.loss(trial, rung), trial) for trial in members)
         n = max(1, int(len(ranking) * self.share)) if len(ranking) > 1 else 0
         best = [trial for loss, trial in ranking[:n] if math.isfinite(loss)]
         worst = [trial for _, trial in ranking[len(ranking) - n :]]
@@ -70,15 +72,26 @@ class Population:
             return None  # everybody diverged
         donor = int(_generator(self.seed, rung, member).choice(best))
         config = self.explore.changed(record, member, rung, donor)
-        return GoOn(trial=member, until=rung + 1, path=_grafted(record.paths[donor], rung, config), donor=donor)
+        path = (*record.path_towards(donor, rung), (rung + 1, config))
+        return GoOn(trial=member, until=rung + 1, path=path, donor=donor)
+
+
+def members_of(record: Record) -> list[int]:
+    """The trials of the latest round that were not cancelled; those of earlier ones may lie outside its space."""
+    first = record.rounds[-1].first_trial
+    return [trial for trial in record.configs if trial >= first and trial not in record.cancelled]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perturb:
     """PBT's own exploration (arXiv 1711.09846, section 4.1.2): a factor of .8 or 1.2 on each value, or a fresh draw.
 
+    The values change one after the other. A number or the rank of an ordinal takes a step, a value without an order only fresh
+    draws; where a condition comes to hold, its value is drawn. A step that leaves the space is tried in the other direction, and
+    then not taken.
+
     Attributes:
-        space: Bounds; what the space has no order for is only drawn afresh.
+        space: Bounds, conditions and constraints.
         resample: Probability of a fresh draw.
         seed: Of the draws.
     """
@@ -90,24 +103,46 @@ class Perturb:
     def changed(self, record: Record, trial: int, rung: int, donor: int) -> Config:
         """The donor's configuration, its changeable values perturbed."""
         generator = _generator(self.seed + 1, rung, trial)
-        config = dict(record.paths[donor][-1][1])
+        copied = config = record.config_at(donor, rung)
         for name in changeable(self.space):
             distribution = self.space[name]
             fresh = generator.random() < self.resample
-            factor = 1.2 if generator.random() < 0.5 else 0.8
-            value = distribution.sample(generator)
-            if not fresh and isinstance(distribution, Uniform | LogUniform | Integer):
-                scaled = min(max(cast(float, config[name]) * factor, distribution.low), distribution.high)
-                value = round(scaled) if isinstance(distribution, Integer) else scaled
-            elif not fresh:
+            up = generator.random() < 0.5
+            drawn = distribution.sample(generator)
+            if name not in copied or name not in config:  # drawn below as its condition came to hold, or not there
                 continue
-            config[name] = value
+            values = [drawn] if fresh else [_step(distribution, config[name], up=way) for way in (up, not up)]
+            moved = (completed(self.space, {**config, name: value}, generator) for value in values)
+            config = next((one for one in moved if may_follow(self.space, one, copied)), config)
         return config
 
 
-def _grafted(path: ConfigHistory, rung: int, config: Config) -> ConfigHistory:
-    """The donor's path up to a rung, then another configuration."""
-    return (*(entry for entry in path if entry[0] <= rung), (rung + 1, config))
+def completed(space: Space, config: Mapping[str, Value], generator: np.random.Generator) -> Config:
+    """A configuration without what is inactive, and with a draw of what is active and missing."""
+    values = dict(config)
+    while missing := [name for name in space.active(values) if name not in values]:
+        values |= {name: space[name].sample(generator) for name in missing}
+    return {name: values[name] for name in space.active(values)}
+
+
+def may_follow(space: Space, config: Config, copied: Config) -> bool:
+    """Whether a copy may go on with a configuration: one of the space that leaves what can't change in mid-run as it was."""
+    fixed = {*space} - {*changeable(space)}
+    return space.contains(config) and all(config.get(name) == copied.get(name) for name in fixed)
+
+
+def _step(distribution: Distribution, value: Value, *, up: bool) -> Value:
+    """The value a step away, within the bounds; itself where there is no order."""
+    match distribution:
+        case Ordinal(values=values):
+            return values[min(max(values.index(cast(Scalar, value)) + (1 if up else -1), 0), len(values) - 1)]
+        case Integer(low=low, high=high):
+            whole = cast(int, value)
+            step = max(1, round(0.2 * abs(whole)))
+            return min(max(whole + (step if up else -step), low), high)
+        case Uniform(low=low, high=high) | LogUniform(low=low, high=high):
+            return min(max(cast(float, value) * (1.2 if up else 0.8), low), high)
+    return value
 
 
 def _generator(*seed: int) -> np.random.Generator:

@@ -82,12 +82,11 @@ class Asha:
         return None if record.open else self._last_move(record)
 
     def _last_move(self, record: Record) -> GoOn | None:
-        """The continuation of the best trial of a rung from which none was continued."""
-        for rung in reversed(range(self.top)):
-            if record.ranking(rung) and not record.ranking(rung + 1):
-                trial = _next_of(record, rung, 1)
-                return None if trial is None else GoOn(trial=trial, until=rung + 1)
-        return None
+        """The continuation of the best of those that came furthest, while none that has a loss and may go on is at the end."""
+        if any(math.isfinite(loss) and trial not in record.cancelled for loss, trial in record.ranking(self.top)):
+            return None
+        waiting = ((rung, record.waiting(rung)) for rung in reversed(range(self.top)))
+        return next((GoOn(trial=best[0][1], until=rung + 1) for rung, best in waiting if best), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,25 +15,33 @@ from muscale.search.sweep import Sweep
 
 
 class SweepProgress:
-    """Moves the bar of a sweep: trials come so far of those wanted, then its annealed runs and repetitions."""
+    """Moves the bar of a sweep: trials begun of those wanted, then its annealed runs and repetitions.
+
+    Members of a population all begin in the first generation, so there each generation of a member counts.
+    """
 
     def __init__(self, sweep: Sweep, update: Update) -> None:
         record = sweep.record()
-        self._update, self._round = update, sweep.config.sweep.trials
-        self._seen = {trial for trial, _ in record.results}
+        settings = sweep.config.sweep
+        self._update, self._generations = update, settings.rungs if settings.is_population else 1
+        self._round = settings.trials
+        self._seen = {self._step(trial, rung) for trial, rung in record.results}
         self._best = min((one.loss for one in record.results.values() if one.loss is not None), default=math.inf)
         self._wanted = self._round + (record.rounds[-1].first_trial if record.rounds else 0)
         self._begun: set[str] = set()
 
     def on_result(self, result: RungResult) -> None:
         """A trial came to a rung."""
-        self._seen.add(result.trial)
+        self._seen.add(self._step(result.trial, result.rung))
         self._best = min(self._best, math.inf if result.loss is None else result.loss)
         if result.trial >= self._wanted:  # a round was begun
             self._wanted += self._round
-        self._update(
-            len(self._seen), self._wanted, f"trial {result.trial} at rung {result.rung}, best {self._best:.4f}"
-        )
+        note = f"trial {result.trial} at rung {result.rung}, best {self._best:.4f}"
+        self._update(len(self._seen), self._wanted * self._generations, note)
+
+    def _step(self, trial: int, rung: int) -> tuple[int, int]:
+        """What counts once: a trial, in a population a generation of one."""
+        return trial, min(rung, self._generations - 1)
 
     def on_run(self, done: int, wanted: int, kind: str) -> None:
         """An annealed run or a repetition ended; what was done before is no news."""

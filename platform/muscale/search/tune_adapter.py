@@ -99,8 +99,9 @@ class EngineSearcher(Searcher):
         """The job that waits longest and a worker for it. As many jobs wait as there may be workers, so that these start at once."""
         engine, pool = self._engine, self._pool
         while True:
-            while engine.is_stopping and self._waiting:
-                engine.finished(self._waiting.popleft())
+            for ended in [job for job in self._waiting if engine.ends(job)]:
+                self._waiting.remove(ended)
+                engine.finished(ended)
             while len(self._waiting) + len(self._in_flight) < pool.resources.workers and (job := engine.next()):
                 self._waiting.append(job)
             if not self._waiting:

@@ -6,8 +6,9 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 
 from muscale.search.budget import Budget
 from muscale.search.engine import Engine
-from muscale.search.jobs import TrialSegment
+from muscale.search.jobs import AnnealJob, TrialSegment
 from muscale.search.methods import make_sampler, make_scheduler, resolve_searcher
 from muscale.search.record import Record, RungResult
 from muscale.search.sweep_conclusion import make_result
@@ -39,7 +40,7 @@ def ledger(tmp_path: Path) -> Ledger:
 @pytest.fixture
 def make_engine(ledger: Ledger) -> Callable[..., Engine]:
     """Makes the engine of a sweep of settings, where its record in the ledger was left."""
-    return lambda settings, name="s": _engine(ledger, settings, name)
+    return partial(_engine, ledger)
 
 
 @pytest.fixture
@@ -48,7 +49,12 @@ def drive() -> Callable[..., list[TrialSegment]]:
     return _drive
 
 
-def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
+def _engine(
+    ledger: Ledger,
+    settings: SweepSettings,
+    name: str = "s",
+    anneal_jobs: Callable[[], Sequence[AnnealJob]] = list,
+) -> Engine:
     rungs = tuple(1000 * 2**k for k in range(settings.rungs))
     budget = Budget(
         trials=settings.trials,
@@ -71,7 +77,7 @@ def _engine(ledger: Ledger, settings: SweepSettings, name: str) -> Engine:
     sampler = make_sampler(record.rounds[-1], settings, n_params=10, n_tokens=8000, prior_runs=_nothing)
     rule = make_scheduler(settings, settings.space)
     return Engine(
-        record, rule, sampler, budget, top=settings.rungs - 1, on_result=lambda result: None, anneal_jobs=list
+        record, rule, sampler, budget, top=settings.rungs - 1, on_result=lambda result: None, anneal_jobs=anneal_jobs
     )
 
 

@@ -12,7 +12,9 @@ import pytest
 from muscale.search.engine import Engine
 from muscale.search.jobs import TrialSegment
 from muscale.settings.sweep import SweepSettings
-from search_spaces import Choice, LogUniform, Space
+from muscale.store.cancels import cancel_trial
+from muscale.store.ledger import Ledger
+from search_spaces import Choice, LogUniform, Ordinal, Space
 
 MakeEngine = Callable[..., Engine]
 Drive = Callable[..., list[TrialSegment]]
@@ -75,6 +77,48 @@ def test_who_copies_whom_does_not_depend_on_the_number_of_workers(make_engine: M
     drive(many, gain, workers=5, seed=3)
     assert one.record.paths == many.record.paths
     assert one.record.donors == many.record.donors
+
+
+def test_an_ordinal_steps_to_a_neighbour_and_a_choice_stays(make_engine: MakeEngine, drive: Drive) -> None:
+    clips = (0.1, 0.5, 1.0, 2.0, 4.0)
+    clipped, beta2 = Ordinal(values=clips), Choice(values=(0.9, 0.95, 0.99))
+    space = SPACE.updated({"clip_norm": clipped, "beta2": beta2})
+    engine = make_engine(settings("pbt", space=space, resample=0.0, rungs=8))
+    drive(engine, gain)
+    record, steps = engine.record, set()
+    for (trial, rung), donor in record.donors.items():
+        copied, own = record.config_at(donor, rung), record.config_at(trial, rung + 1)
+        steps.add(clips.index(cast(float, own["clip_norm"])) - clips.index(cast(float, copied["clip_norm"])))
+        assert own["beta2"] == copied["beta2"]
+    assert {-1, 1} <= steps <= {-1, 0, 1}
+
+
+def test_a_cancelled_member_is_copied_by_nobody_and_holds_nobody_up(
+    make_engine: MakeEngine, drive: Drive, ledger: Ledger
+) -> None:
+    segments = drive(engine := make_engine(settings("pbt")), gain, n_segments=8)
+    (_, best), on_its_way = engine.record.ranking(0)[0], segments[-1].trial
+    for trial in (best, on_its_way):
+        cancel_trial(ledger, "s", trial, "")
+    drive(again := make_engine(settings("pbt")), gain)
+    record = again.record
+    assert not {best, on_its_way} & {*record.donors.values()}
+    assert (record.last_rung(best), record.last_rung(on_its_way)) == (0, -1)
+    assert all(record.last_rung(trial) == 3 for trial in record.configs if trial not in (best, on_its_way))
+
+
+@pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
+def test_the_second_round_copies_none_of_the_first(make_engine: MakeEngine, drive: Drive, scheduler: str) -> None:
+    """Members of the first have configurations outside the narrower space."""
+    drive(engine := make_engine(settings(scheduler)), gain)
+    narrower = SPACE.updated({"learning_rate": LogUniform(low=0.008, high=0.012)})
+    engine.record.begin_round("random", narrower)
+    drive(again := make_engine(settings(scheduler, trials=16, space=narrower)), gain)
+    record = again.record
+    assert again.is_finished
+    assert all(record.last_rung(trial) == 3 for trial in range(16))
+    assert all(donor >= 8 for (trial, _), donor in record.donors.items() if trial >= 8)
+    assert all(narrower.contains(config) for trial in range(8, 16) for _, config in record.paths[trial])
 
 
 def test_a_population_of_divergences_ends(make_engine: MakeEngine, drive: Drive) -> None:

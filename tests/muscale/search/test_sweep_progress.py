@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyDirectoryError
+from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep
-from muscale.search.sweep_progress import describe_sources
+from muscale.search.sweep_progress import SweepProgress, describe_sources
 from muscale.store.ledger import Ledger
 from tests.muscale.planted_sweep import open_sweep
 
@@ -64,3 +65,17 @@ def test_what_is_named_with_the_command_is_always_looked_at(swept: Sweep, tmp_pa
         list(describe_sources(replace(swept, learn_from=(str(tmp_path / "notes"),))))
     with pytest.raises(StageError, match=r"gone\.csv"):
         list(describe_sources(replace(swept, learn_from=(str(tmp_path / "gone.csv"),))))
+
+
+@pytest.mark.parametrize(("scheduler", "shown"), [("pbt", 12), ("asha", 4)])
+def test_every_generation_of_a_population_moves_the_bar(swept: Sweep, scheduler: str, shown: int) -> None:
+    values = {"scheduler": scheduler, "trials": 4, "rungs": 3}
+    settings = swept.config.sweep.model_copy(update=values)
+    sweep = replace(swept, config=swept.config.model_copy(update={"sweep": settings}))
+    updates: list[tuple[float, float]] = []
+    progress = SweepProgress(sweep, lambda done, total, note: updates.append((done, total)))
+    for rung in range(3):
+        for trial in range(4):
+            progress.on_result(RungResult(trial=trial, rung=rung, loss=2.0, segment="s", tokens=1, seconds=1.0))
+    assert {total for _, total in updates} == {shown}
+    assert len({done for done, _ in updates}) == shown
